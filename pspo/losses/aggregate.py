@@ -1,0 +1,46 @@
+"""From per-token losses to the one number that is differentiated.
+
+The denominators are counts of the whole optimizer minibatch, over all its microbatches, so the sum of the
+microbatches' aggregated losses is the minibatch's loss however it was split.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Aggregation = Literal["dapo", "grpo", "dr_grpo"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one optimizer minibatch holds, over all its microbatches (and ranks).
+
+    Args:
+        tokens: unmasked completion tokens.
+        sequences: rows, those that contribute nothing included.
+        max_completion_tokens: the configured limit (not the longest completion seen).
+    """
+
+    tokens: int
+    sequences: int
+    max_completion_tokens: int
+
+
+def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
+    """Sum a microbatch's per-token loss (B, T) into its share of the minibatch's loss, a scalar.
+
+    * ``dapo`` (Yu et al. 2025): sum(m l) / counts.tokens
+    * ``grpo`` (Shao et al. 2024): sum_i [sum_t(m l) / max(sum_t m, 1)] / counts.sequences
+    * ``dr_grpo`` (Liu et al. 2025): sum(m l) / (counts.sequences * counts.max_completion_tokens)
+
+    A minibatch without a single unmasked token has loss 0. Raises ValueError for another ``how``.
+    """
+    per_token_loss = per_token_loss.where(mask, 0.0)  # (B, T)
+    if how == "dapo":
+        return per_token_loss.sum() / max(counts.tokens, 1)
+    if how == "grpo":
+        return (per_token_loss.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() / counts.sequences
+    if how == "dr_grpo":
+        return per_token_loss.sum() / (counts.sequences * counts.max_completion_tokens)
+    raise ValueError(f"unknown aggregation {how!r}: choose dapo, grpo or dr_grpo")

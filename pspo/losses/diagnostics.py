@@ -1,0 +1,89 @@
+"""What a surrogate did with the tokens of one optimizer step, without knowing which surrogate it was.
+
+Everything follows from the per-token weight w = dL/dlogprob of the per-token loss: where a surrogate ignores a
+token w is 0, and |w / (A r)| is the slope that it leaves of the plain importance-weighted gradient (1 for NoClip,
+1 - alpha for PSPO, 1 or 0 for Clip).
+"""
+
+import torch
+from torch import Tensor
+
+from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate
+
+QUANTILES = (0.01, 0.5, 0.99)
+
+
+def token_weights(
+    surrogate: Surrogate, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    """dL/dlogprob of the summed per-token loss by autograd, (B, T), 0 where masked; shapes as in `Surrogate`."""
+    leaf = logprobs.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = surrogate(leaf, old_logprobs.detach(), advantages.detach(), mask).sum()
+        # a loss that does not depend on the log-probs at all (PSPO at alpha = 1) weighs every token 0
+        (weights,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
+    return torch.where(mask, weights, 0.0)
+
+
+@torch.no_grad()
+def diagnose(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """Statistics of one optimizer step over its unmasked tokens.
+
+    Args:
+        logprobs, old_logprobs, weights: any one shape, e.g. (B, T) or the unmasked tokens of all microbatches, (N,).
+        advantages: broadcastable to it.
+        mask: that shape, bool.
+
+    Returns:
+        * ``ratio_mean``, ``ratio_min``, ``ratio_max``, ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: of
+          r = exp(logprob - old)
+        * ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
+        * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
+        * ``tv``: total variation between old and new, the mean of |r - 1| / 2 over tokens with A != 0
+        * ``tv_smoothed``: the same as the surrogate sees it, |r - 1| contracted by |w / (A r)|; PSPO's is exactly
+          (1 - alpha) ``tv`` (Dwyer et al. 2026, Lemma 2.1)
+        * ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0
+        * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
+        * ``entropy``: -mean(old_logprob), the sampled entropy in nats
+
+        All are 0 for an empty mask except the ratios and ``ess``, which are 1.
+    """
+    if not mask.any():  # nothing to look at reads like one token that nothing happened to
+        nothing = logprobs.new_zeros(1)
+        return diagnose(nothing, nothing, nothing, nothing, nothing == 0)
+    advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    log_r = logprobs[mask].to(dtype) - old_logprobs[mask].to(dtype)
+    weights = weights[mask].to(dtype)
+    clamped = log_r.abs() > MAX_LOG_RATIO
+    log_r = log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_r.exp()
+    active = advantages != 0
+    n_active = active.sum().clamp(min=1).to(dtype)
+    distance = (ratio - 1).abs()[active]
+    slope = (weights[active] / (advantages[active] * ratio[active])).abs()
+    stats = {
+        "ratio_mean": ratio.mean(),
+        "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(),
+        **dict(zip(_quantile_names(), _quantiles(ratio), strict=True)),
+        "ess": ratio.mean().square() / ratio.square().mean(),
+        "kl_old_new": (torch.expm1(log_r) - log_r).mean(),
+        "tv": 0.5 * distance.sum() / n_active,
+        "tv_smoothed": 0.5 * (slope * distance).sum() / n_active,
+        "zero_weight_share": (weights[active] == 0).sum() / n_active,
+        "clamped_share": clamped.to(dtype).mean(),
+        "entropy": -old_logprobs[mask].to(dtype).mean(),
+    }
+    return dict(zip(stats, torch.stack([value.to(dtype) for value in stats.values()]).tolist(), strict=True))
+
+
+def _quantile_names() -> list[str]:
+    return [f"ratio_p{100 * q:g}" for q in QUANTILES]
+
+
+def _quantiles(ratio: Tensor) -> list[Tensor]:
+    ordered = ratio.sort().values  # not torch.quantile: that one refuses more than 2^24 values
+    return [ordered[round(q * (len(ordered) - 1))] for q in QUANTILES]

@@ -1,0 +1,212 @@
+"""The six surrogates, each a map from per-token log-probabilities to a per-token loss.
+
+Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`` is the importance ratio,
+``A`` the advantage, and every surrogate returns a loss *to be minimised*, of shape (B, T), unreduced, 0 where
+masked. Means over tokens live in `pspo.losses.aggregate`, never here.
+
+One numerical rule, in one place (`log_ratio`): under the mask the log-ratio is set to 0 before ``exp``, and
+elsewhere it is clamped to +-20, so that no finite input gives inf or NaN in the loss or its gradient.
+Arithmetic is float32 or wider: bfloat16 in gives float32 out, float64 in gives float64 out.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+
+
+class Surrogate:
+    """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
+
+    Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask``
+    (B, T) bool to the per-token loss (B, T).
+    """
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+    @property
+    def silent_at_zero_advantage(self) -> bool:
+        """Whether tokens with A = 0 have a loss and gradient of exactly 0, so that the trainer may leave them out.
+
+        False unless a class says otherwise: that is always right, and only slower.
+        """
+        return False
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log r = logprob - old_logprob, shape (B, T), 0 where masked, clamped to +-20; float32 or wider."""
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    difference = torch.where(mask, logprobs.to(dtype) - old_logprobs.to(dtype), 0.0)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def masked(per_token_loss: Tensor, mask: Tensor) -> Tensor:
+    """The loss with exact zeros under the mask, whatever stood there."""
+    return torch.where(mask, per_token_loss, 0.0)
+
+
+def check(ok: bool, surrogate: Surrogate, rule: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{type(surrogate).__name__}: {rule}, got {value}")
+
+
+@dataclass(frozen=True)
+class Clip(Surrogate):
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped surrogate (Schulman et al. 2017).
+
+    Args:
+        epsilon: half-width of the clip range; also its upper half unless epsilon_high is set.
+        epsilon_high: the upper half alone ("clip-higher", DAPO, Yu et al. 2025).
+        delta: upper bound of r in the first, unclipped term ("two-sided clipping", INTELLECT-2, 2025), which
+            otherwise has none where A < 0; meant to be above 1 + epsilon_high.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        check(high >= 0, self, "epsilon_high must be at least 0", high)
+        if self.delta is not None:
+            check(self.delta >= 1, self, "delta must be at least 1", self.delta)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        clipped = ratio.clamp(1 - self.epsilon, 1 + high)
+        if self.delta is not None:
+            ratio = ratio.clamp(max=self.delta)
+        return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)
+
+    silent_at_zero_advantage = True
+
+
+@dataclass(frozen=True)
+class NoClip(Surrogate):
+    """-r A: the plain importance-weighted policy gradient."""
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        return masked(-ratio * advantages, mask)
+
+    silent_at_zero_advantage = True
+
+
+@dataclass(frozen=True)
+class PSPO(Surrogate):
+    """-((1 - alpha) r + alpha) A: the ratio of the policy smoothed towards the old one (Dwyer et al. 2026, eq. 7).
+
+    The gradient is exactly (1 - alpha) times NoClip's; the README says what follows from that.
+
+    Args:
+        alpha: smoothing strength in [0, 1]; 0 is NoClip, 1 has no gradient.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        check(0 <= self.alpha <= 1, self, "alpha must be in [0, 1]", self.alpha)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        smoothed_ratio = (1 - self.alpha) * ratio + self.alpha
+        return masked(-smoothed_ratio * advantages, mask)
+
+    silent_at_zero_advantage = True
+
+
+@dataclass(frozen=True)
+class P3O(Surrogate):
+    """-(4 / tau) sigmoid(tau (r - 1)) A + kl_coef (r - 1 - log r): SCOPIC (Chen et al. 2023).
+
+    The official code adds kl_coef KL(old || new); r - 1 - log r is its estimator from old samples.
+
+    Args:
+        tau: temperature of the sigmoid; the slope at r = 1 is A for every tau.
+        kl_coef: weight of the KL term.
+    """
+
+    tau: float = 4.0
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.tau > 0, self, "tau must be above 0", self.tau)
+        check(self.kl_coef >= 0, self, "kl_coef must be at least 0", self.kl_coef)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        log_r = log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_r.exp()
+        gate = (4 / self.tau) * torch.sigmoid(self.tau * (ratio - 1))
+        return masked(-gate * advantages + self.kl_coef * (ratio - 1 - log_r), mask)
+
+    @property
+    def silent_at_zero_advantage(self) -> bool:
+        return self.kl_coef == 0
+
+
+@dataclass(frozen=True)
+class SAPO(Surrogate):
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (Gao et al. 2025).
+
+    Args:
+        tau_pos: temperature for positive advantages.
+        tau_neg: temperature for the others; the source advises tau_neg > tau_pos.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 3.0
+
+    def __post_init__(self) -> None:
+        check(self.tau_pos > 0, self, "tau_pos must be above 0", self.tau_pos)
+        check(self.tau_neg > 0, self, "tau_neg must be above 0", self.tau_neg)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+        return masked(-gate * advantages, mask)
+
+    silent_at_zero_advantage = True
+
+
+@dataclass(frozen=True)
+class TOPR(Surrogate):
+    """-sg(w) A logprob, w = clip(r, a, b) with (a, b) by the sign of A (Le Roux et al. 2025).
+
+    The stop-gradient sg makes it REINFORCE with a tapered weight. At level "sequence", the source's, r is the
+    ratio of the whole completion: the product over the row's unmasked tokens. With the defaults, positive rows
+    weigh 1 and negative ones min(r, 1).
+
+    Args:
+        a_pos, b_pos: bounds of the weight where A > 0.
+        a_neg, b_neg: bounds of the weight where A <= 0.
+        level: "sequence" or "token".
+    """
+
+    a_pos: float = 1.0
+    b_pos: float = 1.0
+    a_neg: float = 0.0
+    b_neg: float = 1.0
+    level: Literal["sequence", "token"] = "sequence"
+
+    def __post_init__(self) -> None:
+        check(0 <= self.a_pos <= self.b_pos, self, "0 <= a_pos <= b_pos must hold", (self.a_pos, self.b_pos))
+        check(0 <= self.a_neg <= self.b_neg, self, "0 <= a_neg <= b_neg must hold", (self.a_neg, self.b_neg))
+        check(self.level in ("sequence", "token"), self, 'level must be "sequence" or "token"', repr(self.level))
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        log_r = log_ratio(logprobs.detach(), old_logprobs, mask)
+        if self.level == "sequence":
+            log_r = log_r.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # (B, 1)
+        ratio = log_r.exp()
+        weight = torch.where(advantages > 0, ratio.clamp(self.a_pos, self.b_pos), ratio.clamp(self.a_neg, self.b_neg))
+        logprobs = torch.where(mask, logprobs.to(ratio.dtype), 0.0)
+        return masked(-weight * advantages * logprobs, mask)
+
+    silent_at_zero_advantage = True

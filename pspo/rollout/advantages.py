@@ -1,0 +1,43 @@
+"""Group-relative advantages."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+AdvantageScale = Literal["none", "group", "batch"]
+
+
+def group_relative_advantages(
+    rewards: Tensor, group_size: int, scale: AdvantageScale = "none", eps: float = 1e-4
+) -> Tensor:
+    """A = R - mean of its group (Dwyer et al. 2026, section 2), optionally divided by a standard deviation.
+
+    Args:
+        rewards: (B,), the rows of one prompt adjacent.
+        group_size: completions per prompt; must divide B and be at least 2.
+        scale: "none" (the paper), "group" (GRPO, Shao et al. 2024: std of the group) or "batch" (std of all
+            rewards). Standard deviations have ddof = 1.
+        eps: added to the standard deviation.
+
+    Returns:
+        (B,) float32 (float64 for float64 rewards). A group whose rewards are all equal gets exactly 0.0, found
+        by comparison: subtracting a rounded mean would leave noise that "group" scaling blows up.
+
+    Raises:
+        ValueError: for a group_size or scale that does not fit.
+    """
+    if group_size < 2:
+        raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")
+    if rewards.dim() != 1 or len(rewards) == 0 or len(rewards) % group_size:
+        raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
+    groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)  # (B / G, G)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    if scale == "group":
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + eps)
+    elif scale == "batch":
+        advantages = advantages / (groups.std() + eps)
+    elif scale != "none":
+        raise ValueError(f"unknown advantage scale {scale!r}: choose none, group or batch")
+    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    return torch.where(all_equal, 0.0, advantages).flatten()

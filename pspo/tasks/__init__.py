@@ -1,0 +1,19 @@
+"""Problems, the answers that completions give to them, and the rewards for those."""
+
+from pspo.tasks.answers import contains_answer, extract_answer, matches_format
+from pspo.tasks.datasets import load_problems
+from pspo.tasks.problem import Problem
+from pspo.tasks.rewards import FormatReward, MathReward, Reward, math_reward, total_rewards
+
+__all__ = [
+    "FormatReward",
+    "MathReward",
+    "Problem",
+    "Reward",
+    "contains_answer",
+    "extract_answer",
+    "load_problems",
+    "matches_format",
+    "math_reward",
+    "total_rewards",
+]

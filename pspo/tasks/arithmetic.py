@@ -1,0 +1,122 @@
+"""Endless arithmetic word problems of one to three steps in GSM8K's form, made from a seed.
+
+    Tom has 4 bags with 3 apples each. He buys 5 more. Then he sells 2. How many apples does Tom have now?
+
+    4 * 3 = 12
+    12 + 5 = 17
+    17 - 2 = 15
+    #### 15
+
+A story has an opening (with or without a product), events that each add or subtract, and perhaps a last
+event that compares with somebody else or shares out; then comes the question. Every sentence that is not
+a plain opening or the question is one step of the solution. Operands are 2 to 20, results 1 to 30.
+The text is one of about 1.1e10 (`count_problems`), and the hash of the text decides
+its split, so that train, validation and test share no problem whatever the seeds.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from fractions import Fraction
+
+from pspo.tasks.problem import Problem
+
+MAX_OPERAND, MAX_RESULT = 20, 30
+SPLITS = ("train", "validation", "test")
+
+NAMES = {"Anna": "She", "Ben": "He", "Carl": "He", "Emma": "She", "Jack": "He", "Lily": "She"} | {
+    "Max": "He", "Mia": "She", "Nina": "She", "Paul": "He", "Sara": "She", "Tom": "He"}  # fmt: skip
+THINGS = ("apples", "books", "cards", "coins", "cookies", "eggs", "marbles", "pencils", "shells", "stamps")
+BOXES = ("bags", "boxes", "packs", "rows")
+ADD = ("buys {n} more", "finds {n} more", "wins {n} more", "gets {n} from {friend}", "borrows {n} from {friend}")
+SUBTRACT = ("sells {n}", "loses {n}", "breaks {n}", "gives {n} to {friend}", "lends {n} to {friend}")
+QUESTIONS = (
+    "How many {things} does {name} have now?",
+    "How many {things} does {name} have in the end?",
+    "What is the number of {things} that {name} has?",
+    "Find out how many {things} {name} has left.",
+)
+COMPARE = {  # the last event, if it is about somebody else: operation -> sentence and question
+    "+": "{other} has {n} more {things} than that. How many {things} does {other} have?",
+    "-": "{other} has {n} fewer {things} than that. How many {things} does {other} have?",
+    "*": "{other} has {n} times as many {things}. How many {things} does {other} have?",
+    "/": "{name} shares the {things} equally among {n} friends. How many {things} does each friend get?",
+}
+WORDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+
+
+def problems(split: str, seed: int = 0) -> Iterator[Problem]:
+    """Yield problems of `split` ("train", "validation", "test") without end; the same ones for the same seed.
+
+    `answer` is a whole number of at least 1, `solution` one `a + b = c` per line and then `#### c`,
+    `category` the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
+    while True:
+        problem = _draw(rng)
+        if split_of(problem.prompt) == split:
+            yield problem
+
+
+def split_of(prompt: str) -> str:
+    """Return the one split that a problem text belongs to: 1/16 test, 1/16 validation, the rest train."""
+    return {0: "test", 1: "validation"}.get(zlib.crc32(prompt.encode()) % 16, "train")
+
+
+def _operands(op: str, value: int) -> range | list[int]:
+    """All n for which `value op n` keeps within the bounds; may be empty."""
+    if op == "+":
+        return range(2, min(MAX_OPERAND, MAX_RESULT - value) + 1)
+    if op == "-":
+        return range(2, min(MAX_OPERAND, value - 1) + 1)
+    if op == "*":
+        return range(2, min(9, MAX_RESULT // value) + 1)
+    return [n for n in range(2, 10) if value % n == 0 and value > n]
+
+
+def _apply(op: str, a: int, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[op]
+
+
+def _draw(rng: random.Random) -> Problem:
+    """Draw a plan of one to three operations, then numbers for it; draw again where no numbers fit."""
+    steps = rng.choice((1, 2, 3))
+    boxed = rng.random() < 0.3  # the first step is the opening's product
+    last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others
+    middle = [rng.choice("+-") for _ in range(steps - boxed - bool(last))]
+    ops = ["*"] * boxed + middle + [last] * bool(last)
+
+    value = first = rng.randint(2, 9 if boxed else MAX_OPERAND)
+    numbers, lines = [], []
+    for op in ops:
+        choices = _operands(op, value)
+        if not choices:
+            return _draw(rng)
+        numbers.append(rng.choice(choices))
+        result = _apply(op, value, numbers[-1])
+        lines.append(f"{value} {op} {numbers[-1]} = {result}")
+        value = result
+
+    name, friend, other = rng.sample(sorted(NAMES), 3)
+    words = {"name": name, "friend": friend, "other": other, "things": rng.choice(THINGS), "boxes": rng.choice(BOXES)}
+    opening = "{name} has {first} {boxes} with {n} {things} each." if boxed else "{name} has {first} {things}."
+    story = [opening.format(first=first, n=numbers[0], **words)]
+    for i, op in enumerate(middle):
+        who = NAMES[name] if i == 0 else f"Then {NAMES[name].lower()}"
+        event = rng.choice(ADD if op == "+" else SUBTRACT)
+        story.append(f"{who} {event.format(n=numbers[boxed + i], **words)}.")
+    closing = COMPARE[last] if last else rng.choice(QUESTIONS)
+    story.append(closing.format(n=numbers[-1], **words))
+
+    return Problem(
+        prompt=" ".join(story),
+        answer=Fraction(value),
+        source="arithmetic",
+        category=", ".join(WORDS[op] for op in ops),
+        level=f"{steps} step" + "s" * (steps > 1),
+        solution="\n".join([*lines, f"#### {value}"]),
+    )

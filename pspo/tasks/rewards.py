@@ -1,0 +1,154 @@
+"""Rewards: a completion and its problem in, a number out.
+
+A reward of one's own is a subclass of `Reward` named in the configuration by its import path; it needs no
+registration:
+
+    @dataclass(frozen=True)
+    class Brevity(Reward):
+        max_characters: int = 500
+
+        def __call__(self, completions, problems):
+            return [float(len(completion) <= self.max_characters) for completion in completions]
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+
+from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
+from pspo.tasks.problem import Problem
+
+
+class Reward:
+    """Base class of all rewards. Not a dataclass itself: jsonargparse then takes any subclass by `class_path`."""
+
+    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
+        """One finite number per completion; completions[i] answers problems[i]."""
+        raise NotImplementedError
+
+
+def math_reward(
+    completion: str,
+    gold: int | Fraction,
+    *,
+    tolerance: Fraction = TOLERANCE,
+    format_bonus: float = 0.05,
+    marker: Marker = "last",
+) -> float:
+    """min(1, [|prediction - gold| <= tolerance] + format_bonus * [format matches]).
+
+    By default one of 0, 0.05 and 1 (the paper, section on rewards). Prediction and format are those of
+    `extract_answer` and `matches_format`; the comparison is exact.
+    """
+    prediction = extract_answer(completion, marker)
+    if prediction is not None and abs(prediction - gold) <= tolerance:
+        return 1.0
+    return format_bonus if matches_format(completion, marker) else 0.0
+
+
+@dataclass(frozen=True)
+class MathReward(Reward):
+    """`math_reward` against each problem's answer: 0, 0.05 or 1.
+
+    Attributes:
+        tolerance: the largest |prediction - gold| that is correct; read as a decimal, so that "1e-6" is exactly that.
+        format_bonus: what a wrong or missing answer in the right format earns, in [0, 1].
+        marker: which `####` counts where a completion has several, "last" or "first".
+    """
+
+    tolerance: str | float = "1e-6"
+    format_bonus: float = 0.05
+    marker: Marker = "last"
+
+    def __post_init__(self) -> None:
+        _exact_tolerance(self.tolerance)
+        if not 0 <= self.format_bonus <= 1:
+            raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
+        if self.marker not in ("last", "first"):
+            raise ValueError(f"marker must be 'last' or 'first', not {self.marker!r}")
+
+    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
+        tolerance = _exact_tolerance(self.tolerance)
+        return [
+            math_reward(
+                completion,
+                problem.answer,
+                tolerance=tolerance,
+                format_bonus=self.format_bonus,
+                marker=self.marker,
+            )
+            for completion, problem in zip(completions, problems, strict=True)
+        ]
+
+
+def _exact_tolerance(tolerance: str | float) -> Fraction:
+    """The decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
+    try:
+        value = Fraction(str(tolerance))
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if value < 0:
+        raise ValueError(f'tolerance must be a decimal of at least 0 such as "1e-6", not {tolerance!r}')
+    return value
+
+
+@dataclass(frozen=True)
+class FormatReward(Reward):
+    """1 where the completion gives its answer in the format `#### <number>`, else 0."""
+
+    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
+        return [float(matches_format(completion)) for completion in completions]
+
+
+def total_rewards(
+    functions: Sequence[Reward],
+    weights: Sequence[float] | None,
+    completions: list[str],
+    problems: list[Problem],
+) -> tuple[list[float], dict[str, list[float]]]:
+    """The weighted sum of several rewards, and each one's own values.
+
+    Args:
+        weights: one finite number per function; None weighs each with 1.
+
+    Returns:
+        (B,) totals, and by class name (`Name`, `Name_2`, ... where a class comes twice) (B,) unweighted values.
+
+    Raises:
+        ValueError: numbers of weights, completions or problems disagree, or a function returns anything but one
+            finite number per completion.
+    """
+    weights = [1.0] * len(functions) if weights is None else weights
+    if len(weights) != len(functions) or not functions:
+        raise ValueError(f"{len(functions)} rewards but {len(weights)} weights: give at least one, and as many of each")
+    if not all(_is_finite_number(weight) for weight in weights):
+        raise ValueError(f"reward weights must be finite numbers, not {list(weights)!r}")
+    if len(completions) != len(problems):
+        raise ValueError(
+            f"{len(completions)} completions but {len(problems)} problems: pass one problem per completion"
+        )
+
+    by_name: dict[str, list[float]] = {}
+    for function in functions:
+        name = kind = type(function).__name__
+        copies = 1
+        while name in by_name:
+            copies += 1
+            name = f"{kind}_{copies}"
+        values = function(completions, problems)
+        if not hasattr(values, "__len__"):
+            raise ValueError(f"reward {name} returned {values!r}; it must return a list of numbers")
+        if len(values) != len(completions):
+            raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions")
+        for row, value in enumerate(values):
+            if not _is_finite_number(value):
+                raise ValueError(f"reward {name} returned {value!r} for completion {row}; it must be a finite number")
+        by_name[name] = [float(value) for value in values]
+    totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
+    return totals, by_name
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

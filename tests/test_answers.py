@@ -1,0 +1,210 @@
+"""Answers: hand-written tables, round trips of every spelling, and hostile text of a million characters."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pspo.tasks.answers import contains_answer, extract_answer, find_numbers, matches_format, parse_number
+
+MINUS = "\u2212"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", "0"), ("007", "7"), ("+5", "5"), ("-5", "-5"), (MINUS + "5", "-5"), (" 5\t", "5"),
+        ("5.", "5"), (".5", "1/2"), ("-.5", "-1/2"), ("1,234,567", "1234567"), ("1,234.50", "2469/2"),
+        ("1e5", "100000"), ("2e-3", "1/500"), ("1E+2", "100"), ("-1.5e1", "-15"), (".5e1", "5"), ("0e9999", "0"),
+        ("3/4", "3/4"), ("-3/4", "-3/4"), ("1.5/2", "3/4"), ("1,000/3", "1000/3"), ("0/7", "0"),
+        (r"\frac{1}{2}", "1/2"), (r"\dfrac{3}{4}", "3/4"), (r"\tfrac{3}{4}", "3/4"), (r"-\frac{1}{2}", "-1/2"),
+        (r"\frac{-1}{2}", "-1/2"), (r"-\frac{-1}{-2}", "-1/2"), (r"\frac12", "1/2"), (r"\frac 1{10}", "1/10"),
+        (r"\frac{270}7", "270/7"), (r"\frac{12}{5,\!525}", "12/5525"), (r"1,\!000,\! 000", "1000000"),
+        ("10{,}000", "10000"), ("-$5", "-5"), (r"-\$0.50", "-1/2"),
+    ],
+)  # fmt: skip
+def test_a_number_alone(text, value):
+    assert parse_number(text) == Fraction(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "-", ".", "-.", "e5", "1,2", "12,34", "1234,567", "0,123", "1,234,56", "1 2", "- 5", "--5", "5..",
+        "5kg", "x5", "50%", "$5", "3/0", "3/0.0", r"\frac{3}{0}", "1/2/3", "12/25/2024", "3/-4", "3:4", "(5)", "1.2.3",
+        "inf", "-inf", "nan", "infinity", "five", "\u0665", "\uff15", "\u00bd", "5\u00b2", "0x10", "1_000",
+        r"\frac{x}{2}", r"2\frac{1}{2}", r"\frac{1.5}{2}", "1e99999", "1e-00001",
+        "9" * 1001, "1/" + "9" * 1001, "." + "0" * 1001,
+    ],
+)  # fmt: skip
+def test_not_one_number(text):
+    assert parse_number(text) is None
+
+
+def test_limits_are_inclusive():
+    assert parse_number("9" * 1000) == 10**1000 - 1
+    assert parse_number("1e9999") == 10**9999
+    assert parse_number("1e-9999") == Fraction(1, 10**9999)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("100-50", "100 50"), ("x-5", "5"), ("(2)-5", "2 5"), ("é-5", "5"), ("3 -5", "3 -5"), ("3 - 5", "3 5"),
+        ("5--3", "5 -3"), ("=-5", "-5"), ("3+4", "3 4"), ("2020-05-10", "2020 5 10"), ("-$5 and $-6", "-5 -6"),
+        ("-€5", "-5"), ("1,2", "1 2"), ("12,34", "12 34"), ("1234,567", "1234 567"), ("1,2345", "1 2345"),
+        ("1,234,56", "1234 56"), ("0,123", "0 123"), ("1.2.3", "1.2 3"), ("is.5", "5"), ("...5", "5"),
+        ("12/25/2024", "12 25 2024"), ("6/3/2", "6 3 2"), ("3/0 4", "4"), ("1e99999 4", "4"), ("9" * 1001 + " 4", "4"),
+        ("5kg x6 7%", "5 6 7"), ("1e5x", "100000"), ("5e", "5"), ("5e-", "5"), ("5eggs", "5"), ("2 1/2", "2 1/2"),
+        (r"2\frac{1}{2}", "2 1/2"), (r"\frac{x}{2}", "2"), (r"\frac{1}{\sqrt{3}}", "1 3"), (r"\frac123", "1/2 3"),
+        ("\u0665 5", "5"), ("5\u0665", "5"), ("no number", ""),
+    ],
+)  # fmt: skip
+def test_numbers_in_a_text(text, values):
+    assert [number.value() for number in find_numbers(text)] == [Fraction(value) for value in values.split()]
+
+
+@pytest.mark.parametrize(
+    ("completion", "value", "formatted"),
+    [
+        # The format, and what keeps it.
+        ("2+3=5\n#### 5", 5, True), ("####5", 5, True), ("#### \t 5 \t", 5, True), ("#### 5.", 5, True),
+        ("#### -5", -5, True), (f"####{MINUS}5", -5, True), ("#### +5", 5, True), ("#### .5.", Fraction(1, 2), True),
+        ("#### 1,234.50", Fraction(2469, 2), True), ("#### 3/4", Fraction(3, 4), True), ("#### 1e3", 1000, True),
+        (r"#### \frac{1}{2}", Fraction(1, 2), True), ("#### 5\nAnd 6 is wrong", 5, True), ("so #### 5", 5, True),
+        # Line ends of every kind.
+        ("#### 5\r\n6", 5, True), ("#### 5\r6", 5, True), ("#### 5\u20286", 5, True), ("#### 5\u20296", 5, True),
+        ("#### 5\x856", 5, True), ("#### 5\x0b6", 5, True), ("#### 5\x0c6", 5, True),
+        # The value survives what loses the format.
+        ("#### 5 apples", 5, False), ("#### 5kg", 5, False), ("#### $5", 5, False), ("#### -$5", -5, False),
+        ("#### $-5", -5, False), (r"#### -\$5", -5, False), ("#### £5", 5, False), ("#### 50%", 50, False),
+        (r"#### 50\%", 50, False), (r"#### \boxed{42}", 42, False), (r"#### $\boxed{-42}$", -42, False),
+        ("#### **42**", 42, False), ("#### < 42 >", 42, False), ("#### <42>", 42, False), ("#### (42)", 42, False),
+        ("#### x = 5", 5, False), ("#### The answer is 5.", 5, False), ("#### 100-50", 100, False),
+        ("#### 5 6", 5, False), ("#### 1,2", 1, False), ("#### 5 ..", 5, False), ("#### - 5", 5, False),
+        ("#### 5\u00a0", 5, False), ("#### 5 ####", 5, False),
+        # No number on the marker's line, or no marker: the last number anywhere.
+        ("It is 7.\n####", 7, False), ("It is 7.\n#### none", 7, False), ("7\n####\n8", 8, False),
+        ("1 then 2", 2, False), ("100-50", 50, False), ("##### 5 and 6", 6, False), ("### 5 and 6", 6, False),
+        ("7\n#### 3/0", 7, False), ("7\n#### 1e99999", 7, False), ("7\n#### " + "9" * 1001, 7, False),
+        ("7\n#### inf", 7, False), ("7\n#### nan", 7, False), ("7\n#### \u0665", 7, False), ("7 then 3/0", 7, False),
+        # Several markers: the last counts.
+        ("#### 5\n#### 6", 6, True), ("#### 5 #### 6", 6, True), ("#### 5\n#### 6 apples", 6, False),
+        ("#### 5\n##### 6", 5, True), ("#### 5\n####", 5, False),
+        # Nothing to find.
+        ("", None, False), ("####", None, False), ("no idea", None, False), ("#### 3/0", None, False),
+    ],
+)  # fmt: skip
+def test_completions(completion, value, formatted):
+    assert extract_answer(completion) == value
+    assert matches_format(completion) is formatted
+
+
+def test_first_marker():
+    assert extract_answer("#### 5 apples\n#### 6", marker="first") == 5
+    assert not matches_format("#### 5 apples\n#### 6", marker="first")
+    assert matches_format("#### 5\n#### 6 apples", marker="first")
+    assert extract_answer("3\n####\n#### 6", marker="first") == 6  # none on its line: the last number anywhere
+    with pytest.raises(ValueError, match="marker must be"):
+        extract_answer("#### 5", marker="middle")
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "found"),
+    [
+        ("first 18, then 20\n#### 20", 18, True), ("first 18, then 20\n#### 20", 19, False),
+        ("0.333333", Fraction(1, 3), True), ("0.33333", Fraction(1, 3), False), ("1/3", Fraction(1, 3), True),
+        ("1.000001", 1, True), ("1.0000010000000000000001", 1, False), ("0.999999", 1, True),
+        ("100-50", 50, True), ("100-50", -50, False), ("118", 18, False), ("", 0, False), ("-0", 0, True),
+        ("1e-7", 0, True), ("1e-6", 0, True), ("1.1e-6", 0, False), ("1e9999", 1, False), ("-1e9999", 1, False),
+        ("1e-9999", 1, False), ("1e-9999", 0, True), ("1e-9999", Fraction(1, 10**6), True),
+        ("-1e-9999", Fraction(1, 10**6), False),
+        ("1e6", 10**6, True), ("12e-1", Fraction(6, 5), True), ("9e-7", Fraction(19, 10**7), True),
+    ],
+)  # fmt: skip
+def test_contains_answer(completion, gold, found):
+    assert contains_answer(completion, gold) is found
+
+
+def test_contains_an_answer_beyond_what_python_prints():
+    assert contains_answer("1e9999", 10**9999)
+    assert not contains_answer("1e9999", 10**9999 + 1)
+
+
+@given(
+    st.integers(-(10**40), 10**40),
+    st.integers(0, 12),
+    st.sampled_from(["plain", "commas", "exponent", "minus", "plus", "trailing zeros"]),
+)
+def test_every_spelling_of_a_decimal_reads_back(mantissa, decimals, style):
+    value = Fraction(mantissa, 10**decimals)
+    digits = str(abs(mantissa)).rjust(decimals + 1, "0")
+    whole, part = digits[: len(digits) - decimals], digits[len(digits) - decimals :]
+    text = f"{int(whole):,}" if style == "commas" else whole
+    text += f".{part}" if decimals else ""
+    if style == "exponent":
+        text = f"{digits}e-{decimals}"
+    if style == "trailing zeros":
+        text += "000" if decimals else ".000"
+    negative, positive = MINUS if style == "minus" else "-", "+" if style == "plus" else ""
+    sign = negative if mantissa < 0 else positive
+    for completion in (f"#### {sign}{text}", f"We had 3.\n####{sign}{text}."):
+        assert extract_answer(completion) == value
+        assert matches_format(completion)
+        assert contains_answer(completion, value)
+        assert not contains_answer(completion.split("#")[-1], value + Fraction(2, 10**6))
+    assert extract_answer(rf"#### x = $\boxed{{{sign}{text}}}$ apples") == value
+
+
+@given(st.fractions(), st.sampled_from(["{n}/{d}", r"\frac{{{n}}}{{{d}}}", r"\dfrac{{ {n} }}{{ {d} }}"]))
+def test_every_spelling_of_a_fraction_reads_back(value, spelling):
+    text = ("-" if value < 0 else "") + spelling.format(n=abs(value.numerator), d=value.denominator)
+    assert parse_number(text) == value
+    assert extract_answer(f"We had 3.\n#### {text}") == value
+    assert matches_format(f"#### {text}")
+
+
+@given(st.integers(-12000, 12000), st.integers(-(10**6), 10**6), st.fractions(), st.integers(-3, 3))
+@example(-7, 10, Fraction(1, 10**6), 0)
+@example(-30, 1, Fraction(1, 10**6), 0)
+def test_lazy_comparison_is_the_exact_one(exponent, mantissa, gold, offset):
+    """Around gold itself too: the shortcuts of `is_near` never change the outcome."""
+    for number in find_numbers(f"{mantissa}e{exponent}"):
+        for near in (gold, number.value() + Fraction(offset, 2 * 10**6)):
+            assert number.is_near(near) == (abs(number.value() - near) <= Fraction(1, 10**6))
+
+
+@given(st.text(alphabet=st.sampled_from("0123456789.,/-+eE#$%\\{}frac \n\u2212\u0665x()!"), max_size=60) | st.text())
+def test_no_text_raises(text):
+    value = extract_answer(text)
+    assert value is None or contains_answer(text, value)
+    if matches_format(text):
+        assert value is not None
+    assert extract_answer(text + "\n####0.1234567") == Fraction(1234567, 10**7)
+
+
+HOSTILE = [
+    "1", "#", "-", ".", "/", "{", "\\", "$", " ", "\n", "\u2028", MINUS, "1,", "1,111,", r"1,\! ", "1{,}", "1.", ".1",
+    "1/", "1/2/", "1/0 ", "1e", "1e-", "1e9999 ", "1e-9999 ", "1e99999 ", "0e9999 ", "-$", r"\frac{", r"\frac{1}{",
+    r"\frac{ 1 }{ 2 }", r"\frac ", "#### ", "####\n", "##### ", "#### 3/0\n",
+]  # fmt: skip
+HOSTILE = {unit: unit * (10**6 // len(unit)) for unit in HOSTILE} | {
+    "distinct integers": " ".join(map(str, range(150_000))),
+    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(85_000)),
+    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(85_000)),
+    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 500,
+    "blanks in an argument": r"\frac{" + " " * 10**6,
+    "blanks after the marker": "####" + " " * 10**6 + "x",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=map(repr, HOSTILE))
+def test_a_million_hostile_characters_take_linear_time(text):
+    """Each call takes 0.05 to 0.5 s of CPU; anything quadratic would take minutes."""
+    start = time.process_time()
+    extract_answer(text)
+    matches_format(text)
+    contains_answer(text, Fraction(-355, 113))
+    assert time.process_time() - start < 10

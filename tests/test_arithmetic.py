@@ -1,0 +1,139 @@
+"""The arithmetic word problems: reproducible, split without overlap, and right by an independent reading."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import islice
+
+import pytest
+
+from pspo.tasks import arithmetic
+from pspo.tasks.answers import extract_answer, matches_format
+from pspo.tasks.arithmetic import SPLITS, problems, split_of
+
+N = 2000
+
+
+def take(split, n=N, seed=0):
+    return list(islice(problems(split, seed), n))
+
+
+def test_the_first_problems_are_these():
+    """Pins the stream: a change of wording or of the order of draws changes every published number."""
+    first = take("test", 2)
+    assert [(p.prompt, p.solution, p.category, p.level) for p in first] == PINNED
+
+
+def test_same_seed_same_problems_and_other_seed_other_problems():
+    assert take("train", 50, seed=3) == take("train", 50, seed=3)
+    assert take("train", 50, seed=3) != take("train", 50, seed=4)
+
+
+def test_the_stream_does_not_depend_on_the_hash_seed():
+    code = (
+        "from itertools import islice; from pspo.tasks.arithmetic import problems;"
+        "print([p.prompt for s in ('train', 'test') for p in islice(problems(s, 7), 20)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": h, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for h in ("0", "1")
+    }
+    assert len(outputs) == 1
+
+
+def test_splits_share_no_problem_whatever_the_seeds():
+    texts = {split: {p.prompt for seed in range(3) for p in take(split, seed=seed)} for split in SPLITS}
+    for a, b in itertools.combinations(SPLITS, 2):
+        assert not texts[a] & texts[b]
+    assert all(split_of(text) == split for split in SPLITS for text in texts[split])
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="split must be one of train, validation, test"):
+        next(problems("dev"))
+
+
+def solve(prompt: str) -> int:
+    """Answer a problem from its text alone, sharing nothing with the generator but the English words."""
+    signs = dict.fromkeys(["buys", "finds", "wins", "gets", "borrows"], 1)
+    signs |= dict.fromkeys(["sells", "loses", "breaks", "gives", "lends"], -1)
+    opening, *events = re.split(r"(?<=[.?]) ", prompt)
+    value = 1
+    for number in re.findall(r"\d+", opening):
+        value *= int(number)
+    for sentence in events:
+        numbers = [int(n) for n in re.findall(r"\d+", sentence)]
+        if not numbers:  # the question
+            continue
+        (n,) = numbers
+        verb = sentence.removeprefix("Then ").split()[1]
+        if verb in signs:
+            value += signs[verb] * n
+        elif "times as many" in sentence:
+            value *= n
+        elif "equally" in sentence:
+            assert value % n == 0
+            value //= n
+        else:
+            value += n if re.search(r"\d+ more", sentence) else -n
+    return value
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_agree_with_the_text_and_with_every_step(split):
+    words = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+    apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+    for p in take(split):
+        *steps, last = p.solution.split("\n")
+        ops, value = [], None
+        for step in steps:
+            a, op, b, result = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)", step).groups()
+            assert value in (None, int(a)), "each step starts from the result of the one before"
+            assert op != "/" or int(a) % int(b) == 0
+            value = apply[op](int(a), int(b))
+            assert value == int(result)
+            assert 1 <= value <= arithmetic.MAX_RESULT
+            assert 1 <= int(b) <= arithmetic.MAX_OPERAND
+            ops.append(words[op])
+        assert last == f"#### {value}"
+        assert p.answer == value == solve(p.prompt)
+        assert isinstance(p.answer, Fraction)
+        assert p.category == ", ".join(ops)
+        assert p.level == {1: "1 step", 2: "2 steps", 3: "3 steps"}[len(steps)]
+        assert p.source == "arithmetic"
+        assert extract_answer(p.solution) == p.answer
+        assert matches_format(p.solution)
+
+
+def test_there_are_as_many_problems_as_the_docstring_says():
+    """Count number chains by the value that they reach, times the texts that each can be told in."""
+    total = 0
+    for steps, boxed, last in itertools.product((1, 2, 3), (False, True), ("", "+", "-", "*", "/")):
+        events = steps - boxed - bool(last)
+        if events < 0:
+            continue
+        for middle in itertools.product("+-", repeat=events):
+            reached = {value: 1 for value in range(2, 10 if boxed else 21)}
+            for op in [*"*" * boxed, *middle, *last]:
+                after = {}
+                for value, chains in reached.items():
+                    for n in arithmetic._operands(op, value):
+                        result = arithmetic._apply(op, value, n)
+                        after[result] = after.get(result, 0) + chains
+                reached = after
+            others = 1 if last in ("", "/") else 1 / 11  # of 11 or 10 names left for somebody else
+            alone = 3**events * (11 if others < 1 else 1)  # events that name no friend
+            friend = (5**events - 3**events) * 11 * (10 if others < 1 else 1)
+            texts = 12 * 10 * (4 if boxed else 1) * (1 if last else 4) * (alone + friend)
+            total += sum(reached.values()) * texts
+    print(total)
+    assert f"{total:.1e}".replace("+", "").replace("e0", "e") in arithmetic.__doc__
+    assert len({p.prompt for p in take("train", 5000)}) > 4900

@@ -1,0 +1,197 @@
+"""The paper's Lemma, Corollary and Propositions (Dwyer et al. 2026, section 2) on random categorical policies.
+
+The smoothed policy is never written down here: it is read off the package's PSPO surrogate, whose loss at A = 1 is
+minus the smoothed ratio, as pi_smoothed(a) = pi_old(a) * smoothed_ratio(a).
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pspo.losses import PSPO, NoClip
+
+DETERMINISTIC = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+# Of the order of rounding in float64, on sums of up to 8 probabilities; log-ratios stay inside the clamp of +-20.
+ROUNDING = 1e-12
+
+logits = st.floats(-8.0, 8.0)
+policies = (
+    st.integers(2, 8)
+    .flatmap(lambda actions: st.tuples(*[st.lists(logits, min_size=actions, max_size=actions)] * 2))
+    .map(lambda pair: tuple(torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in pair))
+)
+alphas = st.floats(0.0, 1.0)
+
+
+def smoothed_policy(new, old, alpha):
+    """(V,) probabilities from the log-probabilities new and old, (V,) each."""
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    loss = PSPO(alpha)(new[None], old[None], ones, torch.ones(1, len(new), dtype=torch.bool))
+    return old.exp() * -loss[0]
+
+
+def l1(p, q):
+    return (p - q).abs().sum().item()
+
+
+def kl(p, q):
+    return (p * (p.log() - q.log())).sum().item()
+
+
+@DETERMINISTIC
+@given(policies, alphas)
+def test_smoothed_policy_is_the_mixture_and_a_distribution(pair, alpha):
+    new, old = pair
+    smoothed = smoothed_policy(new, old, alpha)
+    torch.testing.assert_close(smoothed, (1 - alpha) * new.exp() + alpha * old.exp(), rtol=1e-12, atol=0)
+    assert smoothed.sum().item() == pytest.approx(1.0, abs=ROUNDING)
+    assert (smoothed > 0).all()
+
+
+@DETERMINISTIC
+@given(policies, alphas)
+def test_lemma_total_variation_contracts(pair, alpha):
+    new, old = pair
+    distance = l1(smoothed_policy(new, old, alpha), old.exp())
+    assert distance == pytest.approx((1 - alpha) * l1(new.exp(), old.exp()), rel=ROUNDING, abs=ROUNDING)
+
+
+@DETERMINISTIC
+@given(policies, alphas)
+def test_corollary_both_kl_divergences_shrink(pair, alpha):
+    new, old = pair
+    smoothed = smoothed_policy(new, old, alpha)
+    pi, pi_old = new.exp(), old.exp()
+    assert kl(smoothed, pi_old) <= (1 - alpha) * kl(pi, pi_old) + ROUNDING
+    assert kl(pi_old, smoothed) <= (1 - alpha) * kl(pi_old, pi) + ROUNDING
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_corollary_holds_with_equality_at_both_ends(alpha):
+    new, old = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.7, 0.2, 0.1], [0.2, 0.3, 0.5]))
+    smoothed = smoothed_policy(new, old, alpha)
+    pi, pi_old = new.exp(), old.exp()
+    assert kl(smoothed, pi_old) == pytest.approx((1 - alpha) * kl(pi, pi_old), abs=ROUNDING)
+    assert kl(pi_old, smoothed) == pytest.approx((1 - alpha) * kl(pi_old, pi), abs=ROUNDING)
+    # and is strict between them
+    smoothed = smoothed_policy(new, old, 0.5)
+    assert kl(smoothed, pi_old) < 0.5 * kl(pi, pi_old) - 0.01
+    assert kl(pi_old, smoothed) < 0.5 * kl(pi_old, pi) - 0.01
+
+
+@DETERMINISTIC
+@given(policies, alphas, st.floats(-3.0, 3.0))
+def test_proposition_ratios_contract_and_the_slope_never_vanishes(pair, alpha, advantage):
+    new, old = pair
+    ratio = (new - old).exp()
+    smoothed_ratio = smoothed_policy(new, old, alpha) / old.exp()
+    assert ((smoothed_ratio - 1).abs() <= (1 - alpha) * (ratio - 1).abs() + ROUNDING * (1 + ratio)).all()
+
+    # d(smoothed_ratio A)/dr by the chain rule from the package's d loss / d logprob = -d(...)/dr * r
+    logprobs = new[None].clone().requires_grad_()
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    loss = PSPO(alpha)(logprobs, old[None], advantages, torch.ones_like(logprobs, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    slope = -gradient / ratio
+    torch.testing.assert_close(slope, torch.full_like(slope, (1 - alpha) * advantage), rtol=1e-12, atol=1e-300)
+
+
+@DETERMINISTIC
+@given(policies, alphas)
+def test_proposition_overconfidence(pair, alpha):
+    new, old = pair
+    pi, pi_old, smoothed = new.exp(), old.exp(), smoothed_policy(new, old, alpha)
+    assert (smoothed <= torch.maximum(pi, pi_old) * (1 + ROUNDING)).all()
+    # Strict where pi > pi_old. The paper leaves out that this needs alpha > 0: see the equality cases below.
+    if alpha > 1e-3:
+        above = pi > pi_old * (1 + 1e-6)
+        assert (smoothed[above] < pi[above]).all()
+
+
+@DETERMINISTIC
+@given(policies)
+def test_proposition_overconfidence_equality_cases(pair):
+    new, old = pair
+    pi, pi_old = new.exp(), old.exp()
+    # alpha = 0 smooths nothing: the bound is met with equality where pi >= pi_old, strictness fails
+    torch.testing.assert_close(smoothed_policy(new, old, 0.0), pi, rtol=ROUNDING, atol=0)
+    # alpha = 1 is the old policy: equality where pi_old >= pi
+    torch.testing.assert_close(smoothed_policy(new, old, 1.0), pi_old, rtol=ROUNDING, atol=0)
+    # equal policies: equality for every alpha
+    torch.testing.assert_close(smoothed_policy(old, old, 0.3), pi_old, rtol=ROUNDING, atol=0)
+
+
+@DETERMINISTIC
+@given(policies, alphas, st.integers(0, 2**32 - 1))
+def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha, seed):
+    # One state, every action enumerated: E_{a ~ pi_old} of the package's loss, differentiated through softmax logits.
+    new, old = pair
+    advantages = torch.from_numpy(np.random.default_rng(seed).standard_normal(len(old)))
+    theta = new.clone().requires_grad_()
+    mask = torch.ones(1, len(old), dtype=torch.bool)
+    loss = PSPO(alpha)(theta.log_softmax(0)[None], old[None], advantages[None], mask)[0]
+    objective = -(old.exp() * loss).sum()
+    (gradient,) = torch.autograd.grad(objective, theta)
+
+    pi, pi_old = new.exp(), old.exp()
+    value, old_value = (pi * advantages).sum(), (pi_old * advantages).sum()
+    assert objective.item() == pytest.approx(((1 - alpha) * value + alpha * old_value).item(), abs=ROUNDING)
+    # E_{a ~ pi}[grad log pi(a) A(a)] of a softmax, in closed form: pi_j (A_j - E_pi[A])
+    on_policy = pi * (advantages - value)
+    torch.testing.assert_close(gradient, (1 - alpha) * on_policy, rtol=1e-9, atol=ROUNDING)
+
+
+# ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
+
+
+def train_logit_table(surrogate, optimizer_class, rollouts=5, epochs=4, **optimizer_options):
+    """A toy policy, one softmax row of logits per state; fixed draws of actions and advantages for every caller."""
+    generator = torch.Generator().manual_seed(0)
+    states, actions, rows = 6, 5, 64
+    table = torch.zeros(states, actions, dtype=torch.float64, requires_grad=True)
+    optimizer = optimizer_class([table], **optimizer_options)
+    mask = torch.ones(rows, 1, dtype=torch.bool)
+    for _ in range(rollouts):
+        state = torch.randint(states, (rows,), generator=generator)
+        action = torch.randint(actions, (rows,), generator=generator)
+        advantages = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
+        old = table.log_softmax(1)[state, action, None].detach()
+        for _ in range(epochs):
+            logprobs = table.log_softmax(1)[state, action, None]
+            optimizer.zero_grad()
+            surrogate(logprobs, old, advantages, mask).mean().backward()
+            optimizer.step()
+    return table.detach()
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.9])
+def test_adamw_moves_pspo_and_noclip_alike(alpha):
+    options = {"lr": 0.05, "weight_decay": 0.0, "eps": 1e-30}
+    noclip = train_logit_table(NoClip(), torch.optim.AdamW, **options)
+    pspo = train_logit_table(PSPO(alpha), torch.optim.AdamW, **options)
+    assert noclip.abs().max() > 0.3  # they did move, far from where they started
+    torch.testing.assert_close(pspo, noclip, rtol=0, atol=1e-9)
+
+
+def test_alpha_acts_through_adamws_eps():
+    options = {"lr": 0.05, "weight_decay": 0.0, "eps": 1e-2}
+    noclip = train_logit_table(NoClip(), torch.optim.AdamW, **options)
+    pspo = train_logit_table(PSPO(0.9), torch.optim.AdamW, **options)
+    assert (pspo - noclip).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.5, 1.0])
+def test_sgds_first_step_is_exactly_scaled(alpha):
+    options = {"rollouts": 1, "epochs": 1, "lr": 1.0}
+    noclip = train_logit_table(NoClip(), torch.optim.SGD, **options)  # the table starts at 0: this is the step
+    pspo = train_logit_table(PSPO(alpha), torch.optim.SGD, **options)
+    assert noclip.abs().max() > 0.02
+    torch.testing.assert_close(pspo, (1 - alpha) * noclip, rtol=1e-12, atol=1e-16)
+
+
+def test_sgd_does_not_move_them_alike():
+    noclip = train_logit_table(NoClip(), torch.optim.SGD, lr=1.0)
+    pspo = train_logit_table(PSPO(0.5), torch.optim.SGD, lr=1.0)
+    assert (pspo - noclip).abs().max() > 0.1
