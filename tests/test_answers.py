@@ -4,7 +4,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pspo.tasks.answers import contains_answer, extract_answer, find_numbers, matches_format, parse_number
@@ -133,6 +133,7 @@ def test_contains_an_answer_beyond_what_python_prints():
     assert not contains_answer("1e9999", 10**9999 + 1)
 
 
+@settings(deadline=None)
 @given(
     st.integers(-(10**40), 10**40),
     st.integers(0, 12),
@@ -158,6 +159,7 @@ def test_every_spelling_of_a_decimal_reads_back(mantissa, decimals, style):
     assert extract_answer(rf"#### x = $\boxed{{{sign}{text}}}$ apples") == value
 
 
+@settings(deadline=None)
 @given(st.fractions(), st.sampled_from(["{n}/{d}", r"\frac{{{n}}}{{{d}}}", r"\dfrac{{ {n} }}{{ {d} }}"]))
 def test_every_spelling_of_a_fraction_reads_back(value, spelling):
     text = ("-" if value < 0 else "") + spelling.format(n=abs(value.numerator), d=value.denominator)
@@ -166,6 +168,7 @@ def test_every_spelling_of_a_fraction_reads_back(value, spelling):
     assert matches_format(f"#### {text}")
 
 
+@settings(deadline=None)
 @given(st.integers(-12000, 12000), st.integers(-(10**6), 10**6), st.fractions(), st.integers(-3, 3))
 @example(-7, 10, Fraction(1, 10**6), 0)
 @example(-30, 1, Fraction(1, 10**6), 0)
@@ -176,6 +179,7 @@ def test_lazy_comparison_is_the_exact_one(exponent, mantissa, gold, offset):
             assert number.is_near(near) == (abs(number.value() - near) <= Fraction(1, 10**6))
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("0123456789.,/-+eE#$%\\{}frac \n\u2212\u0665x()!"), max_size=60) | st.text())
 def test_no_text_raises(text):
     value = extract_answer(text)

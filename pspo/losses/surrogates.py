@@ -9,6 +9,7 @@ elsewhere it is clamped to +-20, so that no finite input gives inf or NaN in the
 Arithmetic is float32 or wider: bfloat16 in gives float32 out, float64 in gives float64 out.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,8 +137,8 @@ class P3O(Surrogate):
     kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.tau > 0, self, "tau must be above 0", self.tau)
-        check(self.kl_coef >= 0, self, "kl_coef must be at least 0", self.kl_coef)
+        check(0 < self.tau < math.inf, self, "tau must be above 0 and finite", self.tau)
+        check(0 <= self.kl_coef < math.inf, self, "kl_coef must be at least 0 and finite", self.kl_coef)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs, old_logprobs, mask)
@@ -163,12 +164,12 @@ class SAPO(Surrogate):
     tau_neg: float = 3.0
 
     def __post_init__(self) -> None:
-        check(self.tau_pos > 0, self, "tau_pos must be above 0", self.tau_pos)
-        check(self.tau_neg > 0, self, "tau_neg must be above 0", self.tau_neg)
+        check(0 < self.tau_pos < math.inf, self, "tau_pos must be above 0 and finite", self.tau_pos)
+        check(0 < self.tau_neg < math.inf, self, "tau_neg must be above 0 and finite", self.tau_neg)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
-        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        tau = torch.where(advantages > 0, ratio.new_tensor(self.tau_pos), self.tau_neg)
         gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
         return masked(-gate * advantages, mask)
 
@@ -196,8 +197,10 @@ class TOPR(Surrogate):
     level: Literal["sequence", "token"] = "sequence"
 
     def __post_init__(self) -> None:
-        check(0 <= self.a_pos <= self.b_pos, self, "0 <= a_pos <= b_pos must hold", (self.a_pos, self.b_pos))
-        check(0 <= self.a_neg <= self.b_neg, self, "0 <= a_neg <= b_neg must hold", (self.a_neg, self.b_neg))
+        pos, neg = (self.a_pos, self.b_pos), (self.a_neg, self.b_neg)
+        check(0 <= self.a_pos <= self.b_pos, self, "0 <= a_pos <= b_pos must hold", pos)
+        check(self.a_pos < math.inf and self.a_neg < math.inf, self, "a_pos and a_neg must be finite", (*pos, *neg))
+        check(0 <= self.a_neg <= self.b_neg, self, "0 <= a_neg <= b_neg must hold", neg)
         check(self.level in ("sequence", "token"), self, 'level must be "sequence" or "token"', repr(self.level))
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ r"""Load problems with exact numeric answers, from the Hugging Face hub, from lo
 | name         | hub id, where no path is given        | the gold answer is                                 |
 |--------------|---------------------------------------|----------------------------------------------------|
 | `gsm8k`      | `openai/gsm8k` (main)                 | what follows `####`                                |
-| `math`       | `EleutherAI/hendrycks_math` (all)     | inside the last `\boxed{}`, all of which must agree |
+| `math`       | `EleutherAI/hendrycks_math` (all)     | in the last `\boxed{}`; no other number in another |
 | `svamp`      | `ChilleD/SVAMP` (1,000 as 700 + 300)  | `Answer`                                           |
 | `asdiv`      | `EleutherAI/asdiv`                    | `Answer` before its unit in parentheses            |
 | `file`       | none: a path is needed                | the answer column                                  |
@@ -98,8 +98,8 @@ def _gsm8k(row: Row) -> tuple[str, str, dict[str, str]]:
 def _math(row: Row) -> tuple[str, str, dict[str, str]]:
     solution = row.text("solution")
     boxes = boxed(solution)
-    # Boxes that disagree are several answers ("-2 and 1"), of which the last is not the answer.
-    gold = boxes[-1] if len({parse_gold(box) for box in boxes}) == 1 else ""
+    # Boxes with different numbers ("-2 and 1") are several answers, of which the last alone is not the answer.
+    gold = boxes[-1] if len({parse_gold(box) for box in boxes} - {None}) == 1 else ""
     fields = {"category": row.optional("type"), "level": row.optional("level"), "solution": solution}
     return row.text("problem"), gold, fields
 
@@ -363,7 +363,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{path} line {reader.line_num}: more cells than columns; quote cells with commas")
             yield f"line {reader.line_num}", record
     except csv.Error as error:
-        raise ValueError(f"{path} line {reader.line_num}: not valid CSV ({error})") from error
+        raise ValueError(f"{path} line {reader.reader.line_num}: not valid CSV ({error})") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:

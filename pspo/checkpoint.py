@@ -1,0 +1,29 @@
+"""Save models so that a reader never meets half of one."""
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the model and its tokenizer in `save_pretrained` form, replacing what ``folder`` held.
+
+    The files are complete and on disk before they take the folder's name. A save that fails (disk full) raises
+    OSError and leaves what was there.
+    """
+    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    policy.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    for file in (*temporary.iterdir(), temporary):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    if folder.exists():
+        folder.rename(replaced)
+    temporary.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,349 @@
+"""The configuration: nested frozen dataclasses, one field per switch, and the parser that fills them.
+
+The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``. jsonargparse turns every field
+into a switch (``--rollout.temperature 0.6``), reads YAML files (``--config file.yaml``) and accepts classes by
+name or import path (``--algorithm.surrogate Clip``, ``--algorithm.surrogate my_pkg.my_file.MyLoss``). A value out
+of range raises ValueError naming its switch, before anything expensive happens.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
+from pspo.rollout.advantages import AdvantageScale
+from pspo.tasks.rewards import MathReward, Reward
+
+SYSTEM_PROMPT = (
+    "You are a careful math solver. Think through the solution and show the steps. Use English only. "
+    "End the response with the final answer only in the format: '#### <final numeric answer only>'"
+)
+
+
+def require(ok: bool, switch: str, rule: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"--{switch} {rule}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it computes.
+
+    Args:
+        name_or_path: an embedded model (tiny-base, tiny-math), a local folder or a hub id.
+        revision: branch, tag or commit on the hub.
+        autocast: bf16 autocast over fp32 weights: "bf16", "none", or "auto" (bf16 on GPUs that have it).
+        gradient_checkpointing: recompute layer activations in the backward pass; slower, less memory.
+        attn_implementation: attention as transformers names it (sdpa, eager, flash_attention_2).
+        trust_remote_code: run Python code that comes with the model.
+    """
+
+    name_or_path: str = "tiny-base"
+    revision: str | None = None
+    autocast: Literal["auto", "bf16", "none"] = "auto"
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which problems.
+
+    Args:
+        name: arithmetic, gsm8k, math, svamp, asdiv, a mixture such as gsm8k+math, or file for your own data.
+        path: local file or folder in the source's own format; unset, the data comes from the hub.
+        limit: at most so many problems of the split that a command is about (training, or evaluation).
+        seed: shuffles and splits the data.
+        prompt_column: own data: column of the problem text.
+        answer_column: own data: column of the numeric answer.
+        fractions: keep MATH problems whose answer is a fraction.
+        system_prompt: the system turn; "" for none.
+        max_prompt_tokens: problems with longer prompts are dropped at load, never cut.
+    """
+
+    name: str = "arithmetic"
+    path: str | None = None
+    limit: int | None = None
+    seed: int = 0
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    fractions: bool = True
+    system_prompt: str = SYSTEM_PROMPT
+    max_prompt_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        require(self.limit is None or self.limit > 0, "data.limit", "must be above 0", self.limit)
+        require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "must be above 0", self.max_prompt_tokens)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What is rewarded: the weighted sum of the functions, each logged by its class's name.
+
+    Args:
+        functions: subclasses of pspo.tasks.Reward, by name or import path.
+        weights: one per function; unset, all 1.
+    """
+
+    functions: list[Reward] = field(default_factory=lambda: [MathReward()])
+    weights: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
+        fits = self.weights is None or len(self.weights) == len(self.functions)
+        require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled. Every field that shapes the distribution is passed on explicitly.
+
+    Args:
+        prompts: prompts per rollout.
+        group_size: completions per prompt.
+        max_completion_tokens: limit of a completion.
+        min_completion_tokens: stop tokens are impossible before this many tokens.
+        temperature: of the sampling and of every log-prob.
+        top_p: nucleus mass; the nucleus is not renormalised in the ratio.
+        top_k: 0 switches it off.
+        repetition_penalty: 1 switches it off.
+        max_rows: rows decoded at a time.
+    """
+
+    prompts: int = 32
+    group_size: int = 4
+    max_completion_tokens: int = 128
+    min_completion_tokens: int = 0
+    temperature: float = 0.6
+    top_p: float = 0.85
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    max_rows: int = 256
+
+    def __post_init__(self) -> None:
+        require(self.prompts > 0, "rollout.prompts", "must be above 0", self.prompts)
+        rule = "must be at least 2: a group of 1 has advantage 0 always"
+        require(self.group_size >= 2, "rollout.group_size", rule, self.group_size)
+        limit = self.max_completion_tokens
+        require(limit > 0, "rollout.max_completion_tokens", "must be above 0", limit)
+        fits = 0 <= self.min_completion_tokens <= limit
+        rule = f"must be between 0 and rollout.max_completion_tokens ({limit})"
+        require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
+        require(self.temperature > 0, "rollout.temperature", "must be above 0", self.temperature)
+        require(0 < self.top_p <= 1, "rollout.top_p", "must be in (0, 1]", self.top_p)
+        require(self.top_k >= 0, "rollout.top_k", "must be at least 0", self.top_k)
+        require(self.repetition_penalty > 0, "rollout.repetition_penalty", "must be above 0", self.repetition_penalty)
+        require(self.max_rows > 0, "rollout.max_rows", "must be above 0", self.max_rows)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """From rewards to a loss.
+
+    Args:
+        surrogate: PSPO, Clip, NoClip, P3O, SAPO, TOPR, or the import path of your own subclass.
+        epochs: passes over each rollout (the paper's "iterations").
+        minibatches: optimizer steps per pass.
+        aggregation: mean over tokens (dapo), over sequences (grpo) or over the constant budget (dr_grpo).
+        advantage_scale: divide advantages by a standard deviation: none, group or batch.
+        beta: weight of the KL penalty to the initial model; 0 loads no reference model.
+        kl_estimator: estimator of that KL.
+        mask_truncated: leave completions that hit the token limit out of the loss.
+    """
+
+    surrogate: Surrogate = field(default_factory=PSPO)
+    epochs: int = 2
+    minibatches: int = 1
+    aggregation: Aggregation = "dapo"
+    advantage_scale: AdvantageScale = "none"
+    beta: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    mask_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.epochs > 0, "algorithm.epochs", "must be above 0", self.epochs)
+        require(self.minibatches > 0, "algorithm.minibatches", "must be above 0", self.minibatches)
+        require(self.beta >= 0, "algorithm.beta", "must be at least 0", self.beta)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its schedule, and how a minibatch is split.
+
+    Args:
+        lr: peak learning rate.
+        beta1: decay of AdamW's first moment.
+        beta2: decay of AdamW's second moment.
+        eps: AdamW's epsilon.
+        weight_decay: AdamW's weight decay.
+        warmup_steps: optimizer steps of linear warm-up from 0.
+        schedule: after the warm-up: constant, or linear or cosine to 0 at run.max_steps.
+        max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
+        microbatch_rows: rows per forward and backward pass; changes memory, not the result.
+    """
+
+    lr: float = 3e-5
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    max_grad_norm: float = 1.0
+    microbatch_rows: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optimizer.lr", "must be above 0", self.lr)
+        require(0 <= self.beta1 < 1, "optimizer.beta1", "must be in [0, 1)", self.beta1)
+        require(0 <= self.beta2 < 1, "optimizer.beta2", "must be in [0, 1)", self.beta2)
+        require(self.eps >= 0, "optimizer.eps", "must be at least 0", self.eps)
+        require(self.weight_decay >= 0, "optimizer.weight_decay", "must be at least 0", self.weight_decay)
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be at least 0", self.warmup_steps)
+        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "must be at least 0", self.max_grad_norm)
+        require(self.microbatch_rows > 0, "optimizer.microbatch_rows", "must be above 0", self.microbatch_rows)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, and what is kept.
+
+    Args:
+        output_dir: the run's folder, new or empty; unset, runs/<model>-<data>-<surrogate>-<time>.
+        seed: sampling and order of the prompts.
+        max_steps: optimizer steps.
+        max_tokens: prompt and completion tokens of the rollouts, padding excluded; the first limit reached ends it.
+        validate_every: validate every so many optimizer steps (at the next rollout's end); 0 never.
+        validation_limit: validation problems used.
+        test_limit: held-out problems of the greedy evaluation before and after; 0 skips it.
+        save_every: keep a copy of the model every so many optimizer steps (at the next rollout's end); 0 never.
+        samples: completions of each rollout written to samples.jsonl.
+    """
+
+    output_dir: str | None = None
+    seed: int = 0
+    max_steps: int = 100
+    max_tokens: int | None = None
+    validate_every: int = 20
+    validation_limit: int = 128
+    test_limit: int = 500
+    save_every: int = 0
+    samples: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.max_steps > 0, "run.max_steps", "must be above 0", self.max_steps)
+        require(self.max_tokens is None or self.max_tokens > 0, "run.max_tokens", "must be above 0", self.max_tokens)
+        require(self.validation_limit > 0, "run.validation_limit", "must be above 0", self.validation_limit)
+        for name in ("validate_every", "test_limit", "save_every", "samples"):
+            require(getattr(self, name) >= 0, f"run.{name}", "must be at least 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that `python -m pspo.train` needs."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    run: RunConfig = RunConfig()
+
+    def __post_init__(self) -> None:
+        minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
+        rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
+        require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
+        warmup, max_steps = self.optimizer.warmup_steps, self.run.max_steps
+        fits = self.optimizer.schedule == "constant" or warmup < max_steps
+        rule = f"must be below run.max_steps ({max_steps}) for a {self.optimizer.schedule} schedule"
+        require(fits, "optimizer.warmup_steps", rule, warmup)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How completions are drawn and on what.
+
+    Args:
+        split: train, validation or test.
+        temperatures: each is evaluated; 0 decodes greedily.
+        samples: completions per problem at temperatures above 0.
+        top_p: nucleus mass.
+        max_completion_tokens: limit of a completion.
+        max_rows: rows decoded at a time.
+    """
+
+    split: Literal["train", "validation", "test"] = "test"
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    samples: int = 1
+    top_p: float = 1.0
+    max_completion_tokens: int = 128
+    max_rows: int = 256
+
+    def __post_init__(self) -> None:
+        ok = len(self.temperatures) > 0 and all(temperature >= 0 for temperature in self.temperatures)
+        require(ok, "eval.temperatures", "must be one or more numbers of at least 0", self.temperatures)
+        require(self.samples > 0, "eval.samples", "must be above 0", self.samples)
+        require(0 < self.top_p <= 1, "eval.top_p", "must be in (0, 1]", self.top_p)
+        limit = self.max_completion_tokens
+        require(limit > 0, "eval.max_completion_tokens", "must be above 0", limit)
+        require(self.max_rows > 0, "eval.max_rows", "must be above 0", self.max_rows)
+
+
+@dataclass(frozen=True)
+class EvalRunConfig:
+    """Where to and from which seed.
+
+    Args:
+        output_dir: folder for results.json and completions.jsonl.
+        seed: of the sampling.
+    """
+
+    output_dir: str = "evaluation"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Everything that `python -m pspo.evaluate` needs."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: EvalRunConfig = EvalRunConfig()
+
+
+C = TypeVar("C")
+
+
+def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, str]:
+    """Read switches and YAML files into a configuration.
+
+    Returns:
+        The configuration, and the YAML text of all its fields, runnable as it is.
+
+    Exits with code 2 and one line on stderr where a field is unknown, ill-typed or out of range.
+    """
+    parser = ArgumentParser(prog=prog, description=config_class.__doc__, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file; later switches override it")
+    parser.add_class_arguments(config_class)
+    with user_errors(prog):
+        namespace = parser.parse_args(args)
+        values = parser.instantiate(namespace)
+        config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
+        return config, parser.dump(namespace, skip_none=False)
+
+
+@contextlib.contextmanager
+def user_errors(prog: str) -> Iterator[None]:
+    """What goes wrong in here is the user's to mend: ValueError and OSError become one line and exit code 2."""
+    try:
+        yield
+    except (ArgumentError, ValueError, OSError) as error:
+        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None

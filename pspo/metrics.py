@@ -1,0 +1,86 @@
+"""Intervals, timings, and the files that a run writes."""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def wilson(successes: float, n: int, z: float = 1.959963984540054) -> tuple[float, float]:
+    """Wilson's score interval of a proportion, 95% by default (Wilson 1927); (0, 1) for n = 0."""
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% percentile interval of the mean of values (n,), one per cluster, resampling the clusters."""
+    rng = np.random.default_rng(seed)
+    means = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(resamples)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+class Stopwatch:
+    """Seconds by phase, for one line of metrics."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole file or nothing: readers never see half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, commit and device: what it takes to say where a number came from."""
+    packages = ("pspo", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "jsonargparse")
+    source = Path(__file__).parent
+    git = subprocess.run(
+        ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
+    )
+    tracked = subprocess.run(["git", "-C", str(source), "ls-files", "--error-unmatch", __file__], capture_output=True)
+    return {
+        "packages": {name: _version(name) for name in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "commit": git.stdout.strip() if tracked.returncode == 0 else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None  # pspo itself, run from its source tree

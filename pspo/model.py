@@ -1,0 +1,190 @@
+"""Load a policy and its tokenizer, and compute the log-probs that everything else is made of."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+transformers.utils.logging.disable_progress_bar()  # a bar for loading weights, on top of our own
+
+if TYPE_CHECKING:
+    from pspo.config import ModelConfig
+
+ASSETS = Path(__file__).parent / "assets"
+HEAD_CHUNK_BYTES = 2**27  # of float32 logits at a time; larger gains no speed, smaller costs it
+
+
+def locate(name_or_path: str) -> str:
+    """The folder of an embedded model or of a local one, or else the name as a hub id.
+
+    Raises ValueError for a path that is no model folder.
+    """
+    if (ASSETS / name_or_path / "config.json").is_file():
+        return str(ASSETS / name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() or path.is_absolute() or name_or_path.startswith("."):
+        if not (path / "config.json").is_file():
+            what = "holds no config.json" if path.is_dir() else "does not exist"
+            raise ValueError(f"--model.name_or_path: model folder {path} {what}")
+        return str(path)
+    return name_or_path
+
+
+def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
+    """The tokenizer, checked to have what prompts and stopping need.
+
+    Raises ValueError for a model that cannot be found, or a tokenizer without chat template or end token.
+    """
+    with _load_errors(config):
+        tokenizer = AutoTokenizer.from_pretrained(
+            locate(config.name_or_path), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {config.name_or_path} has no chat template, so prompts have no form: "
+            "add a chat_template.jinja to the model folder, or use an instruct model"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {config.name_or_path} has no eos token, so completions cannot end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
+    return tokenizer
+
+
+def load_model_config(config: "ModelConfig") -> PretrainedConfig:
+    """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
+    with _load_errors(config):
+        return AutoConfig.from_pretrained(
+            locate(config.name_or_path), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+
+
+def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
+    """The model with float32 weights, ready to train.
+
+    Dropout is switched off, for old and new log-probs must come from the same function. The weights are float32
+    whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
+
+    Raises:
+        ValueError: for a model that cannot be found, or whose logits are more than its output embedding applied
+            to its last hidden state (softcapping excepted, which `token_logprobs` knows).
+    """
+    model_config = load_model_config(config)
+    for name in vars(model_config):
+        if name.endswith(("dropout", "pdrop")):
+            setattr(model_config, name, 0.0)
+    with _load_errors(config):
+        policy = AutoModelForCausalLM.from_pretrained(
+            locate(config.name_or_path),
+            config=model_config,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    policy = policy.to(device).eval()
+    if config.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
+    _check_head(policy)
+    return policy
+
+
+@contextlib.contextmanager
+def _load_errors(config: "ModelConfig") -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"--model.name_or_path {config.name_or_path} is neither an embedded model (tiny-base, tiny-math) "
+            f"nor a folder or hub model that loads: {reason}"
+        ) from error
+
+
+@torch.no_grad()
+def _check_head(policy: PreTrainedModel) -> None:
+    ids = torch.arange(4, device=policy.device)[None]
+    hidden = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.allclose(_logits(policy, hidden), policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"{type(policy).__name__} does more to its logits than its output embedding and softcapping; "
+            "pspo.model._logits must learn it before this architecture can be trained"
+        )
+
+
+def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(..., H) hidden states to (..., V) logits, as the model's own forward does."""
+    logits = model.get_output_embeddings()(hidden)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log pi(completion token | what precedes it): the one source of old, new and reference log-probs.
+
+    Logits are computed at unmasked completion positions only, in chunks of tokens that are recomputed in the
+    backward pass, so that no (B, T, V) tensor ever exists.
+
+    Args:
+        prompt_ids, prompt_mask: (B, P), left-padded.
+        completion_ids, completion_mask: (B, T), right-padded; masked positions get 0.
+        temperature: divides the logits, as in the sampling. The nucleus is not renormalised.
+
+    Returns:
+        (B, T) float32 (float64 for a float64 model), in nats.
+    """
+    ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
+    attended = torch.cat([prompt_mask, completion_mask], dim=1)[:, :-1].long()
+    positions = (attended.cumsum(dim=1) - 1).clamp(min=0)
+    hidden = model.base_model(
+        input_ids=ids, attention_mask=attended, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    hidden = hidden[:, prompt_ids.shape[1] - 1 :][completion_mask]  # (N, H), the states that predict the N tokens
+    targets = completion_ids[completion_mask]  # (N,)
+
+    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = _logits(model, hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+
+    chunk = max(1, HEAD_CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
+    pieces = [
+        checkpoint(chunk_logprobs, h, t, use_reentrant=False)
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
+    logprobs = torch.cat(pieces)
+    return logprobs.new_zeros(completion_ids.shape).masked_scatter(completion_mask, logprobs)
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a completion: those of the model's generation config and the tokenizer's eos."""
+    stops = model.generation_config.eos_token_id
+    stops = stops if isinstance(stops, list) else [stops]
+    return sorted({*stops, tokenizer.eos_token_id} - {None})
+
+
+def autocast(mode: str, device: torch.device) -> torch.autocast:
+    """The context of every forward pass for --model.autocast auto, bf16 or none."""
+    auto = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast(device.type, torch.bfloat16, enabled=mode == "bf16" or (mode == "auto" and auto))

@@ -1,0 +1,121 @@
+"""Sample completions with Hugging Face `generate`, and say exactly what was sampled."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from pspo.rollout.types import Rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Everything that shapes the sampled distribution, and where completions end.
+
+    Attributes:
+        temperature: 0 decodes greedily.
+        stop_ids: tokens that end a completion; part of it.
+        max_rows: rows decoded at a time.
+    """
+
+    stop_ids: Sequence[int]
+    pad_id: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    max_completion_tokens: int = 128
+    min_completion_tokens: int = 0
+    max_rows: int = 256
+
+    def generation_config(self) -> GenerationConfig:
+        greedy = self.temperature == 0
+        return GenerationConfig(
+            do_sample=not greedy,
+            temperature=1.0 if greedy else self.temperature,
+            top_p=1.0 if greedy else self.top_p,
+            top_k=50 if greedy else self.top_k,  # 50 is the library's default: any other draws a warning when greedy
+            repetition_penalty=self.repetition_penalty,
+            num_beams=1,
+            max_new_tokens=self.max_completion_tokens,
+            min_new_tokens=self.min_completion_tokens,
+            eos_token_id=list(self.stop_ids),
+            pad_token_id=self.pad_id,
+            use_cache=True,
+        )
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system_prompt: str = ""
+) -> list[list[int]]:
+    """Render system and user turn with the tokenizer's chat template, up to where the assistant begins.
+
+    Raises ValueError where the template refuses, as some do a system turn.
+    """
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    conversations = [[*system, {"role": "user", "content": text}] for text in texts]
+    try:
+        encoded = tokenizer.apply_chat_template(
+            conversations, tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+    except Exception as error:  # a template is a program of the model's maker and raises what it likes
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} failed ({error}); "
+            "if it knows no system turn, set --data.system_prompt ''"
+        ) from error
+    return encoded["input_ids"]
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> Rollout:
+    """One completion for each of B encoded prompts, drawn with torch's global generator.
+
+    Masks come from lengths, never from token values: a pad token may equal a stop token.
+    """
+    prompt_ids, prompt_mask = (part.to(model.device) for part in left_pad(prompts, sampling.pad_id))
+    pieces = []
+    training = model.training
+    model.eval()  # with checkpointing on, transformers refuses a KV cache in training mode
+    with _ignored_generation_config(model):
+        for ids, mask in zip(prompt_ids.split(sampling.max_rows), prompt_mask.split(sampling.max_rows), strict=True):
+            unpadded = int(mask.any(dim=0).long().argmax())  # columns that are padding in all these rows
+            ids, mask = ids[:, unpadded:], mask[:, unpadded:]
+            out = model.generate(
+                input_ids=ids, attention_mask=mask.long(), generation_config=sampling.generation_config()
+            )
+            pieces.append(out[:, ids.shape[1] :])
+    model.train(training)
+
+    width = max(piece.shape[1] for piece in pieces)
+    padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1]), value=sampling.pad_id) for piece in pieces]
+    completion_ids = torch.cat(padded)  # (B, T)
+    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, device=model.device))
+    terminated = is_stop.any(dim=1)
+    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
+    completion_mask = torch.arange(width, device=model.device) < lengths[:, None]
+    tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts)
+
+
+@contextlib.contextmanager
+def _ignored_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """transformers fills what we leave unset from the model's generation config: hide it, so that nothing is."""
+    theirs, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = theirs

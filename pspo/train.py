@@ -1,0 +1,357 @@
+"""Train a model: ``python -m pspo.train``.
+
+    problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
+             -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
+
+`train` is that line, top to bottom; `update` is its second half: the off-policy schedule over one rollout.
+"""
+
+import copy
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from pspo.checkpoint import save_model
+from pspo.config import TrainConfig, parse, user_errors
+from pspo.evaluate import Prompts, evaluate, load_prompts, percent, room_for_prompts, table
+from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_weights
+from pspo.metrics import Stopwatch, append_jsonl, environment, write_json, write_text
+from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids, token_logprobs
+from pspo.rollout import Batch, Rollout, Sampling, generate, group_relative_advantages
+from pspo.tasks import total_rewards
+
+
+@dataclass
+class Learner:
+    """What an optimizer step changes, and the reference model that it leaves alone (None where beta is 0)."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run starts from; `prepare` makes it."""
+
+    learner: Learner
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    prompts: dict[str, Prompts]  # by split
+    output: Path
+
+
+def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
+    """The loop. Returns the run's summary, as written to ``summary.json``."""
+    learner, tokenizer, prompts, output = setup.learner, setup.tokenizer, setup.prompts["train"], setup.output
+    device, group_size, max_tokens = learner.policy.device, config.rollout.group_size, config.run.max_tokens or math.inf
+    start, tokens, order = time.perf_counter(), 0, prompt_order(len(prompts), config.run.seed)
+    before = test(config, setup, learner.policy, "test before")
+    best = {"step": 0} | validate(config, setup) if config.run.validate_every else {}
+    if best:
+        save_model(learner.policy, tokenizer, output / "best")
+
+    with tqdm(total=config.run.max_steps, desc="train", unit="step") as bar:
+        while learner.steps < config.run.max_steps and tokens < max_tokens:
+            watch, first_step = Stopwatch(), learner.steps
+
+            chosen = [i for i in islice(order, config.rollout.prompts) for _ in range(group_size)]
+            with watch("generate"), autocast(config.model.autocast, device):
+                rollout = generate(learner.policy, tokenizer, [prompts.ids[i] for i in chosen], setup.sampling)
+            with watch("reward"):
+                problems = [prompts.problems[i] for i in chosen]
+                functions, weights = config.reward.functions, config.reward.weights
+                rewards, rewards_by_name = total_rewards(functions, weights, rollout.texts, problems)
+            advantages = group_relative_advantages(
+                torch.tensor(rewards, device=device), group_size, config.algorithm.advantage_scale
+            )
+            with watch("train"):
+                steps = update(learner, rollout, advantages, config)
+            tokens += rollout.tokens
+
+            metrics = rollout_metrics(rollout, rewards, rewards_by_name, advantages) | steps[-1]
+            done = learner.steps == config.run.max_steps or tokens >= max_tokens
+            if config.run.validate_every and (done or crossed(config.run.validate_every, first_step, learner.steps)):
+                with watch("validate"):
+                    validation = validate(config, setup)
+                metrics |= validation
+                if validation["validation_reward"] > best["validation_reward"]:
+                    best = {"step": learner.steps} | validation
+                    save_model(learner.policy, tokenizer, output / "best")
+            if crossed(config.run.save_every, first_step, learner.steps):
+                save_model(learner.policy, tokenizer, output / "checkpoints" / f"step-{learner.steps:06d}")
+
+            seconds = {f"seconds/{phase}": round(spent, 4) for phase, spent in watch.seconds.items()}
+            append_jsonl(output / "metrics.jsonl", {"step": learner.steps, "tokens": tokens} | metrics | seconds)
+            shown = range(0, len(rollout), group_size)[: config.run.samples]
+            append_jsonl(output / "samples.jsonl", *(
+                {"step": learner.steps, "prompt": problems[i].prompt, "gold": str(problems[i].answer),
+                 "completion": rollout.texts[i], "reward": rewards[i]} for i in shown
+            ))  # fmt: skip
+            bar.update(learner.steps - first_step)
+            rate = rollout.tokens / (watch.seconds["generate"] + watch.seconds["train"])
+            length = metrics["completion_tokens"]
+            bar.set_postfix_str(f"reward {metrics['reward']:.3f}, length {length:.0f}, {rate:,.0f} tokens/s")
+
+    save_model(learner.policy, tokenizer, output / "final")
+    returned = output / ("best" if best else "final")
+    policy = load_policy(replace(config.model, name_or_path=str(returned)), device)
+    summary = {
+        "before": before,
+        "after": test(config, setup, policy, "test after"),
+        "tokens": tokens,
+        "optimizer_steps": learner.steps,
+        "seconds": round(time.perf_counter() - start, 2),
+        "best_model": str(returned),
+        "best_step": best.get("step", learner.steps),
+    }
+    write_json(output / "summary.json", summary)
+    return summary
+
+
+def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
+    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
+
+    Old log-probs cost no pass of their own where they need none: rows first visited before any step use that
+    visit's detached log-probs. A row stays in its microbatch, so that its old and new log-probs come from identical
+    shapes.
+
+    Args:
+        rollout: B rows.
+        advantages: (B,) float32.
+
+    Returns:
+        The metrics of each step, in order.
+    """
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    if algorithm.mask_truncated:
+        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
+
+    def logprobs_of(model: PreTrainedModel, rows: Rollout) -> Tensor:  # (b, t) float32
+        ids = (rows.prompt_ids, rows.prompt_mask, rows.completion_ids, rows.completion_mask)
+        with autocast(config.model.autocast, advantages.device):
+            return token_logprobs(model, *ids, temperature)
+
+    minibatches = split_minibatches(rollout, advantages, config)
+    with torch.no_grad():
+        for m, (_, batches) in enumerate(minibatches):
+            for i, batch in enumerate(batches):
+                # Only rows first visited after a step need a pass now, while the policy is still the old one.
+                old_logprobs = logprobs_of(learner.policy, batch.rollout) if m > 0 else None
+                ref_logprobs = logprobs_of(learner.reference, batch.rollout) if learner.reference else None
+                batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+
+    steps: list[dict[str, float]] = []
+    for counts, batches in minibatches * algorithm.epochs:
+        if learner.steps == config.run.max_steps:
+            break
+        loss, kl_reference, seen = torch.zeros((), device=advantages.device), 0.0, []
+        for i, batch in enumerate(batches):
+            mask, row_advantages = batch.rollout.completion_mask, batch.advantages[:, None]  # (b, t), (b, 1)
+            logprobs = logprobs_of(learner.policy, batch.rollout)
+            if batch.old_logprobs is None:
+                batch = batches[i] = replace(batch, old_logprobs=logprobs.detach())
+            per_token_loss = algorithm.surrogate(logprobs, batch.old_logprobs, row_advantages, mask)
+            if batch.ref_logprobs is not None:
+                kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator)
+                per_token_loss = per_token_loss + algorithm.beta * kl
+                kl_reference += kl.detach().sum() / max(counts.tokens, 1)
+            share = aggregate(per_token_loss, mask, algorithm.aggregation, counts)
+            share.backward()
+
+            loss += share.detach()
+            weights = token_weights(algorithm.surrogate, logprobs, batch.old_logprobs, row_advantages, mask)
+            values = (logprobs.detach(), batch.old_logprobs, row_advantages, weights)
+            seen.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
+
+        max_norm = config.optimizer.max_grad_norm or math.inf
+        grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm)
+        lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss))
+        if finite:  # a gradient gone bad never reaches the weights
+            learner.optimizer.step()
+        learner.scheduler.step()
+        learner.optimizer.zero_grad()
+        learner.steps += 1
+        steps.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)})
+        if learner.reference is not None:
+            steps[-1]["kl_reference"] = float(kl_reference)
+        seen = torch.cat(seen, dim=1)  # (4, N)
+        steps[-1] |= diagnose(*seen, mask=torch.ones_like(seen[0], dtype=torch.bool))
+    return steps
+
+
+def split_minibatches(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[tuple[Counts, list[Batch]]]:
+    """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
+
+    Rows that cannot move the loss (no unmasked token, or advantage 0 where surrogate and KL are silent then) are left
+    out but counted: the denominators are the full minibatch's, so loss and gradient stay what they were.
+    """
+    algorithm, group_size = config.algorithm, config.rollout.group_size
+    moving = rollout.completion_mask.any(dim=1)  # (B,)
+    if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
+        moving &= advantages != 0
+    minibatches = []
+    for groups in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
+        rows = torch.arange(groups[0] * group_size, (groups[-1] + 1) * group_size, device=advantages.device)
+        counts = Counts(
+            tokens=int(rollout.completion_mask[rows].sum()),
+            sequences=len(rows),
+            max_completion_tokens=config.rollout.max_completion_tokens,
+        )
+        kept = rows[moving[rows]]
+        if len(kept) == 0:
+            kept = rows[:1]  # its gradient is 0, but a step without any gradient would stop AdamW's momentum, too
+        microbatches = kept.split(config.optimizer.microbatch_rows)
+        minibatches.append((counts, [Batch(rollout.rows(part), advantages[part]) for part in microbatches]))
+    return minibatches
+
+
+def prompt_order(n: int, seed: int) -> Iterator[int]:
+    """Endless passes over n prompts, each pass in an order of its own."""
+    for epoch in count():
+        yield from np.random.default_rng((seed, epoch)).permutation(n).tolist()
+
+
+def crossed(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of ``every`` lies in (before, after]; never for 0."""
+    return every > 0 and before // every < after // every
+
+
+def rollout_metrics(
+    rollout: Rollout, rewards: list[float], rewards_by_name: dict[str, list[float]], advantages: Tensor
+) -> dict[str, float]:
+    """What the samples of one rollout were like."""
+    lengths = rollout.completion_mask.sum(dim=1).float()
+    return {
+        "reward": float(np.mean(rewards)),
+        "reward_std": float(np.std(rewards)),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in rewards_by_name.items()},
+        "zero_advantage_share": (advantages == 0).float().mean().item(),
+        "completion_tokens": lengths.mean().item(),
+        "completion_tokens_max": lengths.max().item(),
+        "truncated_share": (~rollout.terminated).float().mean().item(),
+    }
+
+
+def validate(config: TrainConfig, setup: Setup) -> dict[str, float]:
+    """Mean reward under the training sampling, and greedy accuracy, on the validation problems."""
+    prompts, policy = setup.prompts["validation"], setup.learner.policy
+    with autocast(config.model.autocast, policy.device):
+        sampled = evaluate(policy, setup.tokenizer, prompts, setup.sampling, config.reward, bar="validate")
+        greedy = evaluate(policy, setup.tokenizer, prompts, greedily(setup.sampling), config.reward, bar="validate")
+    return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
+
+
+def test(config: TrainConfig, setup: Setup, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
+    """Greedy accuracy on the held-out problems; empty for --run.test_limit 0."""
+    if config.run.test_limit == 0:
+        return {}
+    prompts = setup.prompts["test"]
+    with autocast(config.model.autocast, policy.device):
+        return evaluate(policy, setup.tokenizer, prompts, greedily(setup.sampling), config.reward, bar=bar).record()
+
+
+def greedily(sampling: Sampling) -> Sampling:
+    """Greedy decoding of the plain model, with the same limit and stop tokens."""
+    return replace(sampling, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0)
+
+
+def prepare(config: TrainConfig, resolved: str) -> Setup:
+    """Load everything, the cheap and fallible first; the output folder is made last, so that no error leaves one."""
+    output = config.run.output_dir
+    if output is None:
+        method = type(config.algorithm.surrogate).__name__.lower()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        output = f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
+
+    tokenizer = load_tokenizer(config.model)
+    room = room_for_prompts(config.model, config.rollout.max_completion_tokens)
+    limits = {"train": config.data.limit}
+    if config.run.validate_every:
+        limits["validation"] = config.run.validation_limit
+    if config.run.test_limit:
+        limits["test"] = config.run.test_limit
+    prompts = {split: load_prompts(config.data, tokenizer, split, limit, room) for split, limit in limits.items()}
+
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(config.run.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = load_policy(config.model, device)
+    reference = copy.deepcopy(policy).eval().requires_grad_(False) if config.algorithm.beta > 0 else None
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+    )
+    schedule = "constant_with_warmup" if o.schedule == "constant" else o.schedule
+    scheduler = get_scheduler(schedule, optimizer, o.warmup_steps, config.run.max_steps)
+    r = config.rollout
+    sampling = Sampling(
+        stop_ids=stop_token_ids(policy, tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        repetition_penalty=r.repetition_penalty,
+        max_completion_tokens=r.max_completion_tokens,
+        min_completion_tokens=r.min_completion_tokens,
+        max_rows=r.max_rows,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(output / "config.yaml", resolved)
+    write_json(output / "environment.json", environment(str(device)))
+    return Setup(Learner(policy, reference, optimizer, scheduler), tokenizer, sampling, prompts, output)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    config, resolved = parse(TrainConfig, "pspo.train", args)
+    with user_errors("pspo.train"):
+        setup = prepare(config, resolved)
+    policy, stops = setup.learner.policy, setup.tokenizer.convert_ids_to_tokens(setup.sampling.stop_ids)
+    sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in setup.prompts.items())
+    print(f"model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters on {policy.device}")
+    print(f"data    {config.data.name}: {sizes} problems; completions end at {' or '.join(stops)}")
+    print(f"method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x "
+          f"{config.algorithm.minibatches} minibatches per rollout of "
+          f"{config.rollout.prompts} x {config.rollout.group_size}")  # fmt: skip
+    print(f"output  {setup.output}")
+
+    summary = train(config, setup)
+
+    if summary["before"]:
+        rows = [("greedy, held-out", "accuracy [95%]", "reward", "format", "length")]
+        for name in ("before", "after"):
+            e = summary[name]
+            rows.append((name, percent(e["accuracy"], e["ci95"]), f"{e['mean_reward']:.3f}",
+                         percent(e["format_share"]), f"{e['completion_tokens']:.0f}"))  # fmt: skip
+        print(table(rows))
+    print(f"{summary['optimizer_steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s; "
+          f"the model of step {summary['best_step']} lies in {summary['best_model']}")  # fmt: skip
+    print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
+
+
+def evaluate_command(config: TrainConfig, model: str) -> str:
+    path = f" --data.path {config.data.path}" if config.data.path else ""
+    return (
+        f"python -m pspo.evaluate --model.name_or_path {model} --data.name {config.data.name}{path} "
+        f"--run.output_dir {Path(model).parent / 'evaluation'}"
+    )
+
+
+if __name__ == "__main__":
+    main()
