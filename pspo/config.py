@@ -113,6 +113,7 @@ class RolloutConfig:
         top_k: 0 switches it off.
         repetition_penalty: 1 switches it off.
         max_rows: rows decoded at a time.
+        decoder: pspo's own decoding loop, or hf for the library's, the slower reference of the same distribution.
     """
 
     prompts: int = 32
@@ -124,6 +125,7 @@ class RolloutConfig:
     top_k: int = 0
     repetition_penalty: float = 1.0
     max_rows: int = 256
+    decoder: Literal["pspo", "hf"] = "pspo"
 
     def __post_init__(self) -> None:
         require(self.prompts > 0, "rollout.prompts", "must be above 0", self.prompts)

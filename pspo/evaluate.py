@@ -113,18 +113,19 @@ def evaluate(
     The same seed draws the same numbers, whatever was drawn before, and leaves torch's generators as they were.
     """
     completions: list[dict[str, Any]] = []
-    rows = [i for i in range(len(prompts)) for _ in range(samples)]
-    rows.sort(key=lambda i: len(prompts.ids[i]))  # similar lengths together: less padding
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts.ids[i]))  # similar lengths together: less padding
+    at_a_time = max(1, sampling.max_rows // samples)
     devices = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), tqdm(total=len(rows), desc=bar, leave=False, disable=not bar) as progress:
+    with torch.random.fork_rng(devices), tqdm(total=len(order), desc=bar, leave=False, disable=not bar) as progress:
         torch.manual_seed(seed)
-        for start in range(0, len(rows), sampling.max_rows):
-            chunk = rows[start : start + sampling.max_rows]
-            rollout = generate(policy, tokenizer, [prompts.ids[i] for i in chunk], sampling)
-            problems = [prompts.problems[i] for i in chunk]
+        for start in range(0, len(order), at_a_time):
+            chunk = order[start : start + at_a_time]
+            rollout = generate(policy, tokenizer, [prompts.ids[i] for i in chunk], sampling, samples)
+            rows = [i for i in chunk for _ in range(samples)]
+            problems = [prompts.problems[i] for i in rows]
             totals, _ = total_rewards(reward.functions, reward.weights, rollout.texts, problems)
             ended, lengths = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
-            for row, i in enumerate(chunk):
+            for row, i in enumerate(rows):
                 text, gold = rollout.texts[row], prompts.problems[i].answer
                 answer = extract_answer(text)
                 completions.append(

@@ -5,7 +5,9 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def wilson(successes: float, n: int, z: float = 1.959963984540054) -> tuple[float, float]:
@@ -44,6 +47,14 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory held so far: of the GPU's tensors, or of the whole process where there is no GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes, but bytes on macOS
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from pspo.checkpoint import save_model
 from pspo.config import TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, load_prompts, percent, room_for_prompts, table
 from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_weights
-from pspo.metrics import Stopwatch, append_jsonl, environment, write_json, write_text
+from pspo.metrics import Stopwatch, append_jsonl, environment, peak_memory_gb, write_json, write_text
 from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Batch, Rollout, Sampling, generate, group_relative_advantages
 from pspo.tasks import total_rewards
@@ -68,11 +68,12 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
         while learner.steps < config.run.max_steps and tokens < max_tokens:
             watch, first_step = Stopwatch(), learner.steps
 
-            chosen = [i for i in islice(order, config.rollout.prompts) for _ in range(group_size)]
+            chosen = list(islice(order, config.rollout.prompts))
             with watch("generate"), autocast(config.model.autocast, device):
-                rollout = generate(learner.policy, tokenizer, [prompts.ids[i] for i in chosen], setup.sampling)
+                ids = [prompts.ids[i] for i in chosen]
+                rollout = generate(learner.policy, tokenizer, ids, setup.sampling, group_size)
             with watch("reward"):
-                problems = [prompts.problems[i] for i in chosen]
+                problems = [prompts.problems[i] for i in chosen for _ in range(group_size)]
                 functions, weights = config.reward.functions, config.reward.weights
                 rewards, rewards_by_name = total_rewards(functions, weights, rollout.texts, problems)
             advantages = group_relative_advantages(
@@ -115,6 +116,7 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
         "tokens": tokens,
         "optimizer_steps": learner.steps,
         "seconds": round(time.perf_counter() - start, 2),
+        "peak_memory_gb": round(peak_memory_gb(device), 3),
         "best_model": str(returned),
         "best_step": best.get("step", learner.steps),
     }
@@ -311,6 +313,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         max_completion_tokens=r.max_completion_tokens,
         min_completion_tokens=r.min_completion_tokens,
         max_rows=r.max_rows,
+        decoder=r.decoder,
     )
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "config.yaml", resolved)

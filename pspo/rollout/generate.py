@@ -3,11 +3,14 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from pspo.rollout.decode import decode
 from pspo.rollout.types import Rollout
 
 
@@ -19,6 +22,7 @@ class Sampling:
         temperature: 0 decodes greedily.
         stop_ids: tokens that end a completion; part of it.
         max_rows: rows decoded at a time.
+        decoder: "pspo" (`pspo.rollout.decode`), or "hf" for the library's own loop as the reference.
     """
 
     stop_ids: Sequence[int]
@@ -30,6 +34,7 @@ class Sampling:
     max_completion_tokens: int = 128
     min_completion_tokens: int = 0
     max_rows: int = 256
+    decoder: Literal["pspo", "hf"] = "pspo"
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0
@@ -79,26 +84,28 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group_size: int = 1,
 ) -> Rollout:
-    """One completion for each of B encoded prompts, drawn with torch's global generator.
+    """``group_size`` completions for each encoded prompt, drawn with torch's global generator.
 
     Masks come from lengths, never from token values: a pad token may equal a stop token.
     """
     prompt_ids, prompt_mask = (part.to(model.device) for part in left_pad(prompts, sampling.pad_id))
+    at_a_time = max(1, sampling.max_rows // group_size)
     pieces = []
     training = model.training
     model.eval()  # with checkpointing on, transformers refuses a KV cache in training mode
     with _ignored_generation_config(model):
-        for ids, mask in zip(prompt_ids.split(sampling.max_rows), prompt_mask.split(sampling.max_rows), strict=True):
-            unpadded = int(mask.any(dim=0).long().argmax())  # columns that are padding in all these rows
-            ids, mask = ids[:, unpadded:], mask[:, unpadded:]
-            out = model.generate(
-                input_ids=ids, attention_mask=mask.long(), generation_config=sampling.generation_config()
-            )
-            pieces.append(out[:, ids.shape[1] :])
+        for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
+            unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
+            pieces.append(_complete(model, ids[:, unpadded:], mask[:, unpadded:].long(), sampling, group_size))
     model.train(training)
 
+    prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
     width = max(piece.shape[1] for piece in pieces)
     padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1]), value=sampling.pad_id) for piece in pieces]
     completion_ids = torch.cat(padded)  # (B, T)
@@ -109,6 +116,20 @@ def generate(
     tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts)
+
+
+def _complete(
+    model: PreTrainedModel, prompt_ids: Tensor, attention_mask: Tensor, sampling: Sampling, group_size: int
+) -> Tensor:
+    """(N, P) prompts to (N * group_size, T) completions, padded after their stop token."""
+    config = sampling.generation_config()
+    if sampling.decoder == "pspo":
+        config.top_p = 1.0  # ours; the rest is done by the library's processors
+        loop = partial(decode, group_size=group_size, top_p=sampling.top_p, stop_ids=sampling.stop_ids)
+        return model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config, custom_generate=loop)
+    prompt_ids, attention_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, attention_mask))
+    rows = model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config)
+    return rows[:, prompt_ids.shape[1] :]
 
 
 @contextlib.contextmanager

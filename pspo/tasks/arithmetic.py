@@ -23,7 +23,7 @@ from fractions import Fraction
 
 from pspo.tasks.problem import Problem
 
-MAX_OPERAND, MAX_RESULT = 20, 30
+MAX_NUMBER = 20
 SPLITS = ("train", "validation", "test")
 
 NAMES = {"Anna": "She", "Ben": "He", "Carl": "He", "Emma": "She", "Jack": "He", "Lily": "She"} | {
@@ -67,15 +67,15 @@ def split_of(prompt: str) -> str:
     return {0: "test", 1: "validation"}.get(zlib.crc32(prompt.encode()) % 16, "train")
 
 
-def _operands(op: str, value: int) -> range | list[int]:
-    """All n for which `value op n` keeps within the bounds; may be empty."""
+def _operands(op: str, value: int) -> list[int]:
+    """All n, at least 2, for which `value op n` is a whole number from 1 to MAX_NUMBER; may be empty."""
     if op == "+":
-        return range(2, min(MAX_OPERAND, MAX_RESULT - value) + 1)
+        return list(range(2, MAX_NUMBER - value + 1))
     if op == "-":
-        return range(2, min(MAX_OPERAND, value - 1) + 1)
+        return list(range(2, value))
     if op == "*":
-        return range(2, min(9, MAX_RESULT // value) + 1)
-    return [n for n in range(2, 10) if value % n == 0 and value > n]
+        return list(range(2, min(10, MAX_NUMBER // value) + 1))
+    return [n for n in range(2, value) if value % n == 0]
 
 
 def _apply(op: str, a: int, b: int) -> int:
@@ -90,7 +90,7 @@ def _draw(rng: random.Random) -> Problem:
     middle = [rng.choice("+-") for _ in range(steps - boxed - bool(last))]
     ops = ["*"] * boxed + middle + [last] * bool(last)
 
-    value = first = rng.randint(2, 9 if boxed else MAX_OPERAND)
+    value = first = rng.randint(2, 10 if boxed else MAX_NUMBER)
     numbers, lines = [], []
     for op in ops:
         choices = _operands(op, value)

@@ -1,0 +1,88 @@
+"""Tiny models and model folders, made in code."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+
+from pspo.config import ModelConfig
+from pspo.model import ASSETS, load_policy, load_tokenizer
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # ten times the usual: far from uniform, so that wrong positions and masks show
+}
+OWN = {
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 8},
+    "GPT2": {"bos_token_id": 0, "eos_token_id": 0},
+    "Gemma2": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 2.0,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """Makes a random model in evaluation mode: tiny_model("Qwen2", dtype=torch.float64, vocab_size=100)."""
+
+    def make(name="Qwen2", *, seed=0, dtype=torch.float32, **settings):
+        config = getattr(transformers, f"{name}Config")(**{**TINY, **OWN.get(name, {}), **settings})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        return model.to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """Makes a copy of tiny-base with entries of its JSON files overwritten, or dropped where the value is None.
+
+    model_folder(generation_config={"top_k": 3}, without=["chat_template.jinja"]); with a model of one's own given,
+    its weights and config replace tiny-base's.
+    """
+
+    def make(model=None, *, without=(), **changes):
+        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(ASSETS / "tiny-base", folder)
+        if model is not None:
+            model.save_pretrained(folder)
+        for name, entries in changes.items():
+            file = folder / f"{name}.json"
+            merged = json.loads(file.read_text()) | entries
+            file.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
+        for name in without:
+            (folder / name).unlink()
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def load():
+    """Loads a folder's policy on the CPU: load(folder, gradient_checkpointing=True)."""
+
+    def make(folder, **settings):
+        return load_policy(ModelConfig(name_or_path=str(folder), **settings), torch.device("cpu"))
+
+    return make
+
+
+@pytest.fixture
+def tokenizer():
+    """tiny-base's own, a fresh one that a test may change."""
+    return load_tokenizer(ModelConfig())

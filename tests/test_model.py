@@ -1,0 +1,369 @@
+"""Log-probs against the plain way to compute them, one unpadded row at a time; and what loading does and refuses."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import pspo.model
+from pspo.config import ModelConfig
+from pspo.model import ASSETS, autocast, load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
+
+ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2"]
+FLOAT64 = ["Qwen2", "Llama", "Qwen3"]  # Gemma2 pads with the least float64 and takes the softmax in float32: NaN
+
+
+def make_rows(prompt_lengths=(9, 3, 1, 6), completion_lengths=(7, 1, 12, 4), vocab=64, seed=0):
+    """(ids, mask) of left-padded prompts and right-padded completions; random ids under the masks, too."""
+    generator = torch.Generator().manual_seed(seed)
+    n, P, T = len(prompt_lengths), max(prompt_lengths), max(*completion_lengths, 1)
+    prompt_ids = torch.randint(vocab, (n, P), generator=generator)
+    completion_ids = torch.randint(vocab, (n, T), generator=generator)
+    prompt_mask = torch.arange(P) >= P - torch.tensor(prompt_lengths)[:, None]
+    completion_mask = torch.arange(T) < torch.tensor(completion_lengths)[:, None]
+    return prompt_ids, prompt_mask, completion_ids, completion_mask
+
+
+def plain_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0):
+    """The same (B, T) from the model's own logits: batches of one row, nothing padded, a whole log_softmax."""
+    rows = []
+    for i in range(len(prompt_ids)):
+        prompt, completion = prompt_ids[i][prompt_mask[i]], completion_ids[i][completion_mask[i]]
+        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0]  # (p + t, V)
+        everything = torch.log_softmax(logits / temperature, dim=-1)
+        row = everything[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1)
+        rows.append(torch.nn.functional.pad(row, (0, completion_ids.shape[1] - len(completion))))
+    return torch.stack(rows)
+
+
+def gradients(model, logprobs, seed=3):
+    """Gradient of a random linear function of the log-probs, for all parameters in one vector."""
+    weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed)).to(logprobs.dtype)
+    grads = torch.autograd.grad((weights * logprobs).sum(), list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_equals_unpadded_rows(tiny_model, name, temperature):
+    model, rows = tiny_model(name), make_rows()
+    expected = plain_logprobs(model, *rows, temperature)
+    actual = token_logprobs(model, *rows, temperature)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert (actual[~rows[3]] == 0).all()
+    assert actual[rows[3]].max() < 0
+    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", FLOAT64)
+def test_equals_unpadded_rows_in_float64(tiny_model, name):
+    model, rows = tiny_model(name, dtype=torch.float64), make_rows()
+    expected, actual = plain_logprobs(model, *rows, 0.7), token_logprobs(model, *rows, 0.7)
+    assert actual.dtype == torch.float64
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=1e-6, atol=1e-6)
+
+
+def test_is_a_distribution(tiny_model):
+    """The probabilities of all 64 continuations by one token add up to 1, at any temperature."""
+    model = tiny_model()
+    prompt = torch.arange(5, 10).expand(64, 5)
+    one = torch.ones(64, 1, dtype=torch.bool)
+    for temperature in (0.3, 1.0, 2.0):
+        logprobs = token_logprobs(model, prompt, one.expand(64, 5), torch.arange(64)[:, None], one, temperature)
+        assert logprobs.double().exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch):
+    model, rows = tiny_model(dtype=torch.float64), make_rows()
+    chunks, original = [], pspo.model._logits
+    monkeypatch.setattr(pspo.model, "_logits", lambda model, h: (chunks.append(len(h)), original(model, h))[1])
+    whole = token_logprobs(model, *rows)
+    whole_gradient = gradients(model, whole)
+    assert chunks == [24, 24]  # 7 + 1 + 12 + 4 unmasked tokens at once, and again in the backward pass
+
+    chunks.clear()
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 5 * 4 * 64)
+    chunked = token_logprobs(model, *rows)
+    assert chunks == [5, 5, 5, 5, 4]
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients(model, chunked), whole_gradient, rtol=1e-6, atol=1e-6)
+    assert sorted(chunks) == [4, 4, *[5] * 8]
+
+    chunks.clear()
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 1)  # less than one token's: one at a time
+    torch.testing.assert_close(token_logprobs(model, *rows), whole, rtol=0, atol=1e-12)
+    assert chunks == [1] * 24
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any floating-point tensor had."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
+    B, P, T, V, H = 8, 4, 12, 2000, 32
+    model, rows = tiny_model(vocab_size=V), make_rows((P,) * B, (T,) * B, vocab=V)
+    largest = {}
+    for tokens in (10, B * T):
+        monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", tokens * 4 * V)
+        with LargestTensor() as forward:
+            total = token_logprobs(model, *rows).sum()
+        with LargestTensor() as backward:
+            total.backward()
+        largest[tokens] = (forward.numel, backward.numel)
+    assert largest[B * T] == (B * T * V, B * T * V)  # the meter sees them where they exist
+    assert largest[10] == (V * H, V * H)  # no more than the embedding and its gradient, a third of B T V
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_ids_under_the_mask_do_not_matter(tiny_model, name):
+    model, (prompt_ids, prompt_mask, completion_ids, completion_mask) = tiny_model(name), make_rows()
+    results = []
+    for garbage in (0, 63):
+        ids = prompt_ids.where(prompt_mask, garbage), completion_ids.where(completion_mask, garbage)
+        logprobs = token_logprobs(model, ids[0], prompt_mask, ids[1], completion_mask)
+        results.append((logprobs, gradients(model, logprobs)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_padding_columns_do_not_matter(tiny_model, name):
+    model, (prompt_ids, prompt_mask, completion_ids, completion_mask) = tiny_model(name), make_rows()
+    expected = token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    left = (6, 0)
+    wide = token_logprobs(
+        model,
+        torch.nn.functional.pad(prompt_ids, left, value=11),
+        torch.nn.functional.pad(prompt_mask, left),
+        torch.nn.functional.pad(completion_ids, (0, 5), value=12),
+        torch.nn.functional.pad(completion_mask, (0, 5)),
+    )
+    torch.testing.assert_close(wide[:, :12], expected, rtol=0, atol=1e-5)
+    assert (wide[:, 12:] == 0).all()
+
+
+def test_rows_without_an_unmasked_token(tiny_model):
+    model = tiny_model(dtype=torch.float64)
+    rows = make_rows((5, 2, 7), (4, 0, 6))
+    logprobs = token_logprobs(model, *rows)
+    assert torch.equal(logprobs[1], torch.zeros(6, dtype=torch.float64))
+    others = token_logprobs(model, *(part[[0, 2]] for part in rows))
+    torch.testing.assert_close(logprobs[[0, 2]], others, rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradients(model, logprobs[[0, 2]]), gradients(model, others), rtol=1e-6, atol=1e-6)
+
+    nothing = token_logprobs(model, *make_rows((5, 2), (0, 0)))
+    assert torch.equal(nothing, torch.zeros(2, 1, dtype=torch.float64))
+    nothing.sum().backward()
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_softcapping_is_the_models_own(tiny_model):
+    model, rows = tiny_model("Gemma2"), make_rows()
+    ids = rows[2][:1]
+    hidden = model.model(input_ids=ids).last_hidden_state
+    own = model(input_ids=ids).logits
+    torch.testing.assert_close(pspo.model._logits(model, hidden), own, rtol=0, atol=1e-6)
+    assert model.lm_head(hidden).abs().max() > 3  # far beyond the cap of 2: without it the numbers would differ
+    assert own.abs().max() <= 2
+
+
+def test_bf16_autocast_still_takes_the_softmax_in_float32(tiny_model):
+    model, rows = tiny_model(), make_rows()
+    exact = token_logprobs(model, *rows, 0.6)
+    with autocast("bf16", torch.device("cpu")):
+        rounded = token_logprobs(model, *rows, 0.6)
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.5)
+    # One token in a uniform vocabulary of 64: bfloat16 would give -4.15625 instead of -log 64 = -4.15888.
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    with autocast("bf16", torch.device("cpu")):
+        uniform = token_logprobs(model, *rows)
+    torch.testing.assert_close(uniform[rows[3]], torch.full((24,), -math.log(64)), rtol=0, atol=1e-6)
+
+
+def test_autocast_modes():
+    cpu = torch.device("cpu")
+    for mode, enabled in {"bf16": True, "auto": False, "none": False}.items():
+        with autocast(mode, cpu):
+            assert torch.is_autocast_enabled("cpu") == enabled
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_weights_are_float32_from_a_bf16_checkpoint(tiny_model, model_folder, load):
+    model = tiny_model().to(torch.bfloat16)
+    policy = load(model_folder(model))
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    for parameter, stored in zip(policy.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, stored.float())
+    assert not policy.training
+
+
+@pytest.mark.parametrize(
+    ("name", "dropouts"),
+    [
+        ("Qwen2", {"attention_dropout": 0.5}),
+        ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+    ],
+)
+def test_dropout_is_switched_off(tiny_model, model_folder, load, name, dropouts):
+    folder, rows = model_folder(tiny_model(name, **dropouts)), make_rows()
+    policy = load(folder, gradient_checkpointing=True)
+    assert policy.training  # the mode in which dropout would act
+    assert torch.equal(token_logprobs(policy, *rows), token_logprobs(policy, *rows))
+    torch.testing.assert_close(token_logprobs(policy, *rows), token_logprobs(load(folder), *rows), rtol=0, atol=1e-6)
+    dropping = AutoModelForCausalLM.from_pretrained(folder).train()
+    assert (token_logprobs(dropping, *rows) - token_logprobs(dropping, *rows)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma2"])
+def test_gradient_checkpointing_gives_the_same_gradients(tiny_model, model_folder, load, name):
+    folder, rows = model_folder(tiny_model(name)), make_rows()
+    results = []
+    for checkpointing in (False, True):
+        policy = load(folder, gradient_checkpointing=checkpointing, attn_implementation="eager")
+        visits = []
+        policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_, visits=visits: visits.append(1))
+        logprobs = token_logprobs(policy, *rows)
+        results.append((logprobs, gradients(policy, logprobs)))
+        assert len(visits) == (2 if checkpointing else 1)
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "setting"), [("Granite", "logits_scaling"), ("Cohere", "logit_scale")])
+def test_unknown_logit_processing_is_refused(tiny_model, model_folder, load, name, setting):
+    settings = {"pad_token_id": 0, "initializer_range": 0.02}
+    load(model_folder(tiny_model(name, **{setting: 1.0}, **settings)))
+    with pytest.raises(ValueError, match=f"^{name}ForCausalLM does more to its logits") as error:
+        load(model_folder(tiny_model(name, **{setting: 4.0}, **settings)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_changed_forward_is_refused(monkeypatch):
+    from transformers import Qwen2ForCausalLM
+
+    original = Qwen2ForCausalLM.forward
+
+    def shifted(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        out.logits = out.logits + 0.1 * torch.arange(out.logits.shape[-1])
+        return out
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", shifted)
+    with pytest.raises(ValueError, match="does more to its logits"):
+        load_policy(ModelConfig(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tokenizers", "expected"),
+    [
+        (5, 5, [5]),
+        (7, 5, [5, 7]),
+        ([9, 7], 8, [7, 8, 9]),
+        ([7, 5], 5, [5, 7]),
+        (None, 0, [0]),
+    ],
+)
+def test_stop_tokens_are_the_union(tiny_model, theirs, tokenizers, expected):
+    model = tiny_model()
+    model.generation_config = GenerationConfig(eos_token_id=theirs)
+    assert stop_token_ids(model, SimpleNamespace(eos_token_id=tokenizers)) == expected
+
+
+def test_stop_tokens_of_a_loaded_model(model_folder, load, tokenizer):
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert stop_token_ids(load(model_folder()), tokenizer) == [im_end]
+    assert stop_token_ids(load(model_folder(generation_config={"eos_token_id": [3, 552]})), tokenizer) == sorted(
+        [3, 552, im_end]
+    )
+    assert stop_token_ids(load(model_folder(without=["generation_config.json"])), tokenizer) == [im_end]
+
+
+def test_locate(tmp_path):
+    assert locate("tiny-base") == str(ASSETS / "tiny-base")
+    assert locate("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert locate(str(ASSETS / "tiny-math")) == str(ASSETS / "tiny-math")
+    for bad, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no config.json")):
+        with pytest.raises(ValueError, match="--model.name_or_path") as error:
+            locate(str(bad))
+        assert str(error.value).endswith(what)
+        assert str(bad) in str(error.value)
+    with pytest.raises(ValueError, match=r"--model.name_or_path: model folder no/such/folder does not exist"):
+        locate("./no/such/folder")
+
+
+def one_line(error):
+    return "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_attention_that_the_model_lacks(tiny_model, model_folder, load):
+    with pytest.raises(ValueError, match="attn_implementation") as error:  # Gemma2 knows no sdpa
+        load(model_folder(tiny_model("Gemma2")), attn_implementation="sdpa")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loader", [load_tokenizer, lambda config: load_policy(config, torch.device("cpu"))])
+def test_what_is_no_model_folder(tmp_path, loader):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ValueError, match="--model.name_or_path") as error:
+            loader(ModelConfig(name_or_path=str(path)))
+        assert one_line(error)
+
+
+def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
+    with pytest.raises(ValueError, match="--model.name_or_path") as error:
+        load(model_folder(without=["model.safetensors"]))
+    assert one_line(error)
+    folder = model_folder()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="--model.name_or_path") as error:
+        load(folder)
+    assert one_line(error)
+    with pytest.raises(ValueError, match="--model.name_or_path") as error:
+        load(model_folder(config={"model_type": "no-such-model"}))
+    assert one_line(error)
+
+
+def test_a_tokenizer_without_chat_template(model_folder):
+    folder = model_folder(without=["chat_template.jinja"])
+    with pytest.raises(ValueError, match=r"has no chat template.*chat_template\.jinja") as error:
+        load_tokenizer(ModelConfig(name_or_path=str(folder)))
+    assert one_line(error)
+    assert str(folder) in str(error.value)
+
+
+PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast"}  # transformers gives a Qwen2Tokenizer the tokens it lacks
+
+
+def test_a_tokenizer_without_eos(model_folder):
+    folder = model_folder(tokenizer_config={"eos_token": None, **PLAIN}, config={"model_type": "llama"})
+    with pytest.raises(ValueError, match="has no eos token") as error:
+        load_tokenizer(ModelConfig(name_or_path=str(folder)))
+    assert one_line(error)
+    assert str(folder) in str(error.value)
+
+
+def test_a_missing_pad_token_becomes_eos(model_folder):
+    folder = model_folder(tokenizer_config={"pad_token": None, **PLAIN}, config={"model_type": "llama"})
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert load_tokenizer(ModelConfig()).pad_token == "<|endoftext|>"  # one that is there is kept
