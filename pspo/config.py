@@ -197,7 +197,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = 1.0
-    microbatch_rows: int = 16
+    microbatch_rows: int = 32
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optimizer.lr", "must be above 0", self.lr)
