@@ -92,8 +92,7 @@ def decode(
 ) -> Tensor:
     """Complete each prompt ``group_size`` times.
 
-    `generate` prepares the arguments; its processors do all but top_p (repetition penalty, minimum length,
-    temperature, top_k).
+    `generate` prepares the arguments; its processors do minimum length, temperature and top_k.
 
     Args:
         input_ids: (N, P), left-padded prompts; their mask, (N, P) int64, is in ``model_kwargs["attention_mask"]``.
@@ -102,7 +101,8 @@ def decode(
         (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token.
     """
     limit, prompt_length = generation_config.max_new_tokens, input_ids.shape[1]
-    attention_mask = model_kwargs["attention_mask"]
+    attention_mask = model_kwargs["attention_mask"]  # which the library leaves out where nothing is padded
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     cache = DynamicCache(config=model.config)
     cache.layers = [BufferedLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -117,28 +117,26 @@ def decode(
 
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (b, V), b rows are live, at first all
-    ids = torch.nn.functional.pad(input_ids, (0, limit), value=generation_config.pad_token_id)
-    attended = torch.nn.functional.pad(attention_mask, (0, limit), value=1)
-    ids, attended = (part.repeat_interleave(group_size, dim=0) for part in (ids, attended))  # (b, P + T)
+    rows = torch.nn.functional.pad(input_ids, (0, limit), value=generation_config.pad_token_id)
+    rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
+    attended = torch.nn.functional.pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
-    stops = torch.tensor(stop_ids, device=ids.device)
-    completed = ids.clone()
-    live = torch.arange(len(ids), device=ids.device)  # which row of the batch each live row is
+    stops = torch.tensor(stop_ids, device=rows.device)
+    live = torch.arange(len(rows), device=rows.device)  # (b,), which row each live one is
     ended = torch.zeros_like(live, dtype=torch.bool)
     for end in range(prompt_length, prompt_length + limit):
-        scores = logits_processor(ids[:, :end], logits.float())
+        scores = logits_processor(rows[live, :end], logits.float())
         tokens = sample_nucleus(scores, top_p) if generation_config.do_sample else scores.argmax(dim=1)
         tokens = tokens.where(~ended, generation_config.pad_token_id)
-        ids[:, end] = tokens
-        completed[live, end] = tokens
+        rows[live, end] = tokens
         ended |= torch.isin(tokens, stops)
         if ended.all() or end == prompt_length + limit - 1:
             break
         if 4 * ended.sum() >= len(ended):  # fewer rows are worth a copy of the cache
             stay = (~ended).nonzero().squeeze(1)
             cache.batch_select_indices(stay)
-            ids, attended, positions, tokens, live, ended = (
-                part[stay] for part in (ids, attended, positions, tokens, live, ended)
+            attended, positions, tokens, live, ended = (
+                part[stay] for part in (attended, positions, tokens, live, ended)
             )
         positions = positions + 1
         logits = model(
@@ -148,4 +146,4 @@ def decode(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    return completed[:, prompt_length : end + 1]
+    return rows[:, prompt_length : end + 1]

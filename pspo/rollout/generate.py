@@ -22,7 +22,8 @@ class Sampling:
         temperature: 0 decodes greedily.
         stop_ids: tokens that end a completion; part of it.
         max_rows: rows decoded at a time.
-        decoder: "pspo" (`pspo.rollout.decode`), or "hf" for the library's own loop as the reference.
+        decoder: "pspo" (`pspo.rollout.decode`), or "hf" for the library's own loop, the reference; a repetition
+            penalty always takes the latter.
     """
 
     stop_ids: Sequence[int]
@@ -123,7 +124,7 @@ def _complete(
 ) -> Tensor:
     """(N, P) prompts to (N * group_size, T) completions, padded after their stop token."""
     config = sampling.generation_config()
-    if sampling.decoder == "pspo":
+    if sampling.decoder == "pspo" and sampling.repetition_penalty == 1:  # the penalty's masks are made for fixed rows
         config.top_p = 1.0  # ours; the rest is done by the library's processors
         loop = partial(decode, group_size=group_size, top_p=sampling.top_p, stop_ids=sampling.stop_ids)
         return model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config, custom_generate=loop)

@@ -1,0 +1,122 @@
+"""pspo's decoding loop against Hugging Face's own, and its sampler against the exact nucleus distribution."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pspo.config import SYSTEM_PROMPT, ModelConfig
+from pspo.model import load_policy, load_tokenizer, stop_token_ids
+from pspo.rollout import Sampling, encode_prompts, generate
+from pspo.rollout.decode import sample_nucleus
+from pspo.tasks import load_problems
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MODELS = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "gemma2, sliding window 8": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, head_dim=8, sliding_window=8, attn_implementation="eager")
+    ),
+}
+PROMPTS = [[5, 6, 7], list(range(20, 40)), [9], list(range(50, 61)), [3, 3, 3, 3, 3]]
+
+
+class NoTexts:
+    """Stands in for a tokenizer where the texts do not matter."""
+
+    def batch_decode(self, rows, **_):
+        return [""] * len(rows)
+
+
+@pytest.mark.parametrize("options", [{}, {"min_completion_tokens": 9}, {"repetition_penalty": 1.3}, {"max_rows": 4}])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_decoding_is_the_librarys_token_for_token(name, options):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():  # logits further apart than rounding, and not the same token for ever
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    ours = Sampling(stop_ids=[95], pad_id=0, temperature=0.0, max_completion_tokens=24, **options)
+    endless = generate(model, NoTexts(), PROMPTS, replace(ours, decoder="hf")).completion_ids
+    stops = sorted({endless[0, 4].item(), endless[1, 12].item(), endless[2, 9].item()})  # rows end at different times
+    ours = replace(ours, stop_ids=stops)
+    a = generate(model, NoTexts(), PROMPTS, ours, group_size=3)
+    b = generate(model, NoTexts(), PROMPTS, replace(ours, decoder="hf"), group_size=3)
+    assert a.completion_mask.tolist() == b.completion_mask.tolist()
+    assert a.completion_ids[a.completion_mask].tolist() == b.completion_ids[b.completion_mask].tolist()
+    assert a.terminated.tolist() == b.terminated.tolist()
+    assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
+    lengths = a.completion_mask.sum(dim=1)
+    assert len(set(lengths.tolist())) > 1  # otherwise no row was ever dropped
+    assert lengths.min() > options.get("min_completion_tokens", 0)
+
+
+def test_greedy_decoding_of_the_embedded_model_is_the_librarys():
+    config = ModelConfig()
+    tokenizer, policy = load_tokenizer(config), load_policy(config, torch.device("cpu"))
+    problems = load_problems("arithmetic", "test", limit=40)
+    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
+    assert len({len(prompt) for prompt in prompts}) > 5
+    ours = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, temperature=0.0)
+    a = generate(policy, tokenizer, prompts, ours)
+    b = generate(policy, tokenizer, prompts, replace(ours, decoder="hf"))
+    assert a.texts == b.texts
+    assert a.completion_ids[a.completion_mask].tolist() == b.completion_ids[b.completion_mask].tolist()
+
+
+def exact_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The distribution by its definition: sort, keep while the mass above is under top_p, renormalise; float64."""
+    probs, order = logits.double().softmax(dim=-1).sort(descending=True)
+    kept = torch.where(probs.cumsum(dim=-1) - probs < top_p, probs, 0.0)
+    return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum())
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.85, 1.0])
+@pytest.mark.parametrize(("vocabulary", "spread"), [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)])
+def test_sampled_frequencies_are_the_exact_nucleus(vocabulary, spread, top_p):
+    torch.manual_seed(vocabulary)
+    logits = spread * torch.randn(vocabulary)
+    expected = exact_nucleus(logits, top_p)
+    draws, rows = 100_000, 10_000
+    seen = torch.zeros(vocabulary, dtype=torch.float64)
+    for _ in range(draws // rows):
+        seen += torch.bincount(sample_nucleus(logits.expand(rows, -1), top_p), minlength=vocabulary)
+    assert seen[expected == 0].sum() == 0
+    inside = expected > 0
+    if inside.sum() == 1:
+        return  # one possible token, and no other was drawn
+    chi2 = ((seen - draws * expected)[inside].square() / (draws * expected[inside])).sum().item()
+    freedom = int(inside.sum()) - 1
+    # Wilson-Hilferty: the cube root of chi2 / freedom is normal; 4.5 standard deviations is once in 300,000
+    z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+    assert z < 4.5, f"chi2 {chi2:.0f} at {freedom} degrees of freedom"
+
+
+def test_rows_with_narrow_and_wide_nuclei_keep_apart():
+    torch.manual_seed(0)
+    peaked = torch.full((1000,), -30.0)
+    peaked[17] = 0.0
+    wide = 0.01 * torch.randn(1000)
+    tokens = sample_nucleus(torch.stack([peaked, wide] * 500), 0.85)
+    assert set(tokens[::2].tolist()) == {17}
+    assert len(set(tokens[1::2].tolist())) > 300

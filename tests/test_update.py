@@ -1,0 +1,524 @@
+"""One rollout's optimizer steps against a naive trainer: whole logits, scalar losses, row by row, no short cuts."""
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+import pspo.train
+from pspo.config import AlgorithmConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, log_ratio
+from pspo.rollout import Rollout
+from pspo.train import Learner, crossed, prepare, prompt_order, split_minibatches, update
+
+G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
+SURROGATES = [Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR()]
+AGGREGATIONS = ["dapo", "grpo", "dr_grpo"]
+every_surrogate = pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda surrogate: type(surrogate).__name__)
+
+
+def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, **algorithm):
+    surrogate = NoClip() if surrogate is None else surrogate
+    return TrainConfig(
+        algorithm=AlgorithmConfig(surrogate=surrogate, **algorithm),
+        rollout=RolloutConfig(
+            prompts=16, group_size=group_size, max_completion_tokens=T_MAX, temperature=TEMPERATURE
+        ),
+        optimizer=OptimizerConfig(**{"max_grad_norm": 1.0, "microbatch_rows": 3} | (optimizer or {})),
+        run=RunConfig(max_steps=max_steps),
+    )
+
+
+def make_rollout(groups=4, seed=0):
+    """Rows of one prompt adjacent; lengths of 1 to 8 tokens; the second group's advantages are all 0."""
+    generator = torch.Generator().manual_seed(seed)
+    n, P, T = groups * G, 6, 8
+    prompt_ids = torch.randint(V, (groups, P), generator=generator).repeat_interleave(G, dim=0)
+    prompt_lengths = torch.randint(1, P + 1, (groups, 1), generator=generator).repeat_interleave(G, dim=0)
+    lengths = torch.randint(1, T + 1, (n, 1), generator=generator)
+    advantages = torch.randn(n, generator=generator, dtype=torch.float64)
+    advantages[G : 2 * G] = 0.0
+    advantages[-2] = 0.0
+    rollout = Rollout(
+        prompt_ids,
+        torch.arange(P) >= P - prompt_lengths,
+        torch.randint(V, (n, T), generator=generator),
+        torch.arange(T) < lengths,
+        torch.rand(n, generator=generator) < 0.7,
+        [str(i) for i in range(n)],
+    )
+    return rollout, advantages
+
+
+def make_learner(policy, config, sgd=None):
+    """AdamW as `prepare` makes it, or plain SGD with the learning rate given, whose steps are the gradients."""
+    policy = copy.deepcopy(policy)
+    o = config.optimizer
+    if sgd is None:
+        optimizer = torch.optim.AdamW(
+            policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
+    else:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=sgd)
+    ref = copy.deepcopy(policy).requires_grad_(False) if config.algorithm.beta > 0 else None
+    return Learner(policy, ref, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def run(policy, rollout, advantages, config, sgd=None):
+    learner = make_learner(policy, config, sgd)
+    metrics = update(learner, rollout, advantages, config)
+    return weights(learner.policy), metrics
+
+
+# ---------------------------------------------------------------- the naive trainer
+
+
+def naive_row(model, rollout, i):
+    """log pi of row i's completion tokens (t,): one unpadded row, a softmax over everything."""
+    prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
+    completion = rollout.completion_ids[i][rollout.completion_mask[i]]
+    logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0].double()
+    everything = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    return everything[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1)
+
+
+def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
+    """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns the loss."""
+    algorithm = config.algorithm
+    name, parameters = type(algorithm.surrogate).__name__, dataclasses.asdict(algorithm.surrogate)
+    kept = {i: int(rollout.completion_mask[i].sum()) for i in rows}
+    total, linear = 0.0, 0.0  # the second has the loss's gradient
+    for i, length in kept.items():
+        if length == 0:
+            continue
+        logprobs = naive_row(model, rollout, i)
+        values, mask = logprobs.tolist(), [True] * length
+        row = [values], [old[i].tolist()], [[advantages[i].item()]], [mask]
+        (losses,), (slopes,) = reference.surrogate(name, parameters, *row)
+        if ref is not None:
+            for t, (value, other) in enumerate(zip(values, ref[i].tolist(), strict=True)):
+                kl, slope = reference.kl(value, other, algorithm.kl_estimator)
+                losses[t] += algorithm.beta * kl
+                slopes[t] += algorithm.beta * slope
+        denominator = {
+            "dapo": sum(kept.values()),
+            "grpo": len(rows) * length,
+            "dr_grpo": len(rows) * config.rollout.max_completion_tokens,
+        }[algorithm.aggregation]
+        total += sum(losses) / denominator
+        linear = linear + (logprobs * torch.tensor(slopes, dtype=torch.float64) / denominator).sum()
+    if torch.is_tensor(linear):
+        linear.backward()
+    return total
+
+
+def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
+    """The same as `update` without its short cuts; returns weights, losses and gradient norms."""
+    algorithm, o = config.algorithm, config.optimizer
+    learner = make_learner(policy, config, sgd)
+    model = learner.policy
+    if algorithm.mask_truncated:
+        mask = torch.stack(
+            [row if done else row & False for row, done in zip(rollout.completion_mask, rollout.terminated, strict=True)]
+        )
+        rollout = dataclasses.replace(rollout, completion_mask=mask)
+    with torch.no_grad():  # of all rows, by the initial policy
+        old = [naive_row(model, rollout, i) for i in range(len(rollout))]
+        ref = old if learner.reference else None  # which is the reference model
+    groups = np.array_split(np.arange(len(rollout) // G), algorithm.minibatches)
+    losses, norms = [], []
+    for _ in range(algorithm.epochs):
+        for part in groups:
+            if len(losses) == limit:
+                break
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            rows = [G * int(group) + j for group in part for j in range(G)]
+            losses.append(naive_minibatch(model, rollout, advantages, rows, old, ref, config))
+            norms.append(math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters())))
+            if o.max_grad_norm > 0 and norms[-1] > o.max_grad_norm:
+                for parameter in model.parameters():
+                    parameter.grad.mul_(o.max_grad_norm / (norms[-1] + 1e-6))
+            learner.optimizer.step()
+    return weights(model), losses, norms
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return tiny_model(dtype=torch.float64, num_hidden_layers=1)
+
+
+def assert_equals_naive(policy, rollout, advantages, config, sgd=None):
+    expected, losses, norms = naive_update(policy, rollout, advantages, config, sgd)
+    actual, metrics = run(policy, rollout, advantages, config, sgd)
+    assert [step["loss"] for step in metrics] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert [step["grad_norm"] for step in metrics] == pytest.approx(norms, rel=1e-5, abs=1e-9)
+    assert (expected - weights(policy)).abs().max() > 1e-3  # otherwise nothing has been tested
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "aggregation"),
+    [*zip(SURROGATES, 2 * AGGREGATIONS, strict=True), (Clip(0.1, delta=1.2), "grpo"), (TOPR(level="token"), "dr_grpo")],
+    ids=repr,
+)
+def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate, aggregation):
+    config = make_config(surrogate, epochs=2, minibatches=2, aggregation=aggregation, optimizer={"lr": 3e-3})
+    metrics = assert_equals_naive(policy, *make_rollout(), config)
+    assert metrics[3]["ratio_max"] > 1.1  # far enough off-policy to tell the surrogates apart
+    assert metrics[3]["ratio_min"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "aggregation"), zip(SURROGATES, AGGREGATIONS[::-1] * 2, strict=True), ids=repr
+)
+def test_a_kl_penalty_equals_the_naive_trainer(policy, surrogate, aggregation):
+    optimizer = {"lr": 3e-3}
+    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.5, aggregation=aggregation, optimizer=optimizer)
+    metrics = assert_equals_naive(policy, *make_rollout(), config)
+    assert metrics[0]["kl_reference"] == 0.0
+    assert metrics[3]["kl_reference"] > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_other_kl_estimators(policy, estimator):
+    config = make_config(epochs=2, minibatches=2, beta=0.5, kl_estimator=estimator, optimizer={"lr": 3e-3})
+    assert_equals_naive(policy, *make_rollout(), config)
+
+
+@pytest.mark.parametrize(("beta", "aggregation"), [(0.5, "dapo"), (0.0, "grpo"), (0.0, "dr_grpo")])
+def test_masking_truncated_completions_equals_the_naive_trainer(policy, beta, aggregation):
+    rollout, advantages = make_rollout()
+    settings = {"epochs": 2, "minibatches": 2, "beta": beta, "aggregation": aggregation, "optimizer": {"lr": 3e-3}}
+    config = make_config(Clip(), mask_truncated=True, **settings)
+    assert_equals_naive(policy, rollout, advantages, config)
+    assert 0 < (~rollout.terminated).sum() < len(rollout)
+    unmasked = run(policy, rollout, advantages, make_config(Clip(), **settings))[0]
+    assert (run(policy, rollout, advantages, config)[0] - unmasked).abs().max() > 1e-3
+
+
+def test_weight_decay_betas_and_eps_reach_adamw(policy):
+    optimizer = {"lr": 3e-3, "weight_decay": 0.1, "beta1": 0.5, "beta2": 0.9, "eps": 1e-4, "max_grad_norm": 0.05}
+    assert_equals_naive(policy, *make_rollout(), make_config(epochs=3, optimizer=optimizer))
+
+
+def test_max_grad_norm(policy):
+    rollout, advantages = make_rollout()
+    start = weights(policy)
+    moved = {}
+    for norm in (0.0, 0.02, 1e6):
+        config = make_config(epochs=1, optimizer={"max_grad_norm": norm})
+        end, metrics = run(policy, rollout, 10 * advantages, config, sgd=1.0)
+        moved[norm] = end - start
+        assert metrics[0]["grad_norm"] == pytest.approx(moved[0.0].norm().item(), rel=1e-6)  # before clipping
+    assert moved[0.0].norm() > 0.1
+    assert torch.equal(moved[0.0], moved[1e6])  # 0 switches clipping off
+    assert moved[0.02].norm().item() == pytest.approx(0.02, rel=1e-4)
+    torch.testing.assert_close(moved[0.02] / 0.02, moved[0.0] / moved[0.0].norm(), rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------- invariances
+
+
+def assert_same_move(policy, actual, expected):
+    """Weights after the same steps, to rounding (the model's norms are float32 within a float64 model)."""
+    move = (expected - weights(policy)).abs().max().item()
+    assert move > 1e-3
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * move)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@every_surrogate
+def test_splitting_into_microbatches_changes_no_gradient(policy, surrogate, aggregation):
+    rollout, advantages = make_rollout(groups=2, seed=1)
+    advantages[G:] = torch.tensor([0.5, -1.0, 0.0, 0.7])
+    results = []
+    for rows in (8, 4, 2, 1):
+        config = make_config(
+            surrogate, epochs=2, aggregation=aggregation, optimizer={"microbatch_rows": rows, "max_grad_norm": 0.0}
+        )
+        results.append(run(policy, rollout, advantages, config, sgd=0.1))
+    for end, metrics in results[1:]:
+        assert_same_move(policy, end, results[0][0])
+        for step, expected in zip(metrics, results[0][1], strict=True):
+            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_row_order_and_padding_change_no_gradient(policy):
+    rollout, advantages = make_rollout()
+    config = make_config(Clip(), epochs=2, optimizer={"max_grad_norm": 0.0})
+    expected, _ = run(policy, rollout, advantages, config, sgd=0.1)
+    order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(7))
+
+    def pad(part, sides, value):
+        return torch.nn.functional.pad(part, sides, value=value)
+
+    padded = dataclasses.replace(
+        rollout,
+        prompt_ids=pad(rollout.prompt_ids, (5, 0), 13),
+        prompt_mask=pad(rollout.prompt_mask, (5, 0), False),
+        completion_ids=pad(rollout.completion_ids, (0, 3), 17),
+        completion_mask=pad(rollout.completion_mask, (0, 3), False),
+    )
+    for other, values in ((rollout.rows(order), advantages[order]), (padded, advantages)):
+        end, _ = run(policy, other, values, config, sgd=0.1)
+        assert_same_move(policy, end, expected)
+
+
+# ---------------------------------------------------------------- the off-policy schedule
+
+
+def test_the_first_minibatch_is_exactly_on_policy(policy):
+    for minibatches in (1, 2):
+        config = make_config(epochs=2, minibatches=minibatches, optimizer={"lr": 1e-3})
+        _, metrics = run(policy, *make_rollout(), config)
+        assert metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == metrics[0]["ratio_mean"] == 1.0
+        assert metrics[0]["kl_old_new"] == metrics[0]["tv"] == 0.0
+        for step in metrics[1:]:
+            assert step["ratio_min"] < 0.999
+            assert step["ratio_max"] > 1.001
+
+
+@pytest.mark.parametrize("mode", ["none", "bf16"])
+def test_ratios_are_exactly_1_while_the_weights_stand_still(tiny_model, mode):
+    """Old and new log-probs come from identical shapes, with and without gradient."""
+    config = make_config(epochs=2, minibatches=3, beta=0.1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=mode))
+    _, metrics = run(tiny_model(), *make_rollout(), config, sgd=0.0)
+    assert len(metrics) == 6
+    for step in metrics:
+        assert step["ratio_min"] == step["ratio_max"] == 1.0
+        assert step["kl_reference"] == 0.0
+
+
+@pytest.mark.parametrize(("epochs", "minibatches", "beta"), [(1, 1, 0.0), (3, 1, 0.0), (2, 4, 0.0), (2, 2, 0.3)])
+def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatches, beta):
+    rollout, advantages = make_rollout()
+    advantages[advantages == 0] = 0.1
+    passes, original = {"train": 0, "old": 0, "reference": 0}, pspo.train.token_logprobs
+    config = make_config(epochs=epochs, minibatches=minibatches, beta=beta, optimizer={"microbatch_rows": 2})
+    learner = make_learner(policy, config)
+
+    def counted(model, *args):
+        grad = torch.is_grad_enabled()
+        passes["reference" if model is learner.reference else "train" if grad else "old"] += len(args[0])
+        assert not (grad and model is learner.reference)
+        return original(model, *args)
+
+    monkeypatch.setattr(pspo.train, "token_logprobs", counted)
+    update(learner, rollout, advantages, config)
+    B = len(rollout)
+    assert passes == {
+        "train": epochs * B,
+        "old": B - B // minibatches,  # all rows but the first minibatch's
+        "reference": B if beta else 0,
+    }
+
+
+@dataclass(frozen=True)
+class Kept(NoClip):
+    """NoClip that does not say that it is silent where A = 0."""
+
+    silent_at_zero_advantage = False
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_leaving_zero_advantages_out_changes_nothing(policy, aggregation):
+    settings = {"epochs": 2, "minibatches": 2, "aggregation": aggregation, "optimizer": {"max_grad_norm": 0.0}}
+    lean, everything = (make_config(surrogate, **settings) for surrogate in (NoClip(), Kept()))
+    rollout, advantages = make_rollout()
+    rows = [
+        sum(len(batch.rollout) for _, batches in split_minibatches(rollout, advantages, config) for batch in batches)
+        for config in (lean, everything)
+    ]
+    assert rows == [11, 16]
+    (a, _), (b, _) = (run(policy, rollout, advantages, config, sgd=0.1) for config in (lean, everything))
+    assert_same_move(policy, a, b)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "beta", "kept"), [(P3O(kl_coef=0.5), 0.0, 16), (P3O(), 0.0, 11), (NoClip(), 0.5, 16)]
+)
+def test_rows_with_zero_advantage_stay_where_a_kl_term_moves_them(policy, surrogate, beta, kept):
+    rollout, advantages = make_rollout()
+    config = make_config(surrogate, epochs=3, beta=beta, optimizer={"lr": 3e-3})
+    ((_, batches),) = split_minibatches(rollout, advantages, config)
+    assert sum(len(batch.rollout) for batch in batches) == kept
+    assert_equals_naive(policy, rollout, advantages, config)
+    if kept == 16:
+        without = rollout.rows((advantages != 0).nonzero().squeeze(1))
+        padded = rollout.rows(torch.arange(len(rollout)))
+        other = run(policy, without, advantages[advantages != 0], make_config(surrogate, epochs=3, beta=beta,
+                    group_size=len(without), optimizer={"lr": 3e-3}))[0]  # fmt: skip
+        assert (other - run(policy, padded, advantages, config)[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_minibatch_without_signal_still_steps(policy, truncate):
+    """AdamW's momentum moves the weights on; the second minibatch is all zeros (or all truncated)."""
+    rollout, advantages = make_rollout(groups=2, seed=1)
+    if truncate:
+        rollout = dataclasses.replace(rollout, terminated=torch.arange(2 * G) < G)
+        advantages = advantages + 0.3
+    config = make_config(epochs=2, minibatches=2, mask_truncated=truncate, optimizer={"lr": 3e-3})
+    metrics = assert_equals_naive(policy, rollout, advantages, config)
+    assert metrics[1]["grad_norm"] == metrics[3]["grad_norm"] == 0.0
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+    one_step = run(policy, rollout, advantages, make_config(mask_truncated=truncate, minibatches=2, max_steps=1,
+                   optimizer={"lr": 3e-3}))[0]  # fmt: skip
+    two_steps = run(policy, rollout, advantages, make_config(mask_truncated=truncate, minibatches=2, max_steps=2,
+                    optimizer={"lr": 3e-3}))[0]  # fmt: skip
+    assert (two_steps - one_step).abs().max() > 1e-3
+
+
+def test_max_steps_stops_in_the_middle_of_a_rollout(policy):
+    rollout, advantages = make_rollout()
+    config = make_config(epochs=3, minibatches=2, max_steps=7, optimizer={"lr": 3e-3})
+    learner = make_learner(policy, config)
+    learner.steps = 4
+    metrics = update(learner, rollout, advantages, config)
+    assert (len(metrics), learner.steps) == (3, 7)
+    expected = naive_update(policy, rollout, advantages, config, limit=3)[0]
+    torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=1e-6)
+
+
+def test_the_gradients_are_cleared_and_the_inputs_untouched(policy):
+    rollout, advantages = make_rollout()
+    before = copy.deepcopy((rollout, advantages))
+    learner = make_learner(policy, make_config())
+    update(learner, rollout, advantages, make_config(epochs=2, mask_truncated=True))
+    assert all(parameter.grad is None for parameter in learner.policy.parameters())
+    assert torch.equal(advantages, before[1])
+    assert all(torch.equal(getattr(rollout, n), getattr(before[0], n)) for n in ("prompt_ids", "completion_mask"))
+
+
+# ---------------------------------------------------------------- non-finite steps
+
+
+@dataclass(frozen=True)
+class Broken(Surrogate):
+    """NoClip that goes wrong at one optimizer step, in the loss or in its gradient only."""
+
+    learner: list
+    step: int
+    kind: str
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        loss = torch.where(mask, -log_ratio(logprobs, old_logprobs, mask).exp() * advantages, 0.0)
+        if self.learner[0].steps != self.step:
+            return loss
+        if self.kind == "gradient":  # the square root's slope at 0 is infinite, and 0 times that is NaN
+            return loss + torch.where(mask, ((logprobs - logprobs.detach()) * 0.0).sqrt(), 0.0)
+        return loss * float(self.kind)
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
+    """What is left is as if that epoch had not been: the same weights as one epoch less, to the bit."""
+    rollout, advantages = make_rollout()
+    holder = []
+    config = make_config(Broken(holder, step, kind), epochs=3, optimizer={"lr": 3e-3})
+    holder.append(make_learner(policy, config))
+    metrics = update(holder[0], rollout, advantages, config)
+    assert [metric["step_skipped"] for metric in metrics] == [float(i == step) for i in range(3)]
+    assert not math.isfinite(metrics[step]["loss"] + metrics[step]["grad_norm"])
+    assert holder[0].steps == 3
+
+    shorter = make_config(Broken([holder[0]], -1, kind), epochs=2, optimizer={"lr": 3e-3})
+    expected, _ = run(policy, rollout, advantages, shorter)
+    assert torch.isfinite(expected).all()
+    assert torch.equal(weights(holder[0].policy), expected)
+
+
+def test_a_loss_without_gradient_leaves_the_weights(policy):
+    end, metrics = run(policy, *make_rollout(), make_config(PSPO(1.0), epochs=2))
+    assert torch.equal(end, weights(policy))
+    assert [step["step_skipped"] for step in metrics] == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------- schedules, minibatches, order
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
+    steps, peak = 12, 1e-3
+    config = TrainConfig(
+        data=DataConfig(limit=2),
+        algorithm=AlgorithmConfig(epochs=steps),
+        rollout=RolloutConfig(prompts=1, group_size=4),
+        optimizer=OptimizerConfig(lr=peak, schedule=schedule, warmup_steps=warmup),
+        run=RunConfig(output_dir=str(tmp_path / "run"), max_steps=steps, validate_every=0, test_limit=0),
+    )
+    learner = prepare(config, "").learner
+    used = []
+    learner.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    metrics = update(learner, *make_rollout(groups=1), config)
+    expected = []
+    for step in range(steps):
+        progress = (step - warmup) / (steps - warmup)
+        after = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        expected.append(peak * (step / warmup if step < warmup else after[schedule]))
+    assert used == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert [step["lr"] for step in metrics] == used
+
+
+@pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)])
+def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes):
+    rollout, advantages = make_rollout(groups)
+    config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_rows": 3})
+    minibatch_list = split_minibatches(rollout, advantages, config)
+    start = 0
+    for size, (counts, batches) in zip(sizes, minibatch_list, strict=True):
+        rows = range(start, start + size * G)
+        assert [int(text) for batch in batches for text in batch.rollout.texts] == list(rows)
+        assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[rows.start : rows.stop])
+        assert [len(batch.rollout) for batch in batches[:-1]] == [3] * (len(batches) - 1)
+        assert (counts.sequences, counts.max_completion_tokens) == (size * G, T_MAX)
+        assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
+        start = rows.stop
+    assert start == len(rollout)
+
+
+def test_rows_left_out_are_counted():
+    rollout, advantages = make_rollout()
+    ((counts, batches),) = split_minibatches(rollout, advantages, make_config())
+    assert counts.tokens == int(rollout.completion_mask.sum())
+    assert counts.sequences == 16
+    kept = [int(text) for batch in batches for text in batch.rollout.texts]
+    assert kept == [i for i in range(16) if advantages[i] != 0]
+
+
+def test_prompt_order_is_a_permutation_an_epoch():
+    def first(n, seed, length):
+        order = prompt_order(n, seed)
+        return [next(order) for _ in range(length)]
+
+    chosen = first(10, 3, 40)
+    epochs = [chosen[start : start + 10] for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 4
+    assert first(10, 3, 40) == chosen
+    assert first(10, 4, 40) != chosen
+    assert first(1, 0, 3) == [0, 0, 0]
+
+
+def test_crossed():
+    for every in range(1, 6):
+        for before in range(12):
+            for after in range(before, 15):
+                multiples = [step for step in range(before + 1, after + 1) if step % every == 0]
+                assert crossed(every, before, after) == bool(multiples)
+    assert not any(crossed(0, before, before + 3) for before in range(5))
