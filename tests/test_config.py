@@ -18,12 +18,13 @@ from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 
-MAIN_SWITCHES = """
-    run.output_dir run.seed run.max_steps run.max_tokens run.save_every model.name_or_path data.name data.path
-    rollout.prompts rollout.group_size rollout.max_completion_tokens rollout.min_completion_tokens rollout.temperature
-    rollout.top_p model.autocast algorithm.surrogate algorithm.epochs algorithm.minibatches algorithm.aggregation
-    algorithm.advantage_scale algorithm.beta optimizer.lr optimizer.max_grad_norm optimizer.warmup_steps
-""".split()  # issue 2
+MAIN_SWITCHES = [  # of issue 2
+    "run.output_dir", "run.seed", "run.max_steps", "run.max_tokens", "run.save_every", "model.name_or_path",
+    "data.name", "data.path", "rollout.prompts", "rollout.group_size", "rollout.max_completion_tokens",
+    "rollout.min_completion_tokens", "rollout.temperature", "rollout.top_p", "model.autocast", "algorithm.surrogate",
+    "algorithm.epochs", "algorithm.minibatches", "algorithm.aggregation", "algorithm.advantage_scale",
+    "algorithm.beta", "optimizer.lr", "optimizer.max_grad_norm", "optimizer.warmup_steps",
+]  # fmt: skip
 
 SURROGATES = [
     PSPO(alpha=0.4),
@@ -276,7 +277,8 @@ def test_own_reward_by_import_path(own, tmp_path):
     assert config.reward.weights == [1.0, 0.5]
     file = tmp_path / "config.yaml"
     file.write_text(
-        f"reward:\n  functions:\n  - class_path: {own}.Brevity\n    init_args:\n      max_characters: 3\n  - FormatReward\n"
+        "reward:\n  functions:\n"
+        f"  - class_path: {own}.Brevity\n    init_args:\n      max_characters: 3\n  - FormatReward\n"
     )
     functions = train_config("--config", str(file)).reward.functions
     assert functions == [replace(config.reward.functions[1], max_characters=3), FormatReward()]

@@ -12,8 +12,13 @@ import pspo.model
 from pspo.config import ModelConfig
 from pspo.model import ASSETS, autocast, load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
 
-ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2"]
-FLOAT64 = ["Qwen2", "Llama", "Qwen3"]  # Gemma2 pads with the least float64 and takes the softmax in float32: NaN
+ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"]  # GPT2 for its absolute positions
+FLOAT64 = [
+    "Qwen2",
+    "Llama",
+    "Qwen3",
+    "GPT2",
+]  # Gemma2 pads with the least float64 and takes the softmax in float32: NaN
 
 
 def make_rows(prompt_lengths=(9, 3, 1, 6), completion_lengths=(7, 1, 12, 4), vocab=64, seed=0):
@@ -350,7 +355,7 @@ def test_locate(tmp_path):
     assert locate("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert locate(str(ASSETS / "tiny-math")) == str(ASSETS / "tiny-math")
     for bad, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no config.json")):
-        with pytest.raises(ValueError, match="--model.name_or_path") as error:
+        with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
             locate(str(bad))
         assert str(error.value).endswith(what)
         assert str(bad) in str(error.value)
@@ -371,21 +376,21 @@ def test_attention_that_the_model_lacks(tiny_model, model_folder, load):
 @pytest.mark.parametrize("loader", [load_tokenizer, lambda config: load_policy(config, torch.device("cpu"))])
 def test_what_is_no_model_folder(tmp_path, loader):
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ValueError, match="--model.name_or_path") as error:
+        with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
             loader(ModelConfig(name_or_path=str(path)))
         assert one_line(error)
 
 
 def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
-    with pytest.raises(ValueError, match="--model.name_or_path") as error:
+    with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
         load(model_folder(without=["model.safetensors"]))
     assert one_line(error)
     folder = model_folder()
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="--model.name_or_path") as error:
+    with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
         load(folder)
     assert one_line(error)
-    with pytest.raises(ValueError, match="--model.name_or_path") as error:
+    with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
         load(model_folder(config={"model_type": "no-such-model"}))
     assert one_line(error)
 

@@ -69,7 +69,7 @@ def completions(rollout):
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Gemma2"])
+@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"])
 @torch.no_grad()
 def test_greedy_is_the_argmax_of_the_plain_model(tiny_model, tokenizer, name, decoder):
     model = tiny_model(name)
@@ -162,7 +162,7 @@ def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, tempera
     n = 4000
     model = tiny_model(initializer_range=0.12, seed=3, vocab_size=vocab)
     exact = nucleus(model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].detach(), temperature, top_p)
-    assert 5 < (exact > 0).sum()
+    assert (exact > 0).sum() > 5
     assert ((exact > 0).sum() < vocab) == (top_p < 1)
     sampling = replace(SAMPLING, temperature=temperature, top_p=top_p, max_completion_tokens=1, decoder=decoder)
     with torch.random.fork_rng(devices=[]):

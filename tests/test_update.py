@@ -26,9 +26,7 @@ def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, 
     surrogate = NoClip() if surrogate is None else surrogate
     return TrainConfig(
         algorithm=AlgorithmConfig(surrogate=surrogate, **algorithm),
-        rollout=RolloutConfig(
-            prompts=16, group_size=group_size, max_completion_tokens=T_MAX, temperature=TEMPERATURE
-        ),
+        rollout=RolloutConfig(prompts=16, group_size=group_size, max_completion_tokens=T_MAX, temperature=TEMPERATURE),
         optimizer=OptimizerConfig(**{"max_grad_norm": 1.0, "microbatch_rows": 3} | (optimizer or {})),
         run=RunConfig(max_steps=max_steps),
     )
@@ -128,7 +126,10 @@ def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
     model = learner.policy
     if algorithm.mask_truncated:
         mask = torch.stack(
-            [row if done else row & False for row, done in zip(rollout.completion_mask, rollout.terminated, strict=True)]
+            [
+                row if done else row & False
+                for row, done in zip(rollout.completion_mask, rollout.terminated, strict=True)
+            ]
         )
         rollout = dataclasses.replace(rollout, completion_mask=mask)
     with torch.no_grad():  # of all rows, by the initial policy
@@ -180,7 +181,7 @@ def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate
 
 
 @pytest.mark.parametrize(
-    ("surrogate", "aggregation"), zip(SURROGATES, AGGREGATIONS[::-1] * 2, strict=True), ids=repr
+    ("surrogate", "aggregation"), [*zip(SURROGATES, AGGREGATIONS[::-1] * 2, strict=True)], ids=repr
 )
 def test_a_kl_penalty_equals_the_naive_trainer(policy, surrogate, aggregation):
     optimizer = {"lr": 3e-3}
@@ -475,7 +476,9 @@ def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
     assert [step["lr"] for step in metrics] == used
 
 
-@pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)])
+@pytest.mark.parametrize(
+    ("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)]
+)
 def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes):
     rollout, advantages = make_rollout(groups)
     config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_rows": 3})

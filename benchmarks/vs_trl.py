@@ -1,0 +1,311 @@
+"""pspo and TRL on the same work: time per phase, tokens per second and peak memory.
+
+    python3 -m venv trl-env && trl-env/bin/pip install -r benchmarks/requirements.txt
+    trl-env/bin/python -m benchmarks.vs_trl tiny embedded          # from the repository root
+    trl-env/bin/python -m benchmarks.vs_trl smollm2 --model smollm2 --rollouts 1
+
+Both sides take turns, each in a process of its own (so that peak memory is its own) with the same weights, prompts in
+the same order, sampling settings, dtype, threads and schedule: 2 epochs over each rollout, one optimizer step each,
+microbatches of the same rows, gradient checkpointing off, clip at 0.2, dapo. One warm-up rollout, then the counted
+ones. Seconds are CPU seconds of the process, which a busy machine disturbs less than wall time; with one thread
+(--threads 1) they are the work done.
+
+| workload   | model                                         | rollout                                             |
+|------------|-----------------------------------------------|-----------------------------------------------------|
+| tiny       | random Qwen2, hidden 256, 4 layers, V = 4,096 | 16 prompts x 4, forced to 128 tokens, random reward |
+| embedded   | tiny-base                                     | 32 x 4, natural lengths and rewards                 |
+| smollm2    | SmolLM2-135M-Instruct (--model FOLDER)        | 4 x 4, forced to 128 tokens, random reward          |
+| vocabulary | random Qwen2, hidden 64, 2 layers, V = 151,936 | 4 x 4, forced to 128 tokens, random reward         |
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: int
+    group_size: int
+    microbatch: int
+    forced: bool  # completions of exactly 128 tokens and random rewards
+    shape: dict | None = None  # of a random model; None takes a model folder
+
+
+WORKLOADS = {
+    "tiny": Workload(16, 4, 16, True, {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096}),
+    "embedded": Workload(32, 4, 32, False),
+    "smollm2": Workload(4, 4, 8, True),
+    "vocabulary": Workload(4, 4, 8, True, {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 151_936}),
+}
+TOKENS = 128
+
+
+def model_folder(workload: Workload, model: str | None, scratch: Path) -> str:
+    """Where the model lies: a given folder, the embedded one, or a random one made here with the embedded tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    from pspo.model import locate
+
+    if workload.shape is None:
+        return model or locate("tiny-base")
+    tokenizer = AutoTokenizer.from_pretrained(locate("tiny-base"))
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **workload.shape,
+        intermediate_size=4 * workload.shape["hidden_size"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    return str(scratch)
+
+
+class Clock:
+    """CPU seconds of this process by phase."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    @contextmanager
+    def __call__(self, phase):
+        start = time.process_time()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.process_time() - start
+
+    def timed(self, phase, function):
+        def wrapper(*args, **kwargs):
+            with self(phase):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+
+def reward_of(text: str, gold, forced: bool) -> float:
+    from pspo.tasks import math_reward
+
+    return zlib.crc32(text.encode()) % 1000 / 1000 if forced else math_reward(text, gold)
+
+
+def problems_for(workload: Workload, rollouts: int):
+    from pspo.tasks import load_problems
+
+    return load_problems("arithmetic", "train", limit=(rollouts + 1) * workload.prompts)
+
+
+def run_pspo(workload: Workload, folder: str, rollouts: int, dtype: str) -> list[dict]:
+    import torch
+
+    from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+    from pspo.losses import Clip
+    from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids
+    from pspo.rollout import Sampling, encode_prompts, generate, group_relative_advantages
+    from pspo.train import Learner, update
+
+    config = TrainConfig(
+        model=ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none"),
+        rollout=RolloutConfig(prompts=workload.prompts, group_size=workload.group_size),
+        algorithm=AlgorithmConfig(surrogate=Clip(0.2)),
+        optimizer=OptimizerConfig(lr=1e-6, microbatch_rows=workload.microbatch),
+    )
+    device = torch.device("cpu")
+    tokenizer, policy = load_tokenizer(config.model), load_policy(config.model, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
+    learner = Learner(policy, None, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+    sampling = Sampling(
+        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 0.6, 0.85, max_completion_tokens=TOKENS,
+        min_completion_tokens=TOKENS if workload.forced else 0,
+    )  # fmt: skip
+    problems = problems_for(workload, rollouts)
+    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
+    torch.manual_seed(0)
+    records = []
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for first in range(0, len(prompts), workload.prompts):
+        clock = Clock()
+        rows = range(first, first + workload.prompts)
+        with clock("total"):
+            with clock("generate"), autocast(config.model.autocast, device):
+                rollout = generate(policy, tokenizer, [prompts[i] for i in rows], sampling, workload.group_size)
+            golds = [problems[i].answer for i in rows for _ in range(workload.group_size)]
+            rewards = [reward_of(t, gold, workload.forced) for t, gold in zip(rollout.texts, golds, strict=True)]
+            advantages = group_relative_advantages(torch.tensor(rewards), workload.group_size)
+            with clock("train"):
+                update(learner, rollout, advantages, config)
+        records.append(clock.seconds | {"old log-probs": 0.0, "tokens": rollout.tokens, "loaded_kb": loaded})
+    return records
+
+
+def run_trl(workload: Workload, folder: str, rollouts: int, dtype: str) -> list[dict]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from pspo.config import SYSTEM_PROMPT
+
+    problems = problems_for(workload, rollouts)
+    data = Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.prompt}],
+                "gold": int(problem.answer),
+            }
+            for problem in problems
+        ]
+    )
+
+    def reward(completions, gold, **_):
+        return [
+            reward_of(completion[0]["content"], answer, workload.forced)
+            for completion, answer in zip(completions, gold, strict=True)
+        ]
+
+    rows = workload.prompts * workload.group_size
+    accumulate = rows // workload.microbatch
+    args = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=workload.microbatch,
+        gradient_accumulation_steps=accumulate,
+        steps_per_generation=accumulate,
+        num_iterations=2,
+        num_generations=workload.group_size,
+        max_completion_length=TOKENS,
+        temperature=0.6,
+        top_p=0.85,
+        top_k=0,
+        generation_kwargs={"min_new_tokens": TOKENS} if workload.forced else None,
+        loss_type="dapo",
+        epsilon=0.2,
+        beta=0.0,
+        scale_rewards="none",
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        max_steps=2 * (rollouts + 1),
+        bf16=dtype == "bf16",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=10**9,
+        dataloader_pin_memory=False,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = GRPOTrainer(
+        model, reward, args=args, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(folder)
+    )
+    records, clock, start = [], Clock(), [0.0]
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer._generate = clock.timed("generate", trainer._generate)
+    trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
+    seen = [0]
+
+    class PerRollout(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step % 2 == 0:
+                clock.seconds.clear()
+                start[0] = time.process_time()
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step % 2 == 0:
+                total = time.process_time() - start[0]
+                tokens = int(trainer.state.num_input_tokens_seen) - seen[0]
+                seen[0] += tokens
+                s = clock.seconds
+                records.append(
+                    {
+                        "total": total,
+                        "generate": s["generate"],
+                        "old log-probs": s["rollout"] - s["generate"],
+                        "train": total - s["rollout"],
+                        "tokens": tokens,
+                        "loaded_kb": loaded,
+                    }
+                )
+
+    trainer.add_callback(PerRollout())
+    trainer.train()
+    return records
+
+
+def child(side: str, name: str, folder: str, options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(options.threads)
+    run = run_pspo if side == "pspo" else run_trl
+    records = run(WORKLOADS[name], folder, options.rollouts, options.dtype)[1:]  # the first is the warm-up
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for record in records:
+        record["peak_over_loaded_mb"] = (peak - record.pop("loaded_kb")) / 1024
+    print("RECORDS " + json.dumps(records))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="+", choices=WORKLOADS)
+    parser.add_argument("--model", help="model folder for smollm2")
+    parser.add_argument("--rollouts", type=int, default=3, help="counted rollouts a side and turn")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--json", type=Path, help="write all records there")
+    parser.add_argument("--child", choices=("pspo", "trl"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child, options.workloads[0], options.model, options)
+        return
+
+    everything = {}
+    for name in options.workloads:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = model_folder(WORKLOADS[name], options.model, Path(scratch))
+            records = {"trl": [], "pspo": []}
+            for _ in range(options.turns):
+                for side, kept in records.items():
+                    command = [sys.executable, "-m", "benchmarks.vs_trl", name, "--child", side, "--model", folder]
+                    for option in ("rollouts", "threads", "dtype"):
+                        command += [f"--{option}", str(getattr(options, option))]
+                    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+                    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+                    if done.returncode:
+                        sys.exit(done.stderr)
+                    line = next(line for line in done.stdout.splitlines() if line.startswith("RECORDS "))
+                    kept += json.loads(line.removeprefix("RECORDS "))
+        everything[name] = records
+        print(f"\n{name}, {options.dtype}, {options.threads} thread(s), median [min, max] of {len(records['pspo'])}")
+        for key in ("generate", "old log-probs", "train", "total", "peak_over_loaded_mb"):
+            cells, medians = [], []
+            for side in ("trl", "pspo"):
+                values = [record[key] for record in records[side]]
+                medians.append(statistics.median(values))
+                cells.append(f"{side} {medians[-1]:9.2f} [{min(values):.2f}, {max(values):.2f}]")
+            ratio = f"{medians[0] / medians[1]:.2f}x" if medians[1] else ""
+            print(f"  {key:20} {cells[0]:38} {cells[1]:38} {ratio}")
+    if options.json:
+        options.json.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()
