@@ -256,11 +256,19 @@ def test_max_steps_may_end_the_run_inside_a_rollout(here):
 
 
 def test_each_method_runs_by_one_override(here):
+    (here / "length_reward.py").write_text(
+        "from pspo.tasks import Reward\n"
+        "class Length(Reward):\n"
+        "    def __call__(self, completions, problems):\n"
+        "        return [len(completion) / 100 for completion in completions]\n"
+    )  # and not correctness, so that advantages differ from 0 whatever the model can do
+    args = ("--reward.functions=[length_reward.Length]", "--rollout.temperature=1.5", "--rollout.top_p=1")
     losses = {}
     for name in ("PSPO", "Clip", "NoClip", "P3O", "SAPO", "TOPR"):
-        (line,) = fast(f"--algorithm.surrogate={name}", "--run.seed=1", "--optimizer.lr=1e-4", output=name)
+        (line,) = fast(f"--algorithm.surrogate={name}", *args, "--optimizer.lr=1e-4", output=name)
         assert line["step"] == 2
         assert line["step_skipped"] == 0
+        assert line["grad_norm"] > 0
         assert all(math.isfinite(value) for value in line.values())
         losses[name] = line["loss"]
     assert len(set(losses.values())) == 6, losses
@@ -556,24 +564,23 @@ def test_completions_longer_than_the_model_s_positions(here, capsys, command, sw
     assert "than -" not in line  # a negative number of tokens tells nobody anything
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["--rollout.group_size=1"], ("rollout.group_size", "at least 2")),
-        (["--run.max_steps=-1"], ("run.max_steps", "above 0")),
-        (["--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=4"], ("alpha", "[0, 1]")),
-        (["--rollout.group_sise=4"], ("rollout.group_sise",)),
-        (["--config=typo.yaml"], ("rollout", "group_sise")),
-        (["--config=list.yaml"], ("list.yaml",)),
-        (["--config=broken.yaml"], ("broken.yaml",)),
-        (["--config=missing.yaml"], ("missing.yaml", "does not exist")),
-        (["--reward.weights=[1, 2]"], ("reward.weights", "1 reward")),
-        (["--algorithm.surrogate=no_such_module.MyLoss"], ("algorithm.surrogate", "no_such_module")),
-        (["--reward.functions=[refusing_reward.Refuses]"], ("needs a moon", "efuses")),
-        (["--run.seed=-1"], ("run.seed",)),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
+BAD_CONFIGURATIONS = [
+    (["--rollout.group_size=1"], ("rollout.group_size", "at least 2")),
+    (["--run.max_steps=-1"], ("run.max_steps", "above 0")),
+    (["--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=4"], ("alpha", "[0, 1]")),
+    (["--rollout.group_sise=4"], ("rollout.group_sise",)),
+    (["--config=typo.yaml"], ("rollout", "group_sise")),
+    (["--config=list.yaml"], ("list.yaml",)),
+    (["--config=broken.yaml"], ("broken.yaml",)),
+    (["--config=missing.yaml"], ("missing.yaml", "does not exist")),
+    (["--reward.weights=[1, 2]"], ("reward.weights", "1 reward")),
+    (["--algorithm.surrogate=no_such_module.MyLoss"], ("algorithm.surrogate", "no_such_module")),
+    (["--reward.functions=[refusing_reward.Refuses]"], ("needs a moon", "efuses")),
+    (["--run.seed=-1"], ("run.seed",)),
+]
+
+
+@pytest.mark.parametrize(("args", "named"), BAD_CONFIGURATIONS, ids=[args[-1] for args, _ in BAD_CONFIGURATIONS])
 def test_bad_configuration_stops_before_any_loading(here, capsys, monkeypatch, args, named):
     (here / "typo.yaml").write_text("rollout:\n  group_sise: 4\n")
     (here / "list.yaml").write_text("- a\n- b\n")

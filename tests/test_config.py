@@ -1,7 +1,6 @@
 """The configuration: defaults, overrides, plug-ins by import path, round trips, and what is refused with which line."""
 
 import dataclasses
-import math
 import re
 import types
 import typing
@@ -571,10 +570,3 @@ def test_a_missing_file_or_a_folder_is_named(capsys, tmp_path):
         line = refusal(capsys, "--config", str(path))
         assert "config" in line
         assert path.name in line
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda surrogate: type(surrogate).__name__)
-def test_the_configuration_s_numbers_are_finite_by_default(surrogate):
-    values = [getattr(part, leaf.name) for part in vars(TrainConfig()).values() for leaf in fields(part)]
-    values += [getattr(type(surrogate)(), part.name) for part in fields(surrogate)]
-    assert all(math.isfinite(value) for value in values if isinstance(value, float))
