@@ -7,12 +7,17 @@ of range raises ValueError naming its switch, before anything expensive happens.
 """
 
 import contextlib
+import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, TypeVar, get_args, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
 from pspo.rollout.advantages import AdvantageScale
@@ -97,6 +102,8 @@ class RewardConfig:
         require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
         fits = self.weights is None or len(self.weights) == len(self.functions)
         require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
+        finite = all(map(math.isfinite, self.weights or []))
+        require(finite, "reward.weights", "must be finite", self.weights)
 
 
 @dataclass(frozen=True)
@@ -136,10 +143,15 @@ class RolloutConfig:
         fits = 0 <= self.min_completion_tokens <= limit
         rule = f"must be between 0 and rollout.max_completion_tokens ({limit})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
-        require(self.temperature > 0, "rollout.temperature", "must be above 0", self.temperature)
+        require(0 < self.temperature < math.inf, "rollout.temperature", "must be above 0 and finite", self.temperature)
         require(0 < self.top_p <= 1, "rollout.top_p", "must be in (0, 1]", self.top_p)
         require(self.top_k >= 0, "rollout.top_k", "must be at least 0", self.top_k)
-        require(self.repetition_penalty > 0, "rollout.repetition_penalty", "must be above 0", self.repetition_penalty)
+        require(
+            0 < self.repetition_penalty < math.inf,
+            "rollout.repetition_penalty",
+            "must be above 0 and finite",
+            self.repetition_penalty,
+        )
         require(self.max_rows > 0, "rollout.max_rows", "must be above 0", self.max_rows)
 
 
@@ -170,7 +182,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         require(self.epochs > 0, "algorithm.epochs", "must be above 0", self.epochs)
         require(self.minibatches > 0, "algorithm.minibatches", "must be above 0", self.minibatches)
-        require(self.beta >= 0, "algorithm.beta", "must be at least 0", self.beta)
+        require(0 <= self.beta < math.inf, "algorithm.beta", "must be at least 0 and finite", self.beta)
 
 
 @dataclass(frozen=True)
@@ -200,11 +212,12 @@ class OptimizerConfig:
     microbatch_rows: int = 32
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer.lr", "must be above 0", self.lr)
+        require(0 < self.lr < math.inf, "optimizer.lr", "must be above 0 and finite", self.lr)
         require(0 <= self.beta1 < 1, "optimizer.beta1", "must be in [0, 1)", self.beta1)
         require(0 <= self.beta2 < 1, "optimizer.beta2", "must be in [0, 1)", self.beta2)
-        require(self.eps >= 0, "optimizer.eps", "must be at least 0", self.eps)
-        require(self.weight_decay >= 0, "optimizer.weight_decay", "must be at least 0", self.weight_decay)
+        require(0 <= self.eps < math.inf, "optimizer.eps", "must be at least 0 and finite", self.eps)
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, "optimizer.weight_decay", "must be at least 0 and finite", decay)
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be at least 0", self.warmup_steps)
         require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "must be at least 0", self.max_grad_norm)
         require(self.microbatch_rows > 0, "optimizer.microbatch_rows", "must be above 0", self.microbatch_rows)
@@ -237,6 +250,7 @@ class RunConfig:
     samples: int = 2
 
     def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
         require(self.max_steps > 0, "run.max_steps", "must be above 0", self.max_steps)
         require(self.max_tokens is None or self.max_tokens > 0, "run.max_tokens", "must be above 0", self.max_tokens)
         require(self.validation_limit > 0, "run.validation_limit", "must be above 0", self.validation_limit)
@@ -287,8 +301,8 @@ class EvalConfig:
     max_rows: int = 256
 
     def __post_init__(self) -> None:
-        ok = len(self.temperatures) > 0 and all(temperature >= 0 for temperature in self.temperatures)
-        require(ok, "eval.temperatures", "must be one or more numbers of at least 0", self.temperatures)
+        ok = len(self.temperatures) > 0 and all(0 <= temperature < math.inf for temperature in self.temperatures)
+        require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         require(self.samples > 0, "eval.samples", "must be above 0", self.samples)
         require(0 < self.top_p <= 1, "eval.top_p", "must be in (0, 1]", self.top_p)
         limit = self.max_completion_tokens
@@ -307,6 +321,9 @@ class EvalRunConfig:
 
     output_dir: str = "evaluation"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
 
 
 @dataclass(frozen=True)
@@ -334,11 +351,48 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
     parser = ArgumentParser(prog=prog, description=config_class.__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file; later switches override it")
     parser.add_class_arguments(config_class)
+    args = sys.argv[1:] if args is None else list(args)
     with user_errors(prog):
-        namespace = parser.parse_args(args)
-        values = parser.instantiate(namespace)
+        for switch, value in pairwise([*args, ""]):
+            if switch.partition("=")[0] == "--config":
+                _check_yaml(Path(switch.partition("=")[2] or value))
+        try:
+            namespace = parser.parse_args(args)
+        except SyntaxError as error:  # of the module that a class is imported from
+            raise ValueError(f"--algorithm.surrogate or --reward.functions: {error}") from error
+        _refuse_nulls(config_class, namespace)
+        try:
+            values = parser.instantiate(namespace)
+        except ValueError as error:
+            if str(error).startswith("--"):
+                raise
+            classes = " or ".join(re.findall(r"class_path='([\w.]+)'", repr(namespace)))
+            raise ValueError(f"{classes} refused its arguments: {error}") from error
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
-        return config, parser.dump(namespace, skip_none=False)
+        return config, parser.dump(namespace, skip_unset=False)
+
+
+def _check_yaml(file: Path) -> None:
+    """jsonargparse's own messages do not name the file."""
+    if file.is_file():
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"--config {file} is not a YAML file: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"--config {file} must hold sections such as model, data and run, not {content!r:.40}")
+
+
+def _refuse_nulls(config_class: type, namespace: Namespace, prefix: str = "") -> None:
+    """jsonargparse takes null, and anything for a section, where a file says so; ValueError names the field."""
+    hints = get_type_hints(config_class)
+    for part in fields(config_class):
+        value, hint, name = namespace[part.name], hints[part.name], f"{prefix}{part.name}"
+        if is_dataclass(hint):
+            require(isinstance(value, Namespace), name, "is a section and takes fields of its own", value)
+            _refuse_nulls(hint, value, f"{name}.")
+        else:
+            require(value is not None or type(None) in get_args(hint), name, "must not be null", value)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ anywhere in the response), pass@k, mean reward, format, length; with 95% interva
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.metrics import append_jsonl, cluster_bootstrap, environment, wilson, write_json, write_text
+from pspo.metrics import append_jsonl, check_output, cluster_bootstrap, environment, wilson, write_json, write_text
 from pspo.model import autocast, load_model_config, load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.tasks import Problem, contains_answer, extract_answer, load_problems, matches_format, total_rewards
@@ -89,11 +90,12 @@ def load_prompts(
     if not kept:
         raise ValueError(
             f"all {len(ids)} {split} prompts of {config.name} are longer than {longest} tokens, the shortest has "
-            f"{min(map(len, ids))}: raise --data.max_prompt_tokens, lower --rollout.max_completion_tokens, "
-            "or take a model with more positions"
+            f"{min(map(len, ids))}: raise --data.max_prompt_tokens, or lower max_completion_tokens where the model's "
+            "positions are the limit"
         )
     if len(kept) < len(ids):
-        print(f"{config.name} {split}: dropped {len(ids) - len(kept)} of {len(ids)} prompts over {longest} tokens")
+        dropped = f"dropped {len(ids) - len(kept):,} of {len(ids):,} prompts over {longest} tokens"
+        print(f"{config.name} {split}: {dropped}", file=sys.stderr)
     return Prompts([problems[i] for i in kept], [ids[i] for i in kept])
 
 
@@ -177,9 +179,14 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def room_for_prompts(config: ModelConfig, max_completion_tokens: int) -> float:
-    """Prompt tokens that the model's positions leave beside a completion, infinite where it has no limit."""
+def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
+    """Prompt tokens that the model's positions leave beside a completion, infinite where it has no limit.
+
+    Raises ValueError, naming the switch, where they leave none.
+    """
     positions = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions <= max_completion_tokens:
+        raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
     return math.inf if positions is None else positions - max_completion_tokens
 
 
@@ -205,15 +212,17 @@ def main(args: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with user_errors("pspo.evaluate"):
         output = Path(config.run.output_dir)
+        check_output(output)
         if (output / "results.json").exists():
             raise ValueError(f"--run.output_dir {output} already holds results; choose another")
         tokenizer = load_tokenizer(config.model)
-        room = room_for_prompts(config.model, config.eval.max_completion_tokens)
+        room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
         prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
         policy = load_policy(config.model, device)
         output.mkdir(parents=True, exist_ok=True)
     write_text(output / "config.yaml", resolved)
     write_json(output / "environment.json", environment(str(device)))
+    (output / "completions.jsonl").unlink(missing_ok=True)  # of an evaluation that was cut short
 
     results, rows = (
         {},

@@ -62,6 +62,14 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+def check_output(folder: Path) -> None:
+    """Raise ValueError where the folder could not be made, before anything expensive happens."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        what = "cannot be written to" if existing.is_dir() else "is a file"
+        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} {what}; choose another folder")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write the whole file or nothing: readers never see half of it."""
     temporary = path.with_name(f".{path.name}.tmp")

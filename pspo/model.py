@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -36,7 +37,7 @@ def locate(name_or_path: str) -> str:
     if (ASSETS / name_or_path / "config.json").is_file():
         return str(ASSETS / name_or_path)
     path = Path(name_or_path).expanduser()
-    if path.is_dir() or path.is_absolute() or name_or_path.startswith("."):
+    if path.is_dir() or path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         if not (path / "config.json").is_file():
             what = "holds no config.json" if path.is_dir() else "does not exist"
             raise ValueError(f"--model.name_or_path: model folder {path} {what}")
@@ -49,10 +50,13 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
 
     Raises ValueError for a model that cannot be found, or a tokenizer without chat template or end token.
     """
+    source = locate(config.name_or_path)
     with _load_errors(config):
         tokenizer = AutoTokenizer.from_pretrained(
-            locate(config.name_or_path), revision=config.revision, trust_remote_code=config.trust_remote_code
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
+    if not tokenizer("0")["input_ids"]:  # what transformers makes of a folder without one
+        raise ValueError(f"--model.name_or_path {config.name_or_path} has no tokenizer: add its files to the folder")
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {config.name_or_path} has no chat template, so prompts have no form: "
@@ -67,10 +71,9 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
 
 def load_model_config(config: "ModelConfig") -> PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
+    source = locate(config.name_or_path)
     with _load_errors(config):
-        return AutoConfig.from_pretrained(
-            locate(config.name_or_path), revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
 
 
 def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
@@ -108,8 +111,10 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
 def _load_errors(config: "ModelConfig") -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
+        if config.attn_implementation in reason or isinstance(error, ImportError):
+            raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
         raise ValueError(
             f"--model.name_or_path {config.name_or_path} is neither an embedded model (tiny-base, tiny-math) "
             f"nor a folder or hub model that loads: {reason}"

@@ -9,9 +9,10 @@
 import copy
 import math
 import random
+import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from pspo.checkpoint import save_model
-from pspo.config import TrainConfig, parse, user_errors
+from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, load_prompts, percent, room_for_prompts, table
 from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_weights
-from pspo.metrics import Stopwatch, append_jsonl, environment, peak_memory_gb, write_json, write_text
+from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Batch, Rollout, Sampling, generate, group_relative_advantages
 from pspo.tasks import total_rewards
@@ -279,11 +280,12 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         output = f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    check_output(output)
+    if output.exists() and any(output.iterdir()):
         raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
 
     tokenizer = load_tokenizer(config.model)
-    room = room_for_prompts(config.model, config.rollout.max_completion_tokens)
+    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
     if config.run.validate_every:
         limits["validation"] = config.run.validation_limit
@@ -349,11 +351,16 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def evaluate_command(config: TrainConfig, model: str) -> str:
-    path = f" --data.path {config.data.path}" if config.data.path else ""
-    return (
-        f"python -m pspo.evaluate --model.name_or_path {model} --data.name {config.data.name}{path} "
-        f"--run.output_dir {Path(model).parent / 'evaluation'}"
-    )
+    """The command that evaluates the returned model on the same data, prompts and lengths."""
+    switches = {"model.name_or_path": model, "data.name": config.data.name}
+    for name, section in (("model", config.model), ("data", config.data)):
+        for part in fields(section):
+            if part.name not in ("name_or_path", "revision", "limit") and getattr(section, part.name) != part.default:
+                switches[f"{name}.{part.name}"] = getattr(section, part.name)
+    if config.rollout.max_completion_tokens != EvalConfig.max_completion_tokens:
+        switches["eval.max_completion_tokens"] = config.rollout.max_completion_tokens
+    switches["run.output_dir"] = Path(model).parent / "evaluation"
+    return " ".join(["python -m pspo.evaluate", *(f"--{name} {shlex.quote(str(v))}" for name, v in switches.items())])
 
 
 if __name__ == "__main__":

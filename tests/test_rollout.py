@@ -80,6 +80,9 @@ def test_greedy_is_the_argmax_of_the_plain_model(tiny_model, tokenizer, name, de
     assert completions(rollout) == expected
     assert rollout.terminated.tolist() == [row[-1] in stops for row in expected]
     assert rollout.terminated.any()
+    assert (rollout.completion_ids[~rollout.completion_mask] == GREEDY.pad_id).all()
+    ending = generate(model, tokenizer, PROMPTS[:2], replace(GREEDY, stop_ids=stops, decoder=decoder))
+    assert ending.completion_ids.shape[1] == max(map(len, expected[:2])) < 12  # nothing is decoded beyond the last
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -53,12 +53,12 @@ class MathReward(Reward):
     """`math_reward` against each problem's answer: 0, 0.05 or 1.
 
     Attributes:
-        tolerance: the largest |prediction - gold| that is correct; read as a decimal, so that "1e-6" is exactly that.
+        tolerance: the largest |prediction - gold| that is correct; read as a decimal, so that 1e-6 is exactly that.
         format_bonus: what a wrong or missing answer in the right format earns, in [0, 1].
         marker: which `####` counts where a completion has several, "last" or "first".
     """
 
-    tolerance: str | float = "1e-6"
+    tolerance: float = 1e-6
     format_bonus: float = 0.05
     marker: Marker = "last"
 
@@ -83,14 +83,14 @@ class MathReward(Reward):
         ]
 
 
-def _exact_tolerance(tolerance: str | float) -> Fraction:
+def _exact_tolerance(tolerance: float) -> Fraction:
     """The decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
     try:
         value = Fraction(str(tolerance))
     except (ValueError, ZeroDivisionError):
         value = Fraction(-1)
     if value < 0:
-        raise ValueError(f'tolerance must be a decimal of at least 0 such as "1e-6", not {tolerance!r}')
+        raise ValueError(f"tolerance must be a number of at least 0 such as 1e-6, not {tolerance!r}")
     return value
 
 
