@@ -364,10 +364,10 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         try:
             values = parser.instantiate(namespace)
         except ValueError as error:
-            if str(error).startswith("--"):
+            own = [name for name in re.findall(r"class_path='([\w.]+)'", repr(namespace)) if name[:5] != "pspo."]
+            if not own or str(error).startswith("--"):
                 raise
-            classes = " or ".join(re.findall(r"class_path='([\w.]+)'", repr(namespace)))
-            raise ValueError(f"{classes} refused its arguments: {error}") from error
+            raise ValueError(f"{' or '.join(own)} refused its arguments: {error}") from error
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
         return config, parser.dump(namespace, skip_unset=False)
 
