@@ -43,7 +43,7 @@ class ModelConfig:
         revision: branch, tag or commit on the hub.
         autocast: bf16 autocast over fp32 weights: "bf16", "none", or "auto" (bf16 on GPUs that have it).
         gradient_checkpointing: recompute layer activations in the backward pass; slower, less memory.
-        attn_implementation: attention as transformers names it (sdpa, eager, flash_attention_2).
+        attn_implementation: attention as transformers names it (sdpa, eager, flash_attention_2); unset, its choice.
         trust_remote_code: run Python code that comes with the model.
     """
 
@@ -51,7 +51,7 @@ class ModelConfig:
     revision: str | None = None
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
-    attn_implementation: str = "sdpa"
+    attn_implementation: str | None = None
     trust_remote_code: bool = False
 
 

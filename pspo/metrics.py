@@ -58,6 +58,11 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+    """Add one line a record; what is not finite becomes null, for JSON knows no NaN."""
+    records = [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+        for record in records
+    ]
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 

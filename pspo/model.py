@@ -59,11 +59,11 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
         raise ValueError(f"--model.name_or_path {config.name_or_path} has no tokenizer: add its files to the folder")
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {config.name_or_path} has no chat template, so prompts have no form: "
+            f"--model.name_or_path: the tokenizer of {config.name_or_path} has no chat template: "
             "add a chat_template.jinja to the model folder, or use an instruct model"
         )
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {config.name_or_path} has no eos token, so completions cannot end")
+        raise ValueError(f"--model.name_or_path: the tokenizer of {config.name_or_path} has no eos token to end with")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
     return tokenizer
@@ -87,18 +87,22 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
             to its last hidden state (softcapping excepted, which `token_logprobs` knows).
     """
     model_config = load_model_config(config)
-    for name in vars(model_config):
-        if name.endswith(("dropout", "pdrop")):
-            setattr(model_config, name, 0.0)
+    for part in (model_config, model_config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+                setattr(part, name, 0.0)
     with _load_errors(config):
-        policy = AutoModelForCausalLM.from_pretrained(
+        policy, loading = AutoModelForCausalLM.from_pretrained(
             locate(config.name_or_path),
             config=model_config,
             dtype=torch.float32,
             attn_implementation=config.attn_implementation,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
         )
+        if loading["missing_keys"]:  # they would be random
+            raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
     policy = policy.to(device).eval()
     if config.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -111,9 +115,9 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
 def _load_errors(config: "ModelConfig") -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
-        if config.attn_implementation in reason or isinstance(error, ImportError):
+        if isinstance(error, ImportError) or "attention implementation" in reason or "attn_implementation" in reason:
             raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
         raise ValueError(
             f"--model.name_or_path {config.name_or_path} is neither an embedded model (tiny-base, tiny-math) "

@@ -137,7 +137,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         advantages: (B,) float32.
 
     Returns:
-        The metrics of each step, in order.
+        The metrics of each step, in order; ratios and the like are those of the rows that `split_minibatches` keeps.
     """
     algorithm, temperature = config.algorithm, config.rollout.temperature
     if algorithm.mask_truncated:

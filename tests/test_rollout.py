@@ -138,7 +138,6 @@ def test_the_model_comes_back_as_it_was(tiny_model, tokenizer, training):
     assert model.generation_config is theirs
 
 
-@pytest.mark.xfail(reason="generate() sets the training mode back only where nothing is raised", strict=True)
 def test_the_training_mode_comes_back_after_an_error(tiny_model, tokenizer):
     model = tiny_model().train()
     with pytest.raises(IndexError):

@@ -69,7 +69,7 @@ def encode_prompts(
         )
     except Exception as error:  # a template is a program of the model's maker and raises what it likes
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} failed ({error}); "
+            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} failed ({error}); "
             "if it knows no system turn, set --data.system_prompt ''"
         ) from error
     return encoded["input_ids"]
@@ -98,13 +98,10 @@ def generate(
     prompt_ids, prompt_mask = (part.to(model.device) for part in left_pad(prompts, sampling.pad_id))
     at_a_time = max(1, sampling.max_rows // group_size)
     pieces = []
-    training = model.training
-    model.eval()  # with checkpointing on, transformers refuses a KV cache in training mode
-    with _ignored_generation_config(model):
+    with _inference(model):
         for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
             unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
             pieces.append(_complete(model, ids[:, unpadded:], mask[:, unpadded:].long(), sampling, group_size))
-    model.train(training)
 
     prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
     width = max(piece.shape[1] for piece in pieces)
@@ -134,10 +131,17 @@ def _complete(
 
 
 @contextlib.contextmanager
-def _ignored_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """transformers fills what we leave unset from the model's generation config: hide it, so that nothing is."""
-    theirs, model.generation_config = model.generation_config, GenerationConfig()
+def _inference(model: PreTrainedModel) -> Iterator[None]:
+    """Hide the model's generation config and training mode, and give them back.
+
+    transformers fills what we leave unset from the model's generation config, and refuses a KV cache in training mode
+    with gradient checkpointing.
+    """
+    config, training = model.generation_config, model.training
+    model.generation_config = GenerationConfig()
+    model.eval()
     try:
         yield
     finally:
-        model.generation_config = theirs
+        model.generation_config = config
+        model.train(training)
