@@ -3,8 +3,8 @@
     python -m benchmarks.methods --seeds 0 1 2 3 4 --workers 2 --output runs/methods
 
 Each run is `python -m pspo.train --algorithm.surrogate METHOD --run.seed SEED` with one thread; runs that are finished
-are not run again. Prints greedy accuracy on the held-out problems before and after with its 95% interval, and validation
-reward along the way.
+are not run again. Prints greedy accuracy on the held-out problems before and after with its 95% interval, and
+validation reward along the way.
 """
 
 import argparse

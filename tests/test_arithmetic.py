@@ -14,6 +14,7 @@ import pytest
 from pspo.tasks import arithmetic
 from pspo.tasks.answers import extract_answer, matches_format
 from pspo.tasks.arithmetic import SPLITS, problems, split_of
+from pspo.tasks.problem import Problem
 
 N = 2000
 
@@ -24,8 +25,25 @@ def take(split, n=N, seed=0):
 
 def test_the_first_problems_are_these():
     """Pins the stream: a change of wording or of the order of draws changes every published number."""
-    first = take("test", 2)
-    assert [(p.prompt, p.solution, p.category, p.level) for p in first] == PINNED
+    assert take("test", 2) == [
+        Problem(
+            prompt="Mia has 7 packs with 2 pencils each. She loses 12. Jack has 9 times as many pencils. "
+            "How many pencils does Jack have?",
+            answer=Fraction(18),
+            source="arithmetic",
+            category="multiply, subtract, multiply",
+            level="3 steps",
+            solution="7 * 2 = 14\n14 - 12 = 2\n2 * 9 = 18\n#### 18",
+        ),
+        Problem(
+            prompt="Carl has 20 stamps. He breaks 9. Then he gives 8 to Ben. How many stamps does Carl have now?",
+            answer=Fraction(3),
+            source="arithmetic",
+            category="subtract, subtract",
+            level="2 steps",
+            solution="20 - 9 = 11\n11 - 8 = 3\n#### 3",
+        ),
+    ]
 
 
 def test_same_seed_same_problems_and_other_seed_other_problems():
@@ -136,7 +154,6 @@ def count_problems() -> dict[int, int]:
 
 
 def test_there_are_as_many_problems_as_the_docstring_says():
-    counts = count_problems()
-    assert counts == {1: ONE, 2: TWO, 3: THREE}
-    words = " ".join(arithmetic.__doc__.split())
-    assert "DOC" in words
+    assert count_problems() == {1: 4_406_400, 2: 704_894_160, 3: 77_736_919_200}
+    counts = "4.4 million such problems of one step, 705 million of two and 77.7 billion of three"
+    assert counts in " ".join(arithmetic.__doc__.split())
