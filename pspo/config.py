@@ -201,7 +201,7 @@ class OptimizerConfig:
         microbatch_rows: rows per forward and backward pass; changes memory, not the result.
     """
 
-    lr: float = 1e-5
+    lr: float = 2e-5
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -241,7 +241,7 @@ class RunConfig:
 
     output_dir: str | None = None
     seed: int = 0
-    max_steps: int = 120
+    max_steps: int = 100
     max_tokens: int | None = None
     validate_every: int = 20
     validation_limit: int = 128

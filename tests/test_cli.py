@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pspo.evaluate
 import pspo.train
+from pspo.config import OptimizerConfig
 from pspo.model import ASSETS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -141,7 +142,7 @@ def test_metrics_have_one_finite_line_per_rollout(run):
         assert line["reward"] == line["reward/MathReward"]
         assert 0 < line["completion_tokens"] <= line["completion_tokens_max"] <= 128
         assert line["ratio_min"] <= line["ratio_mean"] <= line["ratio_max"]
-        assert line["lr"] == 3e-5
+        assert line["lr"] == OptimizerConfig().lr
         assert line["step_skipped"] == 0
 
 
