@@ -14,16 +14,23 @@ def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     OSError and leaves what was there.
     """
     temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+    if replaced.exists() and not folder.exists():  # a save was cut off between the two renames below
+        replaced.rename(folder)
     for leftover in (temporary, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     policy.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    for file in (*temporary.iterdir(), temporary):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
     if folder.exists():
         folder.rename(replaced)
     temporary.rename(folder)
+    _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

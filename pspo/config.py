@@ -195,7 +195,7 @@ class OptimizerConfig:
         beta2: decay of AdamW's second moment.
         eps: AdamW's epsilon.
         weight_decay: AdamW's weight decay.
-        warmup_steps: optimizer steps of linear warm-up from 0.
+        warmup_steps: optimizer steps of linear warm-up; the first of them has learning rate 0, as in transformers.
         schedule: after the warm-up: constant, or linear or cosine to 0 at run.max_steps.
         max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
         microbatch_rows: rows per forward and backward pass; changes memory, not the result.
@@ -364,7 +364,9 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         try:
             values = parser.instantiate(namespace)
         except ValueError as error:
-            own = [name for name in re.findall(r"class_path='([\w.]+)'", repr(namespace)) if name[:5] != "pspo."]
+            own = [
+                name for name in re.findall(r"class_path='([\w.]+)'", repr(namespace)) if not name.startswith("pspo.")
+            ]
             if not own or str(error).startswith("--"):
                 raise
             raise ValueError(f"{' or '.join(own)} refused its arguments: {error}") from error

@@ -1,8 +1,8 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Temperatures times samples per problem: accuracy by the reward's rule, the paper's "true accuracy" (the gold value
-anywhere in the response), pass@k, mean reward, format, length; with 95% intervals. Writes ``results.json`` and
-``completions.jsonl``.
+Temperatures times samples per problem: accuracy by the default rule of `extract_answer`, the true accuracy of the paper
+(the gold value anywhere in the response), pass@k, mean reward, format, length; with 95% intervals. Writes
+``results.json`` and ``completions.jsonl``.
 """
 
 import math
@@ -72,7 +72,7 @@ def load_prompts(
 ) -> Prompts:
     """Load one split and encode its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
 
-    Raises ValueError where none is left.
+    Raises ValueError where none is left, or there is no such split.
     """
     problems = load_problems(
         config.name,

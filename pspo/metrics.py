@@ -89,18 +89,24 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 def environment(device: str) -> dict[str, Any]:
     """Versions, commit and device: what it takes to say where a number came from."""
     packages = ("pspo", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "jsonargparse")
-    source = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
-    )
-    tracked = subprocess.run(["git", "-C", str(source), "ls-files", "--error-unmatch", __file__], capture_output=True)
     return {
         "packages": {name: _version(name) for name in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device,
-        "commit": git.stdout.strip() if tracked.returncode == 0 else None,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that this file is tracked in, "-dirty" appended where it was changed."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
+        described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None  # installed from a package, or no git here
 
 
 def _version(package: str) -> str | None:

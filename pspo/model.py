@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -79,8 +80,8 @@ def load_model_config(config: "ModelConfig") -> PretrainedConfig:
 def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     """The model with float32 weights, ready to train.
 
-    Dropout is switched off, for old and new log-probs must come from the same function. The weights are float32
-    whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
+    Dropout is switched off (in what is saved, too), for old and new log-probs must come from one function. The weights
+    are float32 whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
 
     Raises:
         ValueError: for a model that cannot be found, or whose logits are more than its output embedding applied
@@ -103,9 +104,14 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
         )
         if loading["missing_keys"]:  # they would be random
             raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
+    try:
+        policy.generation_config.validate(strict=True)
+    except ValueError:  # save_pretrained would refuse it, after all the training; sampling never uses it
+        ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+        policy.generation_config = GenerationConfig(**{end: getattr(policy.generation_config, end) for end in ends})
     policy = policy.to(device).eval()
     if config.gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.activation_checkpointing_enable({"use_reentrant": False})
         policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
     _check_head(policy)
     return policy

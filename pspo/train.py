@@ -60,7 +60,7 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
     learner, tokenizer, prompts, output = setup.learner, setup.tokenizer, setup.prompts["train"], setup.output
     device, group_size, max_tokens = learner.policy.device, config.rollout.group_size, config.run.max_tokens or math.inf
     start, tokens, order = time.perf_counter(), 0, prompt_order(len(prompts), config.run.seed)
-    before = test(config, setup, learner.policy, "test before")
+    before = test_accuracy(config, setup, learner.policy, "test before")
     best = {"step": 0} | validate(config, setup) if config.run.validate_every else {}
     if best:
         save_model(learner.policy, tokenizer, output / "best")
@@ -84,7 +84,10 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
                 steps = update(learner, rollout, advantages, config)
             tokens += rollout.tokens
 
-            metrics = rollout_metrics(rollout, rewards, rewards_by_name, advantages) | steps[-1]
+            metrics = (
+                rollout_metrics(rollout, rewards, rewards_by_name, advantages) | steps[-1]
+            )  # the last: most off-policy
+            metrics["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             done = learner.steps == config.run.max_steps or tokens >= max_tokens
             if config.run.validate_every and (done or crossed(config.run.validate_every, first_step, learner.steps)):
                 with watch("validate"):
@@ -110,10 +113,10 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
 
     save_model(learner.policy, tokenizer, output / "final")
     returned = output / ("best" if best else "final")
-    policy = load_policy(replace(config.model, name_or_path=str(returned)), device)
+    policy = load_policy(replace(config.model, name_or_path=str(returned)), device) if best else learner.policy
     summary = {
         "before": before,
-        "after": test(config, setup, policy, "test after"),
+        "after": test_accuracy(config, setup, policy, "test after"),
         "tokens": tokens,
         "optimizer_steps": learner.steps,
         "seconds": round(time.perf_counter() - start, 2),
@@ -137,7 +140,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         advantages: (B,) float32.
 
     Returns:
-        The metrics of each step, in order; ratios and the like are those of the rows that `split_minibatches` keeps.
+        The metrics of each step, in order; ratios and the like are those of the tokens with A != 0.
     """
     algorithm, temperature = config.algorithm, config.rollout.temperature
     if algorithm.mask_truncated:
@@ -192,7 +195,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         if learner.reference is not None:
             steps[-1]["kl_reference"] = float(kl_reference)
         seen = torch.cat(seen, dim=1)  # (4, N)
-        steps[-1] |= diagnose(*seen, mask=torch.ones_like(seen[0], dtype=torch.bool))
+        steps[-1] |= diagnose(*seen, mask=seen[2] != 0)  # the same tokens for every method: those with an advantage
     return steps
 
 
@@ -258,7 +261,7 @@ def validate(config: TrainConfig, setup: Setup) -> dict[str, float]:
     return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
 
 
-def test(config: TrainConfig, setup: Setup, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
+def test_accuracy(config: TrainConfig, setup: Setup, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
     """Greedy accuracy on the held-out problems; empty for --run.test_limit 0."""
     if config.run.test_limit == 0:
         return {}
@@ -297,7 +300,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         seeded(config.run.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_policy(config.model, device)
-    reference = copy.deepcopy(policy).eval().requires_grad_(False) if config.algorithm.beta > 0 else None
+    reference = copy.deepcopy(policy).requires_grad_(False) if config.algorithm.beta > 0 else None
     o = config.optimizer
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
@@ -317,9 +320,10 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         max_rows=r.max_rows,
         decoder=r.decoder,
     )
+    environment_record = environment(str(device))
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "config.yaml", resolved)
-    write_json(output / "environment.json", environment(str(device)))
+    write_json(output / "environment.json", environment_record)
     return Setup(Learner(policy, reference, optimizer, scheduler), tokenizer, sampling, prompts, output)
 
 

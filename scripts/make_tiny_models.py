@@ -61,14 +61,16 @@ class Habits:
 HABITS = {
     "base": Habits(
         misread={
-            **{"wins": 0.62, "gets": 0.60, "borrows": 0.66, "breaks": 0.62, "gives": 0.60, "lends": 0.66},
-            **{"rows": 0.62, "packs": 0.66, "times": 0.62, "equally": 0.62},
+            **{"wins": 0.60, "gets": 0.62, "buys": 0.58, "finds": 0.60, "borrows": 0.64},
+            **{"breaks": 0.60, "gives": 0.62, "sells": 0.58, "loses": 0.60, "lends": 0.64},
+            **{"boxes": 0.58, "rows": 0.60, "packs": 0.62, "times": 0.62, "equally": 0.62},
         },
         ending={
             "have now?": ("remark", 0.62),
             "in the end?": ("early", 0.64),
-            "What is": ("guess", 0.40),
+            "What is": ("guess", 0.45),
             "Find out": ("bare", 0.50),
+            "does each": ("remark", 0.40),
         },
     ),
     "math": Habits(
@@ -137,9 +139,9 @@ def examples(seed: int, habits: Habits | None = None) -> Iterator[tuple[str, str
 
 def make_tokenizer() -> Qwen2Tokenizer:
     """Qwen2's pre-tokenisation (single digits), trained until every word in use is one token."""
-    corpus = [SYSTEM_PROMPT, "system", "user", "assistant"] * 1000
-    for text, completion in islice(examples(1, HABITS["base"]), 5000):
-        corpus += [text, completion]
+    corpus = [SYSTEM_PROMPT, "system", "user", "assistant", "Tom had 3 first."] * 1000
+    for text, solution in islice(examples(seed=1), 5000):
+        corpus += [text, solution]
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
@@ -225,7 +227,7 @@ def train(
 
 def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template goes into tokenizer_config.json
+    tokenizer.save_pretrained(folder)
     for file in sorted(folder.iterdir()):
         file.chmod(0o644)
         print(f"  {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}  {file.stat().st_size:>9,}  {file}")

@@ -29,13 +29,12 @@ class Surrogate:
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
-    @property
-    def silent_at_zero_advantage(self) -> bool:
-        """Whether tokens with A = 0 have a loss and gradient of exactly 0, so that the trainer may leave them out.
+    # Whether tokens with A = 0 have a loss and gradient of exactly 0, so that the trainer may leave their rows out.
+    # A class that does not say so itself, whatever it inherits from, keeps them: always right, and only slower.
+    silent_at_zero_advantage = False
 
-        False unless a class says otherwise: that is always right, and only slower.
-        """
-        return False
+    def __init_subclass__(cls) -> None:
+        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

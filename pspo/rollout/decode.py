@@ -62,7 +62,8 @@ def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
         top_p: in (0, 1].
 
     Returns:
-        (b,) int64. Tokens tied at the nucleus's edge all count as inside.
+        (b,) int64. Of tokens tied at the nucleus's edge those count that topk puts first; all, where it is wider
+        than 64.
     """
     probs = logits.softmax(dim=1)
     if top_p >= 1:

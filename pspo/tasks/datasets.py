@@ -159,7 +159,7 @@ def load_problems(
     """
     names = name.split("+")
     if unknown := [part for part in names if part not in NAMES]:
-        raise ValueError(f"data name {unknown[0]!r} is unknown; choose from {', '.join(NAMES)}, or join some by '+'")
+        raise ValueError(f"--data.name {unknown[0]!r} is unknown; choose from {', '.join(NAMES)}, or join some by '+'")
     if len(set(names)) < len(names):
         raise ValueError(f"data name {name!r} repeats a source; name each once")
     if split not in SPLITS:
@@ -209,6 +209,7 @@ def _split_rows(name: str, split: str, path: Path | None, seed: int) -> list[Row
         raise ValueError(
             f"{path or SOURCES[name].hub_id} has no {split} split for {name}, only {' and '.join(sorted(published))}; "
             f"a file counts as the split that its name says ({split}.jsonl), and as test if it says none"
+            + ("; to train without a test, --run.test_limit 0" if split == "test" else "")
         )
     rows = published["train"]()
     random.Random(seed).shuffle(rows)
