@@ -236,6 +236,11 @@ def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("pspo/assets"), help="where tiny-base and tiny-math go")
+    parser.add_argument(
+        "--tokenizer",
+        default="pspo/assets/tiny-base",
+        help='folder of the tokenizer to keep; "new" trains one, and the models then differ from the embedded ones',
+    )
     parser.add_argument("--clean", type=Path, help="keep the clean model here, or take it from here if it is there")
     parser.add_argument("--models", nargs="+", choices=sorted(HABITS), default=sorted(HABITS))
     parser.add_argument("--seed", type=int, default=0)
@@ -244,7 +249,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums in one order: the same weights on every run
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer() if args.tokenizer == "new" else Qwen2Tokenizer.from_pretrained(args.tokenizer)
     if args.clean and args.clean.exists():
         clean = Qwen2ForCausalLM.from_pretrained(args.clean)
     else:
