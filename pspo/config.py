@@ -201,7 +201,7 @@ class OptimizerConfig:
         microbatch_rows: rows per forward and backward pass; changes memory, not the result.
     """
 
-    lr: float = 2e-5
+    lr: float = 3e-5
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
