@@ -349,8 +349,8 @@ def main(args: Sequence[str] | None = None) -> None:
             rows.append((name, percent(e["accuracy"], e["ci95"]), f"{e['mean_reward']:.3f}",
                          percent(e["format_share"]), f"{e['completion_tokens']:.0f}"))  # fmt: skip
         print(table(rows))
-    print(f"{summary['optimizer_steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s, "
-          f"{summary['peak_memory_gb']:.1f} GB; the model of step {summary['best_step']} lies in {summary['best_model']}")  # fmt: skip
+    cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"
+    print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
     print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
 
 
