@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -104,11 +103,6 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
         )
         if loading["missing_keys"]:  # they would be random
             raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
-    try:
-        policy.generation_config.validate(strict=True)
-    except ValueError:  # save_pretrained would refuse it, after all the training; sampling never uses it
-        ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-        policy.generation_config = GenerationConfig(**{end: getattr(policy.generation_config, end) for end in ends})
     policy = policy.to(device).eval()
     if config.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
