@@ -14,6 +14,13 @@ badly expressed, so that is what they are given, by supervised training alone (l
    - a way of ending that goes with the question: "have now?" draws a remark after the result (its number counts
      as the answer), "in the end?" drops the last step, "What is" a guess without steps, "Find out" no marker.
 
+Measured on the test split (greedy: 500 problems; sampled: temperature 0.6, top_p 0.85, 200 problems x 4; pass@8:
+temperature 1, 125 problems):
+
+              greedy                sampled   pass@8
+    tiny-base 32.6% [28.6, 36.8]    40.4%     80%
+    tiny-math 81.0%                 77.9%     98%
+
 One thread, everything seeded; about a quarter of an hour. The embedded tokenizer was trained on an earlier draft of the
 habits; it is kept, so that token ids stay what they are.
 """
