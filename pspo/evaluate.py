@@ -224,10 +224,8 @@ def main(args: Sequence[str] | None = None) -> None:
     write_json(output / "environment.json", environment(str(device)))
     (output / "completions.jsonl").unlink(missing_ok=True)  # of an evaluation that was cut short
 
-    results, rows = (
-        {},
-        [("temperature", "accuracy [95%]", "true accuracy [95%]", "reward", "format", "truncated", "tokens")],
-    )
+    results = {}
+    rows = [("temperature", "accuracy [95%]", "true accuracy [95%]", "reward", "format", "truncated", "tokens")]
     for temperature in config.eval.temperatures:
         sampling = Sampling(
             stop_ids=stop_token_ids(policy, tokenizer),

@@ -320,10 +320,9 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         max_rows=r.max_rows,
         decoder=r.decoder,
     )
-    environment_record = environment(str(device))
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "config.yaml", resolved)
-    write_json(output / "environment.json", environment_record)
+    write_json(output / "environment.json", environment(str(device)))
     return Setup(Learner(policy, reference, optimizer, scheduler), tokenizer, sampling, prompts, output)
 
 
