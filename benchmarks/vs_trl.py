@@ -1,21 +1,24 @@
 """pspo and TRL on the same work: time per phase, tokens per second and peak memory.
 
     python3 -m venv trl-env && trl-env/bin/pip install -r benchmarks/requirements.txt
-    trl-env/bin/python -m benchmarks.vs_trl tiny embedded          # from the repository root
-    trl-env/bin/python -m benchmarks.vs_trl smollm2 --model smollm2 --rollouts 1
+    trl-env/bin/python -m benchmarks.vs_trl tiny vocabulary        # from the repository root
+    trl-env/bin/python -m benchmarks.vs_trl embedded --rollouts 49   # the whole of the default training
+    trl-env/bin/python -m benchmarks.vs_trl smollm2 --model smollm2 --dtype bf16
+    trl-env/bin/python -m benchmarks.vs_trl gsm8k --model smollm2 --data gsm8k
 
 Both sides take turns, each in a process of its own (so that peak memory is its own) with the same weights, prompts in
 the same order, sampling settings, dtype, threads and schedule: 2 epochs over each rollout, one optimizer step each,
-microbatches of the same rows, gradient checkpointing off, clip at 0.2, dapo. One warm-up rollout, then the counted
-ones. Seconds are CPU seconds of the process, which a busy machine disturbs less than wall time; with one thread
-(--threads 1) they are the work done.
+gradient checkpointing off, clip at 0.2, dapo; microbatches of so many rows for TRL, of as many tokens as so many rows
+of full length have for pspo. One warm-up rollout, then the counted ones. Seconds are CPU seconds of the process, which
+a busy machine disturbs less than wall time; with one thread (--threads 1) they are the work done.
 
-| workload   | model                                         | rollout                                             |
-|------------|-----------------------------------------------|-----------------------------------------------------|
-| tiny       | random Qwen2, hidden 256, 4 layers, V = 4,096 | 16 prompts x 4, forced to 128 tokens, random reward |
-| embedded   | tiny-base                                     | 32 x 4, natural lengths and rewards                 |
-| smollm2    | SmolLM2-135M-Instruct (--model FOLDER)        | 4 x 4, forced to 128 tokens, random reward          |
-| vocabulary | random Qwen2, hidden 64, 2 layers, V = 151,936 | 4 x 4, forced to 128 tokens, random reward         |
+| workload   | model                                          | rollout                                             |
+|------------|------------------------------------------------|-----------------------------------------------------|
+| tiny       | random Qwen2, hidden 256, 4 layers, V = 4,096  | 16 prompts x 4, forced to 128 tokens, random reward |
+| embedded   | tiny-base                                      | 32 x 4, natural lengths and rewards, lr 3e-5        |
+| smollm2    | SmolLM2-135M-Instruct (--model FOLDER)         | 4 x 4, forced to 128 tokens, random reward          |
+| gsm8k      | the same, on GSM8K (--data FOLDER)             | 4 x 4, natural lengths and rewards                  |
+| vocabulary | random Qwen2, hidden 64, 2 layers, V = 151,936 | 4 x 4, forced to 128 tokens, random reward          |
 """
 
 import argparse
@@ -40,15 +43,18 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 class Workload:
     prompts: int
     group_size: int
-    microbatch: int
+    microbatch: int  # rows
     forced: bool  # completions of exactly 128 tokens and random rewards
     shape: dict | None = None  # of a random model; None takes a model folder
+    data: str = "arithmetic"
+    lr: float = 1e-6
 
 
 WORKLOADS = {
     "tiny": Workload(16, 4, 16, True, {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096}),
-    "embedded": Workload(32, 4, 32, False),
+    "embedded": Workload(32, 4, 32, False, lr=3e-5),
     "smollm2": Workload(4, 4, 8, True),
+    "gsm8k": Workload(4, 4, 8, False, data="gsm8k"),
     "vocabulary": Workload(4, 4, 8, True, {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 151_936}),
 }
 TOKENS = 128
@@ -105,37 +111,52 @@ def reward_of(text: str, gold, forced: bool) -> float:
     return zlib.crc32(text.encode()) % 1000 / 1000 if forced else math_reward(text, gold)
 
 
-def problems_for(workload: Workload, rollouts: int):
+def problems_for(workload: Workload, rollouts: int, data: str | None):
     from pspo.tasks import load_problems
 
-    return load_problems("arithmetic", "train", limit=(rollouts + 1) * workload.prompts)
+    return load_problems(workload.data, "train", data, limit=(rollouts + 1) * workload.prompts)
 
 
-def run_pspo(workload: Workload, folder: str, rollouts: int, dtype: str) -> list[dict]:
+def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> list[dict]:
     import torch
 
-    from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+    from pspo.config import (
+        SYSTEM_PROMPT,
+        AlgorithmConfig,
+        ModelConfig,
+        OptimizerConfig,
+        RolloutConfig,
+        RunConfig,
+        TrainConfig,
+    )
     from pspo.losses import Clip
     from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids
     from pspo.rollout import Sampling, encode_prompts, generate, group_relative_advantages
     from pspo.train import Learner, update
 
+    model = ModelConfig(folder, autocast="bf16" if options.dtype == "bf16" else "none")
+    tokenizer = load_tokenizer(model)
+    problems = problems_for(workload, options.rollouts, options.data)
+    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
+    longest = max(map(len, prompts))
     config = TrainConfig(
-        model=ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none"),
+        model=model,
         rollout=RolloutConfig(prompts=workload.prompts, group_size=workload.group_size),
         algorithm=AlgorithmConfig(surrogate=Clip(0.2)),
-        optimizer=OptimizerConfig(lr=1e-6, microbatch_rows=workload.microbatch),
+        optimizer=OptimizerConfig(
+            lr=workload.lr,
+            microbatch_tokens=workload.microbatch // workload.group_size * longest + workload.microbatch * TOKENS,
+        ),
+        run=RunConfig(max_steps=10**9),
     )
     device = torch.device("cpu")
-    tokenizer, policy = load_tokenizer(config.model), load_policy(config.model, device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
+    policy = load_policy(config.model, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's
     learner = Learner(policy, None, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
     sampling = Sampling(
         stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 0.6, 0.85, max_completion_tokens=TOKENS,
         min_completion_tokens=TOKENS if workload.forced else 0,
     )  # fmt: skip
-    problems = problems_for(workload, rollouts)
-    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
     torch.manual_seed(0)
     records = []
     loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -154,7 +175,7 @@ def run_pspo(workload: Workload, folder: str, rollouts: int, dtype: str) -> list
     return records
 
 
-def run_trl(workload: Workload, folder: str, rollouts: int, dtype: str) -> list[dict]:
+def run_trl(workload: Workload, folder: str, options: argparse.Namespace) -> list[dict]:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -162,7 +183,7 @@ def run_trl(workload: Workload, folder: str, rollouts: int, dtype: str) -> list[
 
     from pspo.config import SYSTEM_PROMPT
 
-    problems = problems_for(workload, rollouts)
+    problems = problems_for(workload, options.rollouts, options.data)
     data = Dataset.from_list(
         [
             {
@@ -197,12 +218,12 @@ def run_trl(workload: Workload, folder: str, rollouts: int, dtype: str) -> list[
         epsilon=0.2,
         beta=0.0,
         scale_rewards="none",
-        learning_rate=1e-6,
+        learning_rate=workload.lr,
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
-        max_steps=2 * (rollouts + 1),
-        bf16=dtype == "bf16",
+        max_steps=2 * (options.rollouts + 1),
+        bf16=options.dtype == "bf16",
         gradient_checkpointing=False,
         shuffle_dataset=False,
         use_cpu=True,
@@ -255,7 +276,7 @@ def child(side: str, name: str, folder: str, options: argparse.Namespace) -> Non
 
     torch.set_num_threads(options.threads)
     run = run_pspo if side == "pspo" else run_trl
-    records = run(WORKLOADS[name], folder, options.rollouts, options.dtype)[1:]  # the first is the warm-up
+    records = run(WORKLOADS[name], folder, options)[1:]  # the first is the warm-up
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for record in records:
         record["peak_over_loaded_mb"] = (peak - record.pop("loaded_kb")) / 1024
@@ -265,7 +286,8 @@ def child(side: str, name: str, folder: str, options: argparse.Namespace) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="+", choices=WORKLOADS)
-    parser.add_argument("--model", help="model folder for smollm2")
+    parser.add_argument("--model", help="model folder for smollm2 and gsm8k")
+    parser.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
     parser.add_argument("--rollouts", type=int, default=3, help="counted rollouts a side and turn")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -285,8 +307,9 @@ def main() -> None:
             for _ in range(options.turns):
                 for side, kept in records.items():
                     command = [sys.executable, "-m", "benchmarks.vs_trl", name, "--child", side, "--model", folder]
-                    for option in ("rollouts", "threads", "dtype"):
-                        command += [f"--{option}", str(getattr(options, option))]
+                    for option in ("rollouts", "threads", "dtype", "data"):
+                        if getattr(options, option) is not None:
+                            command += [f"--{option}", str(getattr(options, option))]
                     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
                     done = subprocess.run(command, capture_output=True, text=True, env=environment)
                     if done.returncode:
@@ -295,14 +318,18 @@ def main() -> None:
                     kept += json.loads(line.removeprefix("RECORDS "))
         everything[name] = records
         print(f"\n{name}, {options.dtype}, {options.threads} thread(s), median [min, max] of {len(records['pspo'])}")
-        for key in ("generate", "old log-probs", "train", "total", "peak_over_loaded_mb"):
+        for record in (*records["trl"], *records["pspo"]):
+            record["tokens/s"] = record["tokens"] / record["total"]
+        for key in ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb"):
             cells, medians = [], []
             for side in ("trl", "pspo"):
                 values = [record[key] for record in records[side]]
                 medians.append(statistics.median(values))
                 cells.append(f"{side} {medians[-1]:9.2f} [{min(values):.2f}, {max(values):.2f}]")
-            ratio = f"{medians[0] / medians[1]:.2f}x" if medians[1] else ""
+            ratio = f"{medians[0] / medians[1]:.2f}" if medians[1] else ""
             print(f"  {key:20} {cells[0]:38} {cells[1]:38} {ratio}")
+        sums = [sum(record["total"] for record in records[side]) for side in ("trl", "pspo")]
+        print(f"  all counted rollouts trl {sums[0]:9.2f} {'':28} pspo {sums[1]:8.2f} {'':28} {sums[0] / sums[1]:.2f}")
     if options.json:
         options.json.write_text(json.dumps(everything, indent=1))
 

@@ -21,6 +21,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
 from pspo.rollout.advantages import AdvantageScale
+from pspo.rollout.types import Decoder
 from pspo.tasks.rewards import MathReward, Reward
 
 SYSTEM_PROMPT = (
@@ -44,6 +45,7 @@ class ModelConfig:
         autocast: bf16 autocast over fp32 weights: "bf16", "none", or "auto" (bf16 on GPUs that have it).
         gradient_checkpointing: recompute layer activations in the backward pass; slower, less memory.
         attn_implementation: attention as transformers names it (sdpa, eager, flash_attention_2); unset, its choice.
+        compile: torch.compile the body for the training passes; takes a minute or two to start.
         trust_remote_code: run Python code that comes with the model.
     """
 
@@ -52,6 +54,7 @@ class ModelConfig:
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
+    compile: bool = False
     trust_remote_code: bool = False
 
 
@@ -120,7 +123,8 @@ class RolloutConfig:
         top_k: 0 switches it off.
         repetition_penalty: 1 switches it off.
         max_rows: rows decoded at a time.
-        decoder: pspo's own decoding loop, or hf for the library's, the slower reference of the same distribution.
+        decoder: pspo's own decoding loop; graphs, the same as CUDA graphs (not yet measured on a GPU); or hf for the
+            library's, the slower reference of the same distribution.
     """
 
     prompts: int = 32
@@ -132,7 +136,7 @@ class RolloutConfig:
     top_k: int = 0
     repetition_penalty: float = 1.0
     max_rows: int = 256
-    decoder: Literal["pspo", "hf"] = "pspo"
+    decoder: Decoder = "pspo"
 
     def __post_init__(self) -> None:
         require(self.prompts > 0, "rollout.prompts", "must be above 0", self.prompts)
@@ -198,7 +202,8 @@ class OptimizerConfig:
         warmup_steps: optimizer steps of linear warm-up; the first of them has learning rate 0, as in transformers.
         schedule: after the warm-up: constant, or linear or cosine to 0 at run.max_steps.
         max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
-        microbatch_rows: rows per forward and backward pass; changes memory, not the result.
+        microbatch_tokens: tokens per forward and backward pass, padding included, a group's prompt counted once;
+            changes memory and speed, not the result.
     """
 
     lr: float = 3e-5
@@ -209,7 +214,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = 1.0
-    microbatch_rows: int = 32
+    microbatch_tokens: int = 4096
 
     def __post_init__(self) -> None:
         require(0 < self.lr < math.inf, "optimizer.lr", "must be above 0 and finite", self.lr)
@@ -220,7 +225,7 @@ class OptimizerConfig:
         require(0 <= decay < math.inf, "optimizer.weight_decay", "must be at least 0 and finite", decay)
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be at least 0", self.warmup_steps)
         require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "must be at least 0", self.max_grad_norm)
-        require(self.microbatch_rows > 0, "optimizer.microbatch_rows", "must be above 0", self.microbatch_rows)
+        require(self.microbatch_tokens > 0, "optimizer.microbatch_tokens", "must be above 0", self.microbatch_tokens)
 
 
 @dataclass(frozen=True)

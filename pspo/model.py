@@ -1,7 +1,7 @@
 """Load a policy and its tokenizer, and compute the log-probs that everything else is made of."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pspo.config import ModelConfig
 
 ASSETS = Path(__file__).parent / "assets"
-HEAD_CHUNK_BYTES = 2**27  # of float32 logits at a time; larger gains no speed, smaller costs it
+HEAD_CHUNK_BYTES = 2**24  # of float32 logits held at a time,
+HEAD_CHUNK_TOKENS = 256  # but those of so many tokens: each chunk costs a pass over the output embedding's gradient
 
 
 def locate(name_or_path: str) -> str:
@@ -108,6 +109,8 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
         policy.activation_checkpointing_enable({"use_reentrant": False})
         policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
     _check_head(policy)
+    if config.compile:
+        policy.base_model.compile(dynamic=True)
     return policy
 
 
@@ -136,11 +139,26 @@ def _check_head(policy: PreTrainedModel) -> None:
         )
 
 
-def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """(..., H) hidden states to (..., V) logits, as the model's own forward does."""
-    logits = model.get_output_embeddings()(hidden)
+def _logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    """(..., H) hidden states to (..., V) logits, as the model's own forward does, divided by the temperature."""
+    head = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if softcap is None and getattr(head, "bias", None) is None:
+        return head(hidden / temperature)  # a pass over (..., H) in place of one over (..., V)
+    logits = head(hidden)
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+
+
+def _head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log pi(target) from hidden states (n, H) and targets (n,): (n,), float32 or wider."""
+    logits = _logits(model, hidden, temperature)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+
+
+def _head_chunk(model: PreTrainedModel) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(HEAD_CHUNK_TOKENS, HEAD_CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
 
 
 def token_logprobs(
@@ -165,20 +183,62 @@ def token_logprobs(
         (B, T) float32 (float64 for a float64 model), in nats.
     """
     hidden = _hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
-    targets = completion_ids[completion_mask]  # (N,)
-
-    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = _logits(model, hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-
-    chunk = max(1, HEAD_CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
+    chunks = (x.split(_head_chunk(model)) for x in (hidden, completion_ids[completion_mask]))
     pieces = [
-        checkpoint(chunk_logprobs, h, t, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        checkpoint(_head_logprobs, model, h, targets, temperature, use_reentrant=False)
+        for h, targets in zip(*chunks, strict=True)
     ]
-    logprobs = torch.cat(pieces)
-    return logprobs.new_zeros(completion_ids.shape).masked_scatter(completion_mask, logprobs)
+    return _spread(torch.cat(pieces), completion_mask)
+
+
+def backward_in_one_pass(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    temperature: float,
+    loss: Callable[[Tensor, slice], Tensor],
+) -> Tensor:
+    """Accumulate the gradient of a loss that is a sum over tokens of functions of their own log-probs.
+
+    Each chunk of logits is turned into its own gradient, in place, while it is there: nothing is computed twice or held
+    longer. Then one backward pass goes through the body. Same log-probs as `token_logprobs`, to the bit, and the same
+    gradient as through it, to rounding.
+
+    Args:
+        prompt_ids ... temperature: as for `token_logprobs`.
+        loss: maps log-probs (n, 1) of some unmasked tokens, and their place among all N in row-major order, to the
+            sum of their losses.
+
+    Returns:
+        The log-probs as `token_logprobs` gives them, without gradient.
+    """
+    hidden = _hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
+    chunk, pieces, gradients = _head_chunk(model), [], []
+    targets = completion_ids[completion_mask].split(chunk)
+    for i, h in enumerate(hidden.detach().split(chunk)):
+        logits = _logits(model, h.requires_grad_(), temperature)  # (n, V)
+        probs, target = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), targets[i][:, None]
+        logprobs = probs.gather(1, target)  # (n, 1)
+        peak = probs.amax(dim=1, keepdim=True)
+        total = probs.sub_(peak).exp_().sum(dim=1, keepdim=True)
+        logprobs = (logprobs - (total.log() + peak)).requires_grad_()
+        (slopes,) = torch.autograd.grad(loss(logprobs, slice(i * chunk, i * chunk + len(h))), logprobs)
+        # dlogprob / dlogits = one-hot of the target - probs
+        d_logits = probs.mul_(-slopes / total).scatter_add_(1, target, slopes.to(probs.dtype))
+        with torch.autocast(h.device.type, enabled=False):
+            logits.backward(d_logits.to(logits.dtype))
+        pieces.append(logprobs.detach())
+        gradients.append(h.grad)
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden.backward(torch.cat(gradients))
+    return _spread(torch.cat(pieces).squeeze(1), completion_mask)
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    """(N,) values of the unmasked tokens to (B, T), 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def _hidden_states(

@@ -26,10 +26,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from pspo.checkpoint import save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, load_prompts, percent, room_for_prompts, table
-from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_weights
+from pspo.losses import Counts, diagnose, kl_estimate, token_divisors, token_weights
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
-from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids, token_logprobs
-from pspo.rollout import Batch, Rollout, Sampling, generate, group_relative_advantages
+from pspo.model import (
+    autocast,
+    backward_in_one_pass,
+    load_policy,
+    load_tokenizer,
+    stop_token_ids,
+    token_logprobs,
+)
+from pspo.rollout import (
+    Batch,
+    Rollout,
+    Sampling,
+    check_decoder,
+    generate,
+    group_relative_advantages,
+    to_device,
+)
 from pspo.tasks import total_rewards
 
 
@@ -142,22 +157,18 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     Returns:
         The metrics of each step, in order; ratios and the like are those of the tokens with A != 0.
     """
-    algorithm, temperature = config.algorithm, config.rollout.temperature
+    algorithm = config.algorithm
     if algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
 
-    def logprobs_of(model: PreTrainedModel, rows: Rollout) -> Tensor:  # (b, t) float32
-        ids = (rows.prompt_ids, rows.prompt_mask, rows.completion_ids, rows.completion_mask)
-        with autocast(config.model.autocast, advantages.device):
-            return token_logprobs(model, *ids, temperature)
-
     minibatches = split_minibatches(rollout, advantages, config)
-    with torch.no_grad():
+    with torch.no_grad(), autocast(config.model.autocast, advantages.device):
         for m, (_, batches) in enumerate(minibatches):
             for i, batch in enumerate(batches):
+                inputs = (*batch.rollout.token_ids, config.rollout.temperature)
                 # Only rows first visited after a step need a pass now, while the policy is still the old one.
-                old_logprobs = logprobs_of(learner.policy, batch.rollout) if m > 0 else None
-                ref_logprobs = logprobs_of(learner.reference, batch.rollout) if learner.reference else None
+                old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
+                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference else None
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
     steps: list[dict[str, float]] = []
@@ -166,21 +177,16 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
             break
         loss, kl_reference, seen = torch.zeros((), device=advantages.device), 0.0, []
         for i, batch in enumerate(batches):
-            mask, row_advantages = batch.rollout.completion_mask, batch.advantages[:, None]  # (b, t), (b, 1)
-            logprobs = logprobs_of(learner.policy, batch.rollout)
+            share, logprobs = backward(learner.policy, batch, counts, config)
             if batch.old_logprobs is None:
-                batch = batches[i] = replace(batch, old_logprobs=logprobs.detach())
-            per_token_loss = algorithm.surrogate(logprobs, batch.old_logprobs, row_advantages, mask)
+                batch = batches[i] = replace(batch, old_logprobs=logprobs)
+            loss += share
+            mask, row_advantages = batch.rollout.completion_mask, batch.advantages[:, None]  # (b, t), (b, 1)
             if batch.ref_logprobs is not None:
                 kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator)
-                per_token_loss = per_token_loss + algorithm.beta * kl
-                kl_reference += kl.detach().sum() / max(counts.tokens, 1)
-            share = aggregate(per_token_loss, mask, algorithm.aggregation, counts)
-            share.backward()
-
-            loss += share.detach()
+                kl_reference += kl.sum() / max(counts.tokens, 1)
             weights = token_weights(algorithm.surrogate, logprobs, batch.old_logprobs, row_advantages, mask)
-            values = (logprobs.detach(), batch.old_logprobs, row_advantages, weights)
+            values = (logprobs, batch.old_logprobs, row_advantages, weights)
             seen.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
 
         max_norm = config.optimizer.max_grad_norm or math.inf
@@ -199,29 +205,83 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     return steps
 
 
+def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Accumulate the gradient of a microbatch's share of the minibatch's loss.
+
+    Returns:
+        The share, a scalar, and the policy's log-probs, (b, t); both without gradient.
+    """
+    algorithm, mask = config.algorithm, batch.rollout.completion_mask  # (b, t)
+    divisors = token_divisors(mask, algorithm.aggregation, counts)  # (b, 1)
+    token_local = algorithm.surrogate.token_local
+    old, ref, advantages, divisors, mask = (
+        # A token-local loss may see the unmasked tokens alone, as (N, 1): then the head needs one pass only.
+        value.expand_as(mask)[mask][:, None] if token_local and value is not None else value
+        for value in (batch.old_logprobs, batch.ref_logprobs, batch.advantages[:, None], divisors, mask)
+    )
+    share = torch.zeros((), device=mask.device)
+
+    def loss(logprobs: Tensor, part: slice = slice(None)) -> Tensor:
+        old_logprobs = logprobs.detach() if old is None else old[part]
+        per_token_loss = algorithm.surrogate(logprobs, old_logprobs, advantages[part], mask[part])
+        if ref is not None:
+            kl = kl_estimate(logprobs, ref[part], mask[part], algorithm.kl_estimator)
+            per_token_loss = per_token_loss + algorithm.beta * kl
+        total = (per_token_loss / divisors[part]).sum()
+        share.add_(total.detach())
+        return total
+
+    with autocast(config.model.autocast, mask.device):
+        inputs = (policy, *batch.rollout.token_ids, config.rollout.temperature)
+        if token_local:
+            return share, backward_in_one_pass(*inputs, loss)
+        logprobs = token_logprobs(*inputs)
+    loss(logprobs).backward()
+    return share, logprobs.detach()
+
+
 def split_minibatches(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[tuple[Counts, list[Batch]]]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
     Rows that cannot move the loss (no unmasked token, or advantage 0 where surrogate and KL are silent then) are left
-    out but counted: the denominators are the full minibatch's, so loss and gradient stay what they were.
+    out but counted: the denominators are the full minibatch's, so loss and gradient stay what they were. The groups of
+    a minibatch are sorted by length, so that microbatches hold little padding; a group is split only where it is over
+    --optimizer.microbatch_tokens alone.
     """
     algorithm, group_size = config.algorithm, config.rollout.group_size
     moving = rollout.completion_mask.any(dim=1)  # (B,)
     if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
         moving &= advantages != 0
+    moving = moving.tolist()
+    prompt_lengths, lengths = (mask.sum(dim=1).tolist() for mask in (rollout.prompt_mask, rollout.completion_mask))
+
+    def tokens(rows: list[int]) -> int:
+        """What the forward pass computes, padding included; `token_logprobs` computes a group's prompt once."""
+        prompts = rows if config.model.gradient_checkpointing else {row // group_size for row in rows}
+        return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
+
     minibatches = []
-    for groups in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
-        rows = torch.arange(groups[0] * group_size, (groups[-1] + 1) * group_size, device=advantages.device)
+    for numbers in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
+        groups = [range(number * group_size, (number + 1) * group_size) for number in numbers.tolist()]
         counts = Counts(
-            tokens=int(rollout.completion_mask[rows].sum()),
-            sequences=len(rows),
+            tokens=sum(lengths[row] for group in groups for row in group),
+            sequences=len(groups) * group_size,
             max_completion_tokens=config.rollout.max_completion_tokens,
         )
-        kept = rows[moving[rows]]
-        if len(kept) == 0:
-            kept = rows[:1]  # its gradient is 0, but a step without any gradient would stop AdamW's momentum, too
-        microbatches = kept.split(config.optimizer.microbatch_rows)
-        minibatches.append((counts, [Batch(rollout.rows(part), advantages[part]) for part in microbatches]))
+        kept = [[row for row in group if moving[row]] for group in groups]
+        kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
+        if not kept:
+            kept = [
+                [groups[0][0]]
+            ]  # its gradient is 0, but a step without any gradient would stop AdamW's momentum, too
+        microbatches: list[list[int]] = [[]]
+        for rows in kept:
+            for part in [rows] if tokens(rows) <= config.optimizer.microbatch_tokens else [[row] for row in rows]:
+                if microbatches[-1] and tokens(microbatches[-1] + part) > config.optimizer.microbatch_tokens:
+                    microbatches.append([])
+                microbatches[-1] += part
+        indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
+        minibatches.append((counts, [Batch(rollout.rows(rows), advantages[rows]) for rows in indices]))
     return minibatches
 
 
@@ -300,10 +360,11 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         seeded(config.run.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_policy(config.model, device)
+    check_decoder(policy, config.rollout.decoder)
     reference = copy.deepcopy(policy).requires_grad_(False) if config.algorithm.beta > 0 else None
     o = config.optimizer
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
     )
     schedule = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     scheduler = get_scheduler(schedule, optimizer, o.warmup_steps, config.run.max_steps)

@@ -380,7 +380,7 @@ OUT_OF_RANGE = {
     "optimizer.weight_decay": ["-0.1", ".nan", ".inf"],
     "optimizer.warmup_steps": ["-1"],
     "optimizer.max_grad_norm": ["-1", ".nan"],
-    "optimizer.microbatch_rows": ["0", "-1"],
+    "optimizer.microbatch_tokens": ["0", "-1"],
     "run.seed": ["-1", "4294967296"],  # numpy's range
     "run.max_steps": ["0", "-1"],
     "run.max_tokens": ["0", "-1"],

@@ -10,7 +10,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import pspo.model
 from pspo.config import ModelConfig
-from pspo.model import ASSETS, autocast, load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
+from pspo.model import (
+    ASSETS,
+    autocast,
+    backward_in_one_pass,
+    load_policy,
+    load_tokenizer,
+    locate,
+    stop_token_ids,
+    token_logprobs,
+)
 
 ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"]  # GPT2 for its absolute positions
 FLOAT64 = [
@@ -131,13 +140,14 @@ def test_is_a_distribution(tiny_model):
 def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch):
     model, rows = tiny_model(dtype=torch.float64), make_rows()
     chunks, original = [], pspo.model._logits
-    monkeypatch.setattr(pspo.model, "_logits", lambda model, h: (chunks.append(len(h)), original(model, h))[1])
+    monkeypatch.setattr(pspo.model, "_logits", lambda model, h, T: (chunks.append(len(h)), original(model, h, T))[1])
     whole = token_logprobs(model, *rows)
     whole_gradient = gradients(model, whole)
     assert chunks == [24, 24]  # 7 + 1 + 12 + 4 unmasked tokens at once, and again in the backward pass
 
     chunks.clear()
     monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 5 * 4 * 64)
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", 1)
     chunked = token_logprobs(model, *rows)
     assert chunks == [5, 5, 5, 5, 4]
     torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-12)
@@ -169,15 +179,54 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
     B, P, T, V, H = 8, 4, 12, 2000, 32
     model, rows = tiny_model(vocab_size=V), make_rows((P,) * B, (T,) * B, vocab=V)
     largest = {}
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", 1)
     for tokens in (10, B * T):
         monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", tokens * 4 * V)
         with LargestTensor() as forward:
             total = token_logprobs(model, *rows).sum()
         with LargestTensor() as backward:
             total.backward()
-        largest[tokens] = (forward.numel, backward.numel)
-    assert largest[B * T] == (B * T * V, B * T * V)  # the meter sees them where they exist
-    assert largest[10] == (V * H, V * H)  # no more than the embedding and its gradient, a third of B T V
+        with LargestTensor() as one_pass:
+            backward_in_one_pass(model, *rows, 1.0, lambda logprobs, part: logprobs.sum())
+        largest[tokens] = (forward.numel, backward.numel, one_pass.numel)
+    assert largest[B * T] == (B * T * V,) * 3  # the meter sees them where they exist
+    assert largest[10] == (V * H,) * 3  # no more than the embedding and its gradient, a third of B T V
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 10**6])
+@pytest.mark.parametrize("mode", ["none", "bf16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_recomputing_way(
+    tiny_model, monkeypatch, name, mode, chunk
+):
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 1)
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", chunk)
+    model, rows = tiny_model(name), make_groups((9, 3, 6))
+    mask = rows[3]
+    coefficients = torch.randn(mask.shape, generator=torch.Generator().manual_seed(5))
+
+    def loss(logprobs, part=slice(None)):  # not linear: its slope depends on the log-prob
+        return ((0.3 * logprobs).exp() * coefficients[mask][part, None]).sum()
+
+    context = autocast(mode, torch.device("cpu"))
+    with context:
+        expected = token_logprobs(model, *rows, 0.7)
+    loss(expected[mask][:, None]).backward()
+    want = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    with context:
+        actual = backward_in_one_pass(model, *rows, 0.7, loss)
+    got = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert torch.equal(actual, expected)
+    assert not actual.requires_grad
+    tolerance = 1e-5 if mode == "none" else 2e-2  # bf16 rounds the chunks' gradients apart
+    assert (got - want).norm() <= tolerance * want.norm()
+    if mode == "none":
+        plain = plain_logprobs(model, *rows, 0.7)
+        model.zero_grad()
+        loss(plain[mask][:, None]).backward()
+        want = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert (got - want).norm() <= tolerance * want.norm()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

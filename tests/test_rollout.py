@@ -42,7 +42,7 @@ HOSTILE = {
     "output": {"return_dict_in_generate": True, "output_scores": True, "use_cache": False, "stop_strings": ["a"]},
     "assisted": {"prompt_lookup_num_tokens": 3, "penalty_alpha": 0.6, "dola_layers": "low"},
 }
-DECODERS = ["pspo", "hf"]
+DECODERS = ["pspo", "graphs", "hf"]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]
 SAMPLING = Sampling(stop_ids=[60, 61], pad_id=62, temperature=0.9, top_p=0.85, max_completion_tokens=12)
 GREEDY = replace(SAMPLING, temperature=0.0)
@@ -72,6 +72,8 @@ def completions(rollout):
 @pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"])
 @torch.no_grad()
 def test_greedy_is_the_argmax_of_the_plain_model(tiny_model, tokenizer, name, decoder):
+    if (name, decoder) == ("Gemma2", "graphs"):
+        pytest.skip("refused for its sliding windows")
     model = tiny_model(name)
     free = [argmax_loop(model, prompt, (), 12) for prompt in PROMPTS]
     stops = (free[0][4], free[1][7])  # so that some rows stop and others do not
@@ -158,7 +160,7 @@ def nucleus(logits, temperature, top_p):
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("vocab", [64, 100])  # pspo's sampler treats up to 64 tokens and more in different ways
+@pytest.mark.parametrize("vocab", [64, 100])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.6, 0.85), (1.0, 1.0), (1.5, 0.98), (0.3, 1.0)])
 def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, vocab, decoder):
     n = 4000

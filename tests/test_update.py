@@ -27,7 +27,7 @@ def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, 
     return TrainConfig(
         algorithm=AlgorithmConfig(surrogate=surrogate, **algorithm),
         rollout=RolloutConfig(prompts=16, group_size=group_size, max_completion_tokens=T_MAX, temperature=TEMPERATURE),
-        optimizer=OptimizerConfig(**{"max_grad_norm": 1.0, "microbatch_rows": 3} | (optimizer or {})),
+        optimizer=OptimizerConfig(**{"max_grad_norm": 1.0, "microbatch_tokens": 60} | (optimizer or {})),
         run=RunConfig(max_steps=max_steps),
     )
 
@@ -243,12 +243,15 @@ def assert_same_move(policy, actual, expected):
 def test_splitting_into_microbatches_changes_no_gradient(policy, surrogate, aggregation):
     rollout, advantages = make_rollout(groups=2, seed=1)
     advantages[G:] = torch.tensor([0.5, -1.0, 0.0, 0.7])
-    results = []
-    for rows in (8, 4, 2, 1):
+    results, sizes = [], []
+    for tokens in (1000, 60, 20, 1):
         config = make_config(
-            surrogate, epochs=2, aggregation=aggregation, optimizer={"microbatch_rows": rows, "max_grad_norm": 0.0}
+            surrogate, epochs=2, aggregation=aggregation, optimizer={"microbatch_tokens": tokens, "max_grad_norm": 0.0}
         )
+        ((_, batches),) = split_minibatches(rollout, advantages, config)
+        sizes.append(len(batches))
         results.append(run(policy, rollout, advantages, config, sgd=0.1))
+    assert sizes == [1, 2, 4, 7], sizes  # the last without the row with A = 0
     for end, metrics in results[1:]:
         assert_same_move(policy, end, results[0][0])
         for step, expected in zip(metrics, results[0][1], strict=True):
@@ -302,21 +305,27 @@ def test_ratios_are_exactly_1_while_the_weights_stand_still(tiny_model, mode):
         assert step["kl_reference"] == 0.0
 
 
+@pytest.mark.parametrize("surrogate", [NoClip(), TOPR()], ids=["one pass", "recomputing"])
 @pytest.mark.parametrize(("epochs", "minibatches", "beta"), [(1, 1, 0.0), (3, 1, 0.0), (2, 4, 0.0), (2, 2, 0.3)])
-def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatches, beta):
+def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatches, beta, surrogate):
     rollout, advantages = make_rollout()
     advantages[advantages == 0] = 0.1
-    passes, original = {"train": 0, "old": 0, "reference": 0}, pspo.train.token_logprobs
-    config = make_config(epochs=epochs, minibatches=minibatches, beta=beta, optimizer={"microbatch_rows": 2})
+    passes = {"train": 0, "old": 0, "reference": 0}
+    config = make_config(surrogate, epochs=epochs, minibatches=minibatches, beta=beta)
     learner = make_learner(policy, config)
 
-    def counted(model, *args):
-        grad = torch.is_grad_enabled()
-        passes["reference" if model is learner.reference else "train" if grad else "old"] += len(args[0])
-        assert not (grad and model is learner.reference)
-        return original(model, *args)
+    def counting(original):
+        def counted(model, *args):
+            grad = torch.is_grad_enabled()
+            passes["reference" if model is learner.reference else "train" if grad else "old"] += len(args[0])
+            assert not (grad and model is learner.reference)
+            assert (original is pspo.model.backward_in_one_pass) == (grad and surrogate.token_local)
+            return original(model, *args)
 
-    monkeypatch.setattr(pspo.train, "token_logprobs", counted)
+        return counted
+
+    for name in ("token_logprobs", "backward_in_one_pass"):
+        monkeypatch.setattr(pspo.train, name, counting(getattr(pspo.train, name)))
     update(learner, rollout, advantages, config)
     B = len(rollout)
     assert passes == {
@@ -476,23 +485,63 @@ def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
     assert [step["lr"] for step in metrics] == used
 
 
+def padded_tokens(batch, group_size=G):
+    """What a microbatch costs: each prompt once, at the width of the longest, and all completions likewise."""
+    prompts = {int(text) // group_size for text in batch.rollout.texts}
+    return len(prompts) * batch.rollout.prompt_ids.shape[1] + batch.rollout.completion_ids.numel()
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 60, 100, 10**6])
 @pytest.mark.parametrize(
     ("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)]
 )
-def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes):
+def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes, tokens):
     rollout, advantages = make_rollout(groups)
-    config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_rows": 3})
+    config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_tokens": tokens})
     minibatch_list = split_minibatches(rollout, advantages, config)
     start = 0
     for size, (counts, batches) in zip(sizes, minibatch_list, strict=True):
         rows = range(start, start + size * G)
-        assert [int(text) for batch in batches for text in batch.rollout.texts] == list(rows)
-        assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[rows.start : rows.stop])
-        assert [len(batch.rollout) for batch in batches[:-1]] == [3] * (len(batches) - 1)
+        seen = [int(text) for batch in batches for text in batch.rollout.texts]
+        assert sorted(seen) == list(rows)
+        assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[seen])
         assert (counts.sequences, counts.max_completion_tokens) == (size * G, T_MAX)
         assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
+        for batch in batches:
+            members = [int(text) for text in batch.rollout.texts]
+            whole = len(members) % G == 0 and all(
+                members[i] // G == members[i - i % G] // G for i in range(len(members))
+            )
+            assert padded_tokens(batch) <= tokens if whole else padded_tokens(batch) <= tokens or len(members) == 1
+        longest = [max(int(rollout.completion_mask[i].sum()) for i in seen[k : k + G]) for k in range(0, len(seen), G)]
+        assert longest == sorted(longest, reverse=True)
+        if tokens == 10**6:
+            assert len(batches) == 1
+        if tokens == 1:
+            assert len(batches) == size * G
         start = rows.stop
     assert start == len(rollout)
+
+
+def test_sorting_by_length_saves_padding():
+    """16 groups of long and short completions in turns: in their own order every microbatch would be as wide as T."""
+    rollout, advantages = make_rollout(16)
+    lengths = torch.where(torch.arange(len(rollout)) // G % 2 == 0, 8, 2)
+    rollout = dataclasses.replace(rollout, completion_mask=torch.arange(8) < lengths[:, None])
+    config = make_config(Kept(), optimizer={"microbatch_tokens": 160})
+    ((_, batches),) = split_minibatches(rollout, advantages, config)
+    assert sum(batch.rollout.completion_ids.numel() for batch in batches) <= 1.15 * int(lengths.sum())
+
+
+def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
+    """Gradient checkpointing computes prompts row by row."""
+    rollout, advantages = make_rollout(8)
+    config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
+    plain = split_minibatches(rollout, advantages, config)[0][1]
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=True))
+    checkpointed = split_minibatches(rollout, advantages, config)[0][1]
+    assert len(checkpointed) > len(plain)
+    assert all(padded_tokens(batch, group_size=1) <= 120 for batch in checkpointed)
 
 
 def test_rows_left_out_are_counted():
@@ -500,7 +549,7 @@ def test_rows_left_out_are_counted():
     ((counts, batches),) = split_minibatches(rollout, advantages, make_config())
     assert counts.tokens == int(rollout.completion_mask.sum())
     assert counts.sequences == 16
-    kept = [int(text) for batch in batches for text in batch.rollout.texts]
+    kept = sorted(int(text) for batch in batches for text in batch.rollout.texts)
     assert kept == [i for i in range(16) if advantages[i] != 0]
 
 

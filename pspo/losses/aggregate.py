@@ -7,6 +7,7 @@ microbatches' aggregated losses is the minibatch's loss however it was split.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
@@ -36,11 +37,16 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, counts: Co
 
     A minibatch without a single unmasked token has loss 0. Raises ValueError for another ``how``.
     """
-    per_token_loss = per_token_loss.where(mask, 0.0)  # (B, T)
+    return (per_token_loss.where(mask, 0.0) / token_divisors(mask, how, counts)).sum()
+
+
+def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
+    """What `aggregate` divides each token's loss by before it sums, (B, 1) float32."""
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if how == "dapo":
-        return per_token_loss.sum() / max(counts.tokens, 1)
+        return torch.full_like(lengths, max(counts.tokens, 1))
     if how == "grpo":
-        return (per_token_loss.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() / counts.sequences
+        return lengths * counts.sequences
     if how == "dr_grpo":
-        return per_token_loss.sum() / (counts.sequences * counts.max_completion_tokens)
+        return torch.full_like(lengths, counts.sequences * counts.max_completion_tokens)
     raise ValueError(f"unknown aggregation {how!r}: choose dapo, grpo or dr_grpo")

@@ -29,12 +29,14 @@ class Surrogate:
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
-    # Whether tokens with A = 0 have a loss and gradient of exactly 0, so that the trainer may leave their rows out.
-    # A class that does not say so itself, whatever it inherits from, keeps them: always right, and only slower.
-    silent_at_zero_advantage = False
+    # Two promises that let the trainer work less. A class that does not make one itself, whatever it inherits from, is
+    # taken not to: always right, and only slower.
+    silent_at_zero_advantage = False  # tokens with A = 0 have a loss and gradient of exactly 0: their rows may stay out
+    token_local = False  # a token's loss is a function of that token's own inputs: it may be called on any of them
 
     def __init_subclass__(cls) -> None:
-        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
+        for promise in ("silent_at_zero_advantage", "token_local"):
+            setattr(cls, promise, vars(cls).get(promise, False))
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ class Clip(Surrogate):
             ratio = ratio.clamp(max=self.delta)
         return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)
 
-    silent_at_zero_advantage = True
+    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class NoClip(Surrogate):
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
         return masked(-ratio * advantages, mask)
 
-    silent_at_zero_advantage = True
+    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class PSPO(Surrogate):
         smoothed_ratio = (1 - self.alpha) * ratio + self.alpha
         return masked(-smoothed_ratio * advantages, mask)
 
-    silent_at_zero_advantage = True
+    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class P3O(Surrogate):
         ratio = log_r.exp()
         gate = (4 / self.tau) * torch.sigmoid(self.tau * (ratio - 1))
         return masked(-gate * advantages + self.kl_coef * (ratio - 1 - log_r), mask)
+
+    token_local = True
 
     @property
     def silent_at_zero_advantage(self) -> bool:
@@ -172,7 +176,7 @@ class SAPO(Surrogate):
         gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
         return masked(-gate * advantages, mask)
 
-    silent_at_zero_advantage = True
+    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -212,3 +216,7 @@ class TOPR(Surrogate):
         return masked(-weight * advantages * logprobs, mask)
 
     silent_at_zero_advantage = True
+
+    @property
+    def token_local(self) -> bool:
+        return self.level == "token"

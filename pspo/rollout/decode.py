@@ -2,42 +2,50 @@
 
 The distribution is exactly that of Hugging Face sampling; what differs is the work: each prompt is prefilled once for
 its whole group, keys and values go into buffers allocated once, the nucleus is found without sorting the vocabulary,
-and rows that have ended leave the batch.
+and rows that have ended leave the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it
+as one CUDA graph.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-NUCLEUS_CANDIDATES = 64
+GPU_CHECK_EVERY = 16  # tokens between looks at which rows have ended: each look makes the CPU wait for the GPU
 
 
 class BufferedLayer(DynamicLayer):
     """A full-attention cache layer that, once spread over its groups, writes new keys and values into room set aside.
 
-    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part.
+    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part, or with `at`, a
+    (1,) int64 that says where to write, the whole buffers: then no shape ever changes, and the attention mask has to
+    hide what is not filled yet.
     """
 
-    def __init__(self, room: int):
+    def __init__(self, room: int, at: Tensor | None = None):
         super().__init__()
-        self.room = room
+        self.room, self.at = room, at
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.buffers = []
         for states in (self.keys, self.values):
             rows, heads, length, dim = states.shape
-            buffer = states.new_empty(rows * repeats, heads, length + self.room, dim)
+            buffer = states.new_zeros(rows * repeats, heads, length + self.room, dim)  # NaN x 0 in the attention is NaN
             buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
             self.buffers.append(buffer)
-        self._view(length)
+        self._view(length if self.at is None else length + self.room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
-        if start == 0:  # the prefill
+        if self.get_seq_length() == 0:  # the prefill
             return super().update(key_states, value_states, *args, **kwargs)
+        if self.at is not None:
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.at, states)
+            return self.keys, self.values
+        start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = states
         self._view(end)
@@ -52,33 +60,41 @@ class BufferedLayer(DynamicLayer):
 
 
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Draw one token a row from the smallest set of most likely tokens whose mass is at least top_p.
+    """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Exact without sorting the vocabulary: where the nucleus fits into the most likely 64 tokens it is cut there;
-    elsewhere tokens are drawn from the whole distribution until one has less than top_p of the mass strictly above it.
+    Exact without sorting the vocabulary: tokens are drawn from the whole distribution, and drawn again where they lie
+    outside the nucleus. On a GPU, where a sort is cheap and waiting for a result is not, it sorts.
 
     Args:
         logits: (b, V) float32, after temperature.
-        top_p: in (0, 1].
+        top_p: in (0, 1]; 1 takes all tokens.
 
     Returns:
-        (b,) int64. Of tokens tied at the nucleus's edge those count that topk puts first; all, where it is wider
-        than 64.
+        (b,) int64.
     """
     probs = logits.softmax(dim=1)
-    if top_p >= 1:
-        return probs.multinomial(1).squeeze(1)
-    top_probs, top_tokens = probs.topk(min(NUCLEUS_CANDIDATES, probs.shape[1]), dim=1)  # (b, 64)
-    mass_above = top_probs.cumsum(dim=1) - top_probs
-    kept = top_probs.where(mass_above < top_p, 0.0)
-    tokens = top_tokens.gather(1, kept.multinomial(1)).squeeze(1)
-    wide = (mass_above[:, -1] + top_probs[:, -1] < top_p).nonzero().squeeze(1)  # rows whose nucleus goes on
-    while len(wide) and probs.shape[1] > NUCLEUS_CANDIDATES:
-        drawn = probs[wide].multinomial(1)  # (w, 1)
-        tokens[wide] = drawn.squeeze(1)
-        above = probs[wide].where(probs[wide] > probs[wide].gather(1, drawn), 0.0).sum(dim=1)
-        wide = wide[above >= top_p]
+    limit = top_p if top_p < 1 else float("inf")
+    return _sample_sorted(probs, limit) if probs.is_cuda else _sample_by_rejection(probs, limit)
+
+
+def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
+    cdf = probs.cumsum(dim=1, dtype=torch.float64)  # float32 would round a rare token's share by a per cent
+    rows = torch.arange(len(probs))
+    tokens = torch.empty_like(rows)
+    while len(rows):
+        u = torch.rand(len(rows), 1, dtype=torch.float64) * cdf[:, -1:]
+        drawn = torch.searchsorted(cdf, u, right=True).clamp(max=probs.shape[1] - 1)  # (len(rows), 1)
+        tokens[rows] = drawn.squeeze(1)
+        above = (probs * (probs > probs.gather(1, drawn))).sum(dim=1)
+        outside = above >= limit
+        rows, probs, cdf = rows[outside], probs[outside], cdf[outside]
     return tokens
+
+
+def _sample_sorted(probs: Tensor, limit: float) -> Tensor:
+    probs, tokens = probs.sort(dim=1, descending=True)
+    kept = probs * (probs.cumsum(dim=1) - probs < limit)
+    return tokens.gather(1, kept.multinomial(1)).squeeze(1)
 
 
 def decode(
@@ -88,24 +104,32 @@ def decode(
     generation_config: GenerationConfig,
     group_size: int,
     top_p: float,
+    temperature: float,
     stop_ids: Sequence[int],
+    graphs: bool = False,
+    with_logprobs: bool = False,
     **model_kwargs,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Complete each prompt ``group_size`` times.
 
     `generate` prepares the arguments; its processors do minimum length, temperature and top_k.
 
     Args:
         input_ids: (N, P), left-padded prompts; their mask, (N, P) int64, is in ``model_kwargs["attention_mask"]``.
+        temperature: of the log-probs.
+        graphs: keep all shapes fixed, and on a GPU capture the step; for models whose layers all attend to everything.
 
     Returns:
-        (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token.
+        (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and, if asked
+        for, their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before
+        processors and nucleus take anything away.
     """
     limit, prompt_length = generation_config.max_new_tokens, input_ids.shape[1]
     attention_mask = model_kwargs["attention_mask"]  # which the library leaves out where nothing is padded
     attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    at = torch.tensor([prompt_length], device=input_ids.device) if graphs else None  # (1,), the column that is written
     cache = DynamicCache(config=model.config)
-    cache.layers = [BufferedLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [BufferedLayer(limit, at) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = model(
         input_ids=input_ids,
@@ -118,27 +142,39 @@ def decode(
 
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (b, V), b rows are live, at first all
-    rows = torch.nn.functional.pad(input_ids, (0, limit), value=generation_config.pad_token_id)
+    rows = pad(input_ids, (0, limit), value=generation_config.pad_token_id)
     rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
-    attended = torch.nn.functional.pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)
+    logprobs = torch.zeros(len(rows), limit, device=rows.device) if with_logprobs else None
+    attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
     stops = torch.tensor(stop_ids, device=rows.device)
     live = torch.arange(len(rows), device=rows.device)  # (b,), which row each live one is
     ended = torch.zeros_like(live, dtype=torch.bool)
+    step = _FixedStep(model, cache, attended, positions, at) if graphs else None
+    check_every = GPU_CHECK_EVERY if rows.is_cuda else 1
     for end in range(prompt_length, prompt_length + limit):
-        scores = logits_processor(rows[live, :end], logits.float())
+        logits = logits.float()
+        scores = logits_processor(rows[live, :end], logits)
         tokens = sample_nucleus(scores, top_p) if generation_config.do_sample else scores.argmax(dim=1)
         tokens = tokens.where(~ended, generation_config.pad_token_id)
         rows[live, end] = tokens
+        if logprobs is not None:
+            logprobs[live, end - prompt_length] = -cross_entropy(logits / temperature, tokens, reduction="none")
         ended |= torch.isin(tokens, stops)
-        if ended.all() or end == prompt_length + limit - 1:
+        if end == prompt_length + limit - 1:
             break
-        if 4 * ended.sum() >= len(ended):  # fewer rows are worth a copy of the cache
-            stay = (~ended).nonzero().squeeze(1)
-            cache.batch_select_indices(stay)
-            attended, positions, tokens, live, ended = (
-                part[stay] for part in (attended, positions, tokens, live, ended)
-            )
+        if (end - prompt_length) % check_every == 0:
+            if ended.all():
+                break
+            if step is None and 4 * ended.sum() >= len(ended):  # fewer rows are worth a copy of the cache
+                stay = (~ended).nonzero().squeeze(1)
+                cache.batch_select_indices(stay)
+                attended, positions, tokens, live, ended = (
+                    part[stay] for part in (attended, positions, tokens, live, ended)
+                )
+        if step is not None:
+            logits = step(tokens)
+            continue
         positions = positions + 1
         logits = model(
             input_ids=tokens[:, None],
@@ -147,4 +183,45 @@ def decode(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    return rows[:, prompt_length : end + 1]
+    return rows[:, prompt_length : end + 1], None if logprobs is None else logprobs[:, : end + 1 - prompt_length]
+
+
+class _FixedStep:
+    """One decoding step whose shapes and addresses never change, captured as a CUDA graph when a GPU first runs it.
+
+    Reads the tokens that were sampled last, (b,), and returns the next logits, (b, V).
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: DynamicCache, attended: Tensor, positions: Tensor, at: Tensor):
+        self.tokens, self.positions, self.at = torch.zeros_like(positions), positions.clone(), at
+        filled = torch.arange(attended.shape[1], device=at.device) < at
+        self.visible = (attended.bool() & filled)[:, None, None, :]  # (b, 1, 1, P + T)
+        self.inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": self.visible}
+        self.model, self.cache, self.graph = model, cache, None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self.tokens.copy_(tokens[:, None])
+        self.positions += 1
+        self.visible.index_fill_(3, self.at, True)
+        if not self.tokens.is_cuda:
+            self.logits = self._forward()
+        else:
+            if self.graph is None:
+                self._capture()
+            self.graph.replay()
+        self.at += 1
+        return self.logits
+
+    def _forward(self) -> Tensor:
+        return self.model(**self.inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+    def _capture(self) -> None:
+        warm_up = torch.cuda.Stream()  # capture wants every kernel to have run before, on a stream of its own
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):
+            for _ in range(3):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(warm_up)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self._forward()

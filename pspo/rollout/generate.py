@@ -4,14 +4,15 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from pspo.rollout.decode import decode
-from pspo.rollout.types import Rollout
+from pspo.rollout.types import Decoder, Rollout, to_device
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Sampling:
         temperature: 0 decodes greedily.
         stop_ids: tokens that end a completion; part of it.
         max_rows: rows decoded at a time.
-        decoder: "pspo" (`pspo.rollout.decode`), or "hf" for the library's own loop, the reference; a repetition
-            penalty always takes the latter.
+        decoder: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), or
+            "hf" for the library's own loop, the reference; a repetition penalty always takes the latter.
+        logprobs: keep the log-probs that the tokens were sampled with; not with the library's own loop.
     """
 
     stop_ids: Sequence[int]
@@ -35,7 +37,12 @@ class Sampling:
     max_completion_tokens: int = 128
     min_completion_tokens: int = 0
     max_rows: int = 256
-    decoder: Literal["pspo", "hf"] = "pspo"
+    decoder: Decoder = "pspo"
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logprobs and (self.decoder == "hf" or self.repetition_penalty != 1):
+            raise ValueError("logprobs are not to be had from the library's own loop (decoder hf, repetition_penalty)")
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0
@@ -83,6 +90,18 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
+def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
+    """Raise ValueError where the model cannot be decoded that way."""
+    if decoder != "graphs":
+        return
+    full = all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+    if not full or model.config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"--rollout.decoder graphs needs sdpa attention and layers that attend to everything, which "
+            f"{type(model).__name__} ({model.config._attn_implementation}) has not; choose pspo"
+        )
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -95,7 +114,8 @@ def generate(
 
     Masks come from lengths, never from token values: a pad token may equal a stop token.
     """
-    prompt_ids, prompt_mask = (part.to(model.device) for part in left_pad(prompts, sampling.pad_id))
+    check_decoder(model, sampling.decoder)
+    prompt_ids, prompt_mask = (to_device(part, model.device) for part in left_pad(prompts, sampling.pad_id))
     at_a_time = max(1, sampling.max_rows // group_size)
     pieces = []
     with _inference(model):
@@ -104,44 +124,55 @@ def generate(
             pieces.append(_complete(model, ids[:, unpadded:], mask[:, unpadded:].long(), sampling, group_size))
 
     prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
-    width = max(piece.shape[1] for piece in pieces)
-    padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1]), value=sampling.pad_id) for piece in pieces]
-    completion_ids = torch.cat(padded)  # (B, T)
+    width = max(ids.shape[1] for ids, _ in pieces)
+    completion_ids = torch.cat([pad(ids, (0, width - ids.shape[1]), value=sampling.pad_id) for ids, _ in pieces])
     is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, device=model.device))
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
     completion_mask = torch.arange(width, device=model.device) < lengths[:, None]
     tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts)
+    logprobs = None
+    if sampling.logprobs:
+        logprobs = torch.cat([pad(part, (0, width - part.shape[1])) for _, part in pieces]).where(completion_mask, 0.0)
+    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs)
 
 
 def _complete(
     model: PreTrainedModel, prompt_ids: Tensor, attention_mask: Tensor, sampling: Sampling, group_size: int
-) -> Tensor:
-    """(N, P) prompts to (N * group_size, T) completions, padded after their stop token."""
+) -> tuple[Tensor, Tensor | None]:
+    """(N, P) prompts to (N * group_size, T) completions, padded after their stop token, and their log-probs."""
     config = sampling.generation_config()
-    if sampling.decoder == "pspo" and sampling.repetition_penalty == 1:  # the penalty's masks are made for fixed rows
+    if sampling.decoder != "hf" and sampling.repetition_penalty == 1:  # the penalty's masks are made for fixed rows
         config.top_p = 1.0  # ours; the rest is done by the library's processors
-        loop = partial(decode, group_size=group_size, top_p=sampling.top_p, stop_ids=sampling.stop_ids)
+        loop = partial(
+            decode,
+            group_size=group_size,
+            top_p=sampling.top_p,
+            temperature=sampling.temperature or 1.0,
+            stop_ids=sampling.stop_ids,
+            graphs=sampling.decoder == "graphs",
+            with_logprobs=sampling.logprobs,
+        )
         return model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config, custom_generate=loop)
     prompt_ids, attention_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, attention_mask))
     rows = model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config)
-    return rows[:, prompt_ids.shape[1] :]
+    return rows[:, prompt_ids.shape[1] :], None
 
 
 @contextlib.contextmanager
 def _inference(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the model's generation config and training mode, and give them back.
+    """Hide the model's generation config, training mode and compiled body, and give them back.
 
     transformers fills what we leave unset from the model's generation config, and refuses a KV cache in training mode
-    with gradient checkpointing.
+    with gradient checkpointing. A body compiled for training would be compiled anew for decoding.
     """
-    config, training = model.generation_config, model.training
+    config, training, body = model.generation_config, model.training, model.base_model
+    compiled, body._compiled_call_impl = body._compiled_call_impl, None
     model.generation_config = GenerationConfig()
     model.eval()
     try:
         yield
     finally:
-        model.generation_config = config
+        model.generation_config, body._compiled_call_impl = config, compiled
         model.train(training)

@@ -1,8 +1,17 @@
 """What a rollout is made of."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
+
+Decoder = Literal["pspo", "graphs", "hf"]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there; to a GPU from pinned memory, so that the CPU need not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -16,6 +25,8 @@ class Rollout:
         completion_mask: (B, T) bool, true through the first stop token inclusive.
         terminated: (B,) bool, false where the completion hit the token limit.
         texts: the completions as text, without special tokens.
+        sampler_logprobs: (B, T) float32, what the tokens were sampled with, at the temperature and before the nucleus
+            cut; None unless `Sampling.logprobs` asks for them. `token_logprobs` gives the same to rounding.
     """
 
     prompt_ids: Tensor
@@ -24,6 +35,7 @@ class Rollout:
     completion_mask: Tensor
     terminated: Tensor
     texts: list[str]
+    sampler_logprobs: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -40,7 +52,13 @@ class Rollout:
             completion_mask[:, :width],
             self.terminated[indices],
             [self.texts[i] for i in indices.tolist()],
+            None if self.sampler_logprobs is None else self.sampler_logprobs[indices, :width],
         )
+
+    @property
+    def token_ids(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """prompt_ids, prompt_mask, completion_ids, completion_mask: what `token_logprobs` takes."""
+        return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
     @property
     def tokens(self) -> int:
