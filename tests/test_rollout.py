@@ -228,6 +228,8 @@ class Scripted:
 
     device, training, generation_config = torch.device("cpu"), False, None
 
+    base_model = torch.nn.Identity()
+
     def __init__(self, rows):
         self.rows, self.seen = rows, []
 
