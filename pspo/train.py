@@ -25,10 +25,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from pspo.checkpoint import save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
-from pspo.evaluate import Prompts, evaluate, load_prompts, percent, room_for_prompts, table
+from pspo.evaluate import Prompts, evaluate, load_prompts, room_for_prompts
 from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_weights
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids, token_logprobs
+from pspo.results import percent, table
 from pspo.rollout import Batch, Rollout, Sampling, generate, group_relative_advantages
 from pspo.tasks import total_rewards
 
@@ -360,6 +361,8 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
         for part in fields(section):
             if part.name not in ("name_or_path", "revision", "limit") and getattr(section, part.name) != part.default:
                 switches[f"{name}.{part.name}"] = getattr(section, part.name)
+    if config.run.test_limit:
+        switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
     if config.rollout.max_completion_tokens != EvalConfig.max_completion_tokens:
         switches["eval.max_completion_tokens"] = config.rollout.max_completion_tokens
     switches["run.output_dir"] = Path(model).parent / "evaluation"
