@@ -237,6 +237,7 @@ class RunConfig:
         test_limit: held-out problems of the greedy evaluation before and after; 0 skips it.
         save_every: keep a copy of the model every so many optimizer steps (at the next rollout's end); 0 never.
         samples: completions of each rollout written to samples.jsonl.
+        tracker: where metrics.jsonl goes besides: tensorboard, wandb or trackio (pip install 'pspo[tensorboard]').
     """
 
     output_dir: str | None = None
@@ -248,6 +249,7 @@ class RunConfig:
     test_limit: int = 500
     save_every: int = 0
     samples: int = 2
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
