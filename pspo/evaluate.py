@@ -5,13 +5,12 @@ of the paper (the gold value anywhere in the response), pass@k, mean reward, for
 broken down by category and level where the data has them. Writes ``results.json`` and ``completions.jsonl``.
 
 Started again, an evaluation that was stopped goes on where it was: completions are kept chunk by chunk, and a chunk's
-random numbers depend on seed, temperature and chunk alone. So the results are those of one that was never stopped.
+random numbers depend on the seed and its place alone. So the results are those of one that was never stopped.
 """
 
 import hashlib
 import json
 import math
-import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,8 @@ from pspo.results import Evaluation, render, summarise
 from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.tasks import Problem, contains_answer, extract_answer, load_problems, matches_format, total_rewards
 from pspo.tasks.answers import TOLERANCE
+
+SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on every problem, drawing ``samples`` completions of each.
 
-    The same seed draws the same numbers, whatever was drawn before, and leaves torch's generators as they were.
+    The same seed draws the same numbers, at every temperature and whatever was drawn before, and leaves torch's
+    generators as they were.
 
     Args:
         max_tokens: see `chunks`; ``sampling.max_rows`` holds besides.
@@ -133,11 +135,10 @@ def evaluate(
     devices = [policy.device] if policy.device.type == "cuda" else []
     total = len(prompts) * samples
     with torch.random.fork_rng(devices), tqdm(total=total, desc=bar, leave=False, disable=not bar) as progress:
-        for chunk in chunks(lengths, samples, sampling.max_completion_tokens, max_tokens):
+        for number, chunk in enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens)):
             keys = [(i, sample) for i in chunk.problems for sample in chunk.samples]
             if not completions.keys() >= set(keys):
-                name = f"{seed} {sampling.temperature:g} {keys[0]}"
-                torch.manual_seed(random.Random(name).getrandbits(63))  # not of history, nor of PYTHONHASHSEED
+                torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
                 ids = [prompts.ids[i] for i in chunk.problems]
                 rollout = generate(policy, tokenizer, ids, sampling, len(chunk.samples))
                 problems = [prompts.problems[i] for i, _ in keys]

@@ -312,24 +312,23 @@ def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path):
         read_jsonl(file)
 
 
-def test_draws_depend_on_seed_temperature_and_chunk_alone(load, tokenizer, few):
+def test_each_chunk_of_each_seed_draws_its_own_numbers(load, tokenizer, few):
     policy = load("tiny-base")
-    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=8)
-    seeds = []
+    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=1)
 
-    def run(max_tokens, temperature=1.0, seed=0):
-        changed = replace(sampling, temperature=temperature)
+    def seeds(seed):
+        drawn = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "manual_seed", lambda value: seeds.append(value))
-            evaluate(policy, tokenizer, few, changed, RewardConfig(), seed=seed, max_tokens=max_tokens)
-        drawn = list(seeds)
-        seeds.clear()
+            patch.setattr(torch, "manual_seed", drawn.append)
+            evaluate(policy, tokenizer, few, sampling, RewardConfig(), samples=3, seed=seed, max_tokens=1)
         return drawn
 
-    every = [run(1), run(1, temperature=0.6), run(1, seed=1)]
-    assert [len(drawn) for drawn in every] == [4, 4, 4]
-    assert len({seed for drawn in every for seed in drawn}) == 12
-    assert run(1) == every[0]
+    every = [seeds(seed) for seed in (0, 1, 2, 2**32 - 1)]
+    assert [drawn[0] for drawn in every] == [0, 1, 2, 2**32 - 1]
+    assert [len(drawn) for drawn in every] == [12] * 4  # 4 problems, 3 samples each, one at a time
+    assert len({seed for drawn in every for seed in drawn}) == 48
+    assert all(0 <= seed < 2**32 for drawn in every for seed in drawn)  # else torch would cut it, and they might meet
+    assert seeds(1) == every[1]
 
 
 def test_fingerprint_tells_weights_and_problems_apart(tiny_model):
