@@ -209,36 +209,48 @@ def refuse_other_switches(output: Path, resolved: str) -> None:
         )
 
 
+def prepare(
+    config: EvaluateConfig, resolved: str, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prompts]:
+    """Load everything, and make the output folder or see that it holds this evaluation and no other.
+
+    Raises ValueError where it holds another, before the model is loaded where the switches tell.
+    """
+    output = Path(config.run.output_dir)
+    known = output / "fingerprint.json"  # of those files the last, so that it vouches for the others
+    check_output(output)
+    if known.exists():
+        refuse_other_switches(output, resolved)
+    elif any((output / name).exists() for name in ("completions.jsonl", "results.json")):
+        raise ValueError(f"--run.output_dir {output} holds results of something else; choose another folder")
+    tokenizer = load_tokenizer(config.model)
+    room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
+    prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
+    policy = load_policy(config.model, device)
+    about = fingerprint(policy, prompts)
+    if known.exists():
+        old = json.loads(known.read_text(encoding="utf-8"))
+        if changed := [name for name in about if old.get(name) != about[name]]:
+            raise ValueError(
+                f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
+                "name: choose another folder"
+            )
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        write_text(output / "config.yaml", resolved)
+        write_json(output / "environment.json", environment(str(device)))
+        write_json(known, about)
+    return policy, tokenizer, prompts
+
+
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     output = Path(config.run.output_dir)
-    known, kept, finished = (output / name for name in ("fingerprint.json", "completions.jsonl", "results.json"))
+    kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
-        check_output(output)
-        if known.exists():
-            refuse_other_switches(output, resolved)
-        elif kept.exists() or finished.exists():
-            raise ValueError(f"--run.output_dir {output} holds results of something else; choose another folder")
-        tokenizer = load_tokenizer(config.model)
-        room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
-        prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
-        policy = load_policy(config.model, device)
-        about = fingerprint(policy, prompts)
-        if known.exists():
-            old = json.loads(known.read_text(encoding="utf-8"))
-            if changed := [name for name in about if old.get(name) != about[name]]:
-                raise ValueError(
-                    f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
-                    "name: choose another folder"
-                )
-        else:
-            output.mkdir(parents=True, exist_ok=True)
-            write_text(output / "config.yaml", resolved)
-            write_json(output / "environment.json", environment(str(device)))
-            write_json(known, about)
+        policy, tokenizer, prompts = prepare(config, resolved, device)
         done = read_jsonl(kept)
-
     if finished.exists():
         print(f"finished before, nothing to do: {finished}\n")
         print(render(json.loads(finished.read_text(encoding="utf-8"))))
@@ -247,31 +259,35 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"going on with {output}: {len(done):,} completions are there")
 
     completions, results = [], {}
-    for temperature in config.eval.temperatures:
-        sampling = Sampling(
-            stop_ids=stop_token_ids(policy, tokenizer),
-            pad_id=tokenizer.pad_token_id,
-            temperature=temperature,
-            top_p=config.eval.top_p,
-            max_completion_tokens=config.eval.max_completion_tokens,
-            max_rows=config.eval.max_tokens,  # no limit of its own
-        )
-        with autocast(config.model.autocast, device):
-            result = evaluate(
-                policy,
-                tokenizer,
-                prompts,
-                sampling,
-                config.reward,
-                samples=config.eval.samples if temperature > 0 else 1,
-                seed=config.run.seed,
-                max_tokens=config.eval.max_tokens,
-                bar=f"T={temperature:g}",
-                done=[record for record in done if record["temperature"] == temperature],
-                save=lambda records: append_jsonl(kept, *records),
+    try:
+        for temperature in config.eval.temperatures:
+            sampling = Sampling(
+                stop_ids=stop_token_ids(policy, tokenizer),
+                pad_id=tokenizer.pad_token_id,
+                temperature=temperature,
+                top_p=config.eval.top_p,
+                max_completion_tokens=config.eval.max_completion_tokens,
+                max_rows=config.eval.max_tokens,  # no limit of its own
             )
-        completions += result.completions
-        results[f"{temperature:g}"] = result.results()
+            with autocast(config.model.autocast, device):
+                result = evaluate(
+                    policy,
+                    tokenizer,
+                    prompts,
+                    sampling,
+                    config.reward,
+                    samples=config.eval.samples if temperature > 0 else 1,
+                    seed=config.run.seed,
+                    max_tokens=config.eval.max_tokens,
+                    bar=f"T={temperature:g}",
+                    done=[record for record in done if record["temperature"] == temperature],
+                    save=lambda records: append_jsonl(kept, *records),
+                )
+            completions += result.completions
+            results[f"{temperature:g}"] = result.results()
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on with {output}", file=sys.stderr)
+        raise SystemExit(130) from None
     write_text(kept, to_jsonl(completions))  # in order, where a chunk that was cut short left some twice
     summary = {
         "model": config.model.name_or_path,

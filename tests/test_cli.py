@@ -466,6 +466,7 @@ def test_evaluate_refuses_to_mix_evaluations(here, capsys, monkeypatch):
     assert "holds results of something else" in line()
 
 
+@pytest.mark.slow
 def test_evaluate_killed_and_started_again_ends_as_if_nothing_had_been(here, capsys):
     args = ["--data.limit=40", "--eval.temperatures=[0, 0.7]", "--eval.samples=3", "--eval.max_tokens=1000"]
     pspo.evaluate.main([*args, "--run.output_dir=whole"])
@@ -492,6 +493,49 @@ def test_evaluate_killed_and_started_again_ends_as_if_nothing_had_been(here, cap
     assert f"going on with out: {at[1]} completions are there\n" in capsys.readouterr().out
     for name in ("completions.jsonl", "results.json"):
         assert (here / "out" / name).read_bytes() == (here / "whole" / name).read_bytes()
+
+
+def test_an_evaluation_interrupted_by_hand_says_how_to_go_on(here, capsys, monkeypatch):
+    args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--run.output_dir=out"]
+    generate, calls = pspo.evaluate.generate, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(*arguments)
+
+    monkeypatch.setattr(pspo.evaluate, "generate", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        pspo.evaluate.main(args)
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err.endswith("\nstopped; the same command goes on with out\n")
+    pspo.evaluate.main(args)
+    assert len(calls) == 5  # two before, two after
+    assert "going on with out: 2 completions are there" in capsys.readouterr().out
+
+
+DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"development data not found at {DATA}")
+@pytest.mark.parametrize(
+    ("name", "parts"), [("gsm8k", set()), ("svamp", {"category"}), ("asdiv", {"category"}), ("math", {"level"})]
+)
+def test_evaluate_on_each_benchmark(here, name, parts):
+    pspo.evaluate.main([
+        f"--data.name={name}", f"--data.path={DATA}", "--data.limit=12",
+        "--eval.max_completion_tokens=1", "--run.output_dir=out",
+    ])  # fmt: skip
+    results = json.loads((here / "out/results.json").read_text())
+    completions = read_jsonl(here / "out/completions.jsonl")
+    assert len(completions) == results["n"] > 0
+    result = results["temperatures"]["0"]
+    assert parts <= set(result["breakdown"]) <= {"category", "level"}
+    for groups in result["breakdown"].values():
+        assert sum(group["n"] for group in groups.values()) == results["n"]
+        right = sum(group["n"] * group["accuracy"]["value"] for group in groups.values())
+        assert right / results["n"] == pytest.approx(result["accuracy"]["value"])
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

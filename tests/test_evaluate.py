@@ -18,7 +18,7 @@ import pspo.evaluate
 from pspo.config import DataConfig, ModelConfig, RewardConfig
 from pspo.evaluate import Chunk, Prompts, chunks, evaluate, fingerprint, load_prompts, room_for_prompts
 from pspo.metrics import append_jsonl, cluster_bootstrap, read_jsonl, wilson
-from pspo.results import pass_at_k, percent, render, table
+from pspo.results import pass_at_k, percent, render, summarise, table
 from pspo.rollout import Rollout, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
 from pspo.tasks import Problem, load_problems
@@ -209,6 +209,11 @@ def test_results_and_their_tables(monkeypatch):
     }
     assert breakdown["category"]["add"]["accuracy"]["ci95"] == list(cluster_bootstrap(np.array([1, 0.5, 1, 0])))
     assert breakdown["category"]["divide"]["true_accuracy"] == {"value": 0.0, "ci95": [0.0, 0.0]}
+
+    mixed = [replace(problem, source=source) for problem, source in zip(problems, ["a", *"bbbbbb"], strict=True)]
+    breakdown = summarise(mixed, result.completions, samples=2).breakdown
+    assert {source: group["n"] for source, group in breakdown["source"].items()} == {"a": 1, "b": 6}
+    assert breakdown["source"]["a"]["accuracy"] == {"value": 1.0, "ci95": (1.0, 1.0)}
 
     greedy = evaluate(NoPolicy(), None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig()).results()
     assert greedy["breakdown"]["level"]["1"]["accuracy"] == {"value": 0.0, "ci95": wilson(0, 4)}  # turns went on to 2
