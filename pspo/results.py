@@ -67,7 +67,8 @@ class Evaluation:
 def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]], samples: int) -> Evaluation:
     """Means and intervals over the records of `pspo.evaluate.evaluate`: ``samples`` of each problem, in order.
 
-    Intervals are Wilson's for one sample per problem, otherwise of a bootstrap over the problems.
+    Intervals are Wilson's for one sample per problem, otherwise of a bootstrap over the problems, which has no width
+    where all problems come out alike.
     """
 
     def by_problem(key: str) -> np.ndarray:  # (n,) mean over each problem's samples
@@ -86,16 +87,17 @@ def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]]
 
     breakdown = {}
     for part in ("source", "category", "level"):
-        values = np.array([getattr(problem, part) for problem in problems])
-        groups = {str(value): values == value for value in np.unique(values)}  # (n,) bool
+        groups: dict[str, list[int]] = {}  # indices of the problems
+        for i, problem in enumerate(problems):
+            groups.setdefault(getattr(problem, part), []).append(i)
         if len(groups) > 1:
             breakdown[part] = {
                 value: {
-                    "n": int(group.sum()),
+                    "n": len(group),
                     "accuracy": {"value": float(correct[group].mean()), "ci95": interval(correct[group])},
                     "true_accuracy": {"value": float(contains[group].mean()), "ci95": interval(contains[group])},
                 }
-                for value, group in groups.items()
+                for value, group in sorted(groups.items())
             }
 
     return Evaluation(
