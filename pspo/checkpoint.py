@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the model and its tokenizer in `save_pretrained` form, replacing what ``folder`` held.
+def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+    """Write the model, its tokenizer and its card in `save_pretrained` form, replacing what ``folder`` held.
 
     The files are complete and on disk before they take the folder's name. A save that fails (disk full) raises
     OSError and leaves what was there.
@@ -21,6 +21,7 @@ def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     folder.parent.mkdir(parents=True, exist_ok=True)
     policy.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").write_text(card, encoding="utf-8")
     for path in (*temporary.rglob("*"), temporary):
         _sync(path)
     if folder.exists():

@@ -242,6 +242,7 @@ class RunConfig:
         test_limit: held-out problems of the greedy evaluation before and after; 0 skips it.
         save_every: keep a copy of the model every so many optimizer steps (at the next rollout's end); 0 never.
         samples: completions of each rollout written to samples.jsonl.
+        tracker: where metrics.jsonl goes besides: tensorboard, wandb or trackio (pip install 'pspo[tensorboard]').
     """
 
     output_dir: str | None = None
@@ -253,6 +254,7 @@ class RunConfig:
     test_limit: int = 500
     save_every: int = 0
     samples: int = 2
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
@@ -295,7 +297,7 @@ class EvalConfig:
         samples: completions per problem at temperatures above 0.
         top_p: nucleus mass.
         max_completion_tokens: limit of a completion.
-        max_rows: rows decoded at a time.
+        max_tokens: decoded at a time, as rows x (longest prompt + max_completion_tokens); lower it to save memory.
     """
 
     split: Literal["train", "validation", "test"] = "test"
@@ -303,16 +305,18 @@ class EvalConfig:
     samples: int = 1
     top_p: float = 1.0
     max_completion_tokens: int = 128
-    max_rows: int = 256
+    max_tokens: int = 65_536
 
     def __post_init__(self) -> None:
         ok = len(self.temperatures) > 0 and all(0 <= temperature < math.inf for temperature in self.temperatures)
         require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
+        names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
+        require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
         require(self.samples > 0, "eval.samples", "must be above 0", self.samples)
         require(0 < self.top_p <= 1, "eval.top_p", "must be in (0, 1]", self.top_p)
         limit = self.max_completion_tokens
         require(limit > 0, "eval.max_completion_tokens", "must be above 0", limit)
-        require(self.max_rows > 0, "eval.max_rows", "must be above 0", self.max_rows)
+        require(self.max_tokens > 0, "eval.max_tokens", "must be above 0", self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,7 @@ class EvalRunConfig:
     """Where to and from which seed.
 
     Args:
-        output_dir: folder for results.json and completions.jsonl.
+        output_dir: folder for results.json and completions.jsonl; one that holds part of them is gone on with.
         seed: of the sampling.
     """
 

@@ -1,28 +1,36 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Temperatures times samples per problem: accuracy by the default rule of `extract_answer`, the true accuracy of the paper
-(the gold value anywhere in the response), pass@k, mean reward, format, length; with 95% intervals. Writes
-``results.json`` and ``completions.jsonl``.
+Temperatures times samples per problem: accuracy by the rule that the reward uses (`extract_answer`), the true accuracy
+of the paper (the gold value anywhere in the response), pass@k, mean reward, format, length; with 95% intervals, and
+broken down by category and level where the data has them. Writes ``results.json`` and ``completions.jsonl``.
+
+Started again, an evaluation that was stopped goes on where it was: completions are kept chunk by chunk, and a chunk's
+random numbers depend on the seed and its place alone. So the results are those of one that was never stopped.
 """
 
+import hashlib
+import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import yaml
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.config import DataConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.metrics import append_jsonl, check_output, cluster_bootstrap, environment, wilson, write_json, write_text
+from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
+from pspo.metrics import append_jsonl, check_output, environment, read_jsonl, to_jsonl, write_json, write_text
 from pspo.model import autocast, load_model_config, load_policy, load_tokenizer, stop_token_ids
+from pspo.results import Evaluation, render, summarise
 from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.tasks import Problem, contains_answer, extract_answer, load_problems, matches_format, total_rewards
 from pspo.tasks.answers import TOLERANCE
+
+SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
 
 @dataclass(frozen=True)
@@ -34,37 +42,6 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.problems)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Means over n problems, and over the samples of each.
-
-    Attributes:
-        accuracy: share whose extracted answer is right; ci95 is its interval.
-        true_accuracy: share with the gold value anywhere in the response.
-        pass_at_k: by k, the unbiased estimate (Chen et al. 2021, "Evaluating LLMs Trained on Code").
-        format_share: share ending in the format "#### number".
-        truncated_share: share that hit the token limit.
-        completion_tokens: mean length.
-    """
-
-    accuracy: float
-    ci95: tuple[float, float]
-    n: int
-    true_accuracy: float
-    true_accuracy_ci95: tuple[float, float]
-    mean_reward: float
-    format_share: float
-    truncated_share: float
-    completion_tokens: float
-    samples: int = 1
-    pass_at_k: dict[int, float] = field(default_factory=dict)
-    completions: list[dict[str, Any]] = field(default_factory=list, repr=False)
-
-    def record(self) -> dict[str, Any]:
-        """All but the completions, as JSON has it."""
-        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "completions"}
 
 
 def load_prompts(
@@ -99,6 +76,36 @@ def load_prompts(
     return Prompts([problems[i] for i in kept], [ids[i] for i in kept])
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """What is decoded at a time: these samples of each of these problems."""
+
+    problems: list[int]
+    samples: range
+
+
+def chunks(lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int) -> list[Chunk]:
+    """Divide ``samples`` of each prompt so that rows x (longest prompt + max_completion_tokens) fits max_tokens.
+
+    Prompts of similar lengths come together: less padding. A problem's samples are divided only where they do not fit;
+    a single row is decoded whatever its length.
+
+    Args:
+        lengths: tokens of each prompt.
+    """
+    parts, together = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        rows = max(1, max_tokens // (lengths[i] + max_completion_tokens))  # i is the longest so far
+        if together and (len(together) + 1) * samples > rows:
+            parts.append(Chunk(together, range(samples)))
+            together = []
+        if samples <= rows:
+            together.append(i)
+        else:
+            parts += [Chunk([i], range(s, min(s + rows, samples))) for s in range(0, samples, rows)]
+    return [*parts, Chunk(together, range(samples))] if together else parts
+
+
 def evaluate(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -108,75 +115,59 @@ def evaluate(
     *,
     samples: int = 1,
     seed: int = 0,
+    max_tokens: int = EvalConfig.max_tokens,
     bar: str = "",
+    done: Iterable[dict[str, Any]] = (),
+    save: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> Evaluation:
     """Evaluate on every problem, drawing ``samples`` completions of each.
 
-    The same seed draws the same numbers, whatever was drawn before, and leaves torch's generators as they were.
+    The same seed draws the same numbers, at every temperature and whatever was drawn before, and leaves torch's
+    generators as they were.
+
+    Args:
+        max_tokens: see `chunks`; ``sampling.max_rows`` holds besides.
+        done: records of an earlier call with the same arguments; chunks that are complete in it are not drawn again.
+        save: called with each new chunk's records.
     """
-    completions: list[dict[str, Any]] = []
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts.ids[i]))  # similar lengths together: less padding
-    at_a_time = max(1, sampling.max_rows // samples)
+    completions = {(record["problem"], record["sample"]): record for record in done}
+    lengths = [len(ids) for ids in prompts.ids]
     devices = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), tqdm(total=len(order), desc=bar, leave=False, disable=not bar) as progress:
-        torch.manual_seed(seed)
-        for start in range(0, len(order), at_a_time):
-            chunk = order[start : start + at_a_time]
-            rollout = generate(policy, tokenizer, [prompts.ids[i] for i in chunk], sampling, samples)
-            rows = [i for i in chunk for _ in range(samples)]
-            problems = [prompts.problems[i] for i in rows]
-            totals, _ = total_rewards(reward.functions, reward.weights, rollout.texts, problems)
-            ended, lengths = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
-            for row, i in enumerate(rows):
-                text, gold = rollout.texts[row], prompts.problems[i].answer
-                answer = extract_answer(text)
-                completions.append(
-                    {
-                        "problem": i,
-                        "prompt": prompts.problems[i].prompt,
-                        "gold": str(gold),
-                        "completion": text,
-                        "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
-                        "contains_gold": contains_answer(text, gold),
-                        "format": matches_format(text),
-                        "reward": totals[row],
-                        "tokens": lengths[row],
-                        "truncated": not ended[row],
-                    }
-                )
-            progress.update(len(chunk))
-    completions.sort(key=lambda completion: completion["problem"])
-    return _summarise(completions, len(prompts), samples)
-
-
-def _summarise(completions: list[dict[str, Any]], n: int, samples: int) -> Evaluation:
-    def by_problem(key: str) -> np.ndarray:  # (n,) mean over each problem's samples
-        return np.array([completion[key] for completion in completions], dtype=float).reshape(n, samples).mean(axis=1)
-
-    def interval(values: np.ndarray) -> tuple[float, float]:
-        return wilson(values.sum(), n) if samples == 1 else cluster_bootstrap(values)
-
-    correct, contains = by_problem("correct"), by_problem("contains_gold")
-    powers = [2**j for j in range(samples.bit_length()) if 2**j <= samples]
-    return Evaluation(
-        accuracy=float(correct.mean()),
-        ci95=interval(correct),
-        n=n,
-        true_accuracy=float(contains.mean()),
-        true_accuracy_ci95=interval(contains),
-        mean_reward=float(by_problem("reward").mean()),
-        format_share=float(by_problem("format").mean()),
-        truncated_share=float(by_problem("truncated").mean()),
-        completion_tokens=float(by_problem("tokens").mean()),
-        samples=samples,
-        pass_at_k={k: float(np.mean([pass_at_k(samples, round(c * samples), k) for c in correct])) for k in powers},
-        completions=completions,
-    )
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold at least one of the ``correct`` ones."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+    total = len(prompts) * samples
+    with torch.random.fork_rng(devices), tqdm(total=total, desc=bar, leave=False, disable=not bar) as progress:
+        for number, chunk in enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens)):
+            keys = [(i, sample) for i in chunk.problems for sample in chunk.samples]
+            if not completions.keys() >= set(keys):
+                torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
+                ids = [prompts.ids[i] for i in chunk.problems]
+                rollout = generate(policy, tokenizer, ids, sampling, len(chunk.samples))
+                problems = [prompts.problems[i] for i, _ in keys]
+                totals, _ = total_rewards(reward.functions, reward.weights, rollout.texts, problems)
+                ended, tokens = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
+                records = []
+                for row, (i, sample) in enumerate(keys):
+                    text, gold = rollout.texts[row], problems[row].answer
+                    answer = extract_answer(text)
+                    records.append(
+                        {
+                            "temperature": sampling.temperature,
+                            "problem": i,
+                            "sample": sample,
+                            "prompt": problems[row].prompt,
+                            "gold": str(gold),
+                            "completion": text,
+                            "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
+                            "contains_gold": contains_answer(text, gold),
+                            "format": matches_format(text),
+                            "reward": totals[row],
+                            "tokens": tokens[row],
+                            "truncated": not ended[row],
+                        }
+                    )
+                save(records)
+                completions |= zip(keys, records, strict=True)
+            progress.update(len(keys))
+    return summarise(prompts.problems, [completions[key] for key in sorted(completions)], samples)
 
 
 def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
@@ -190,78 +181,128 @@ def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: st
     return math.inf if positions is None else positions - max_completion_tokens
 
 
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text, the first row as the header, all but the first column to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        first, *rest = zip(row, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip())
-    return "\n".join(lines)
+def fingerprint(policy: PreTrainedModel, prompts: Prompts) -> dict[str, str]:
+    """What an evaluation is about, beyond its configuration: SHA-256 of the model's weights and of its problems."""
+    weights = hashlib.sha256()
+    for name, tensor in policy.state_dict().items():
+        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    parts = [
+        (ids, str(problem.answer), problem.source, problem.category, problem.level)
+        for ids, problem in zip(prompts.ids, prompts.problems, strict=True)
+    ]
+    return {"model weights": weights.hexdigest(), "problems": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
 
-def percent(share: float, ci95: tuple[float, float] | None = None) -> str:
-    """A share as "42.0%", with its interval as "42.0% [37.7, 46.4]"."""
-    interval = f" [{100 * ci95[0]:.1f}, {100 * ci95[1]:.1f}]" if ci95 else ""
-    return f"{100 * share:.1f}%{interval}"
+def refuse_other_switches(output: Path, resolved: str) -> None:
+    """Raise ValueError where the folder holds an evaluation with other switches, naming those that differ."""
+    old, new = (
+        {f"{section}.{name}": value for section, part in yaml.safe_load(text).items() for name, value in part.items()}
+        for text in ((output / "config.yaml").read_text(encoding="utf-8"), resolved)
+    )
+    changed = [name for name in new if old.get(name) != new[name] and name != "run.output_dir"]
+    if changed:
+        differences = ", ".join(f"--{name} is {old.get(name)!r} there and {new[name]!r} here" for name in changed)
+        raise ValueError(
+            f"--run.output_dir {output} holds another evaluation ({differences}): choose another folder, or the same "
+            "switches to go on with it"
+        )
+
+
+def prepare(
+    config: EvaluateConfig, resolved: str, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prompts]:
+    """Load everything, and make the output folder or see that it holds this evaluation and no other.
+
+    Raises ValueError where it holds another, before the model is loaded where the switches tell.
+    """
+    output = Path(config.run.output_dir)
+    known = output / "fingerprint.json"  # of those files the last, so that it vouches for the others
+    check_output(output)
+    if known.exists():
+        refuse_other_switches(output, resolved)
+    elif any((output / name).exists() for name in ("completions.jsonl", "results.json")):
+        raise ValueError(f"--run.output_dir {output} holds results of something else; choose another folder")
+    tokenizer = load_tokenizer(config.model)
+    room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
+    prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
+    policy = load_policy(config.model, device)
+    about = fingerprint(policy, prompts)
+    if known.exists():
+        old = json.loads(known.read_text(encoding="utf-8"))
+        if changed := [name for name in about if old.get(name) != about[name]]:
+            raise ValueError(
+                f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
+                "name: choose another folder"
+            )
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        write_text(output / "config.yaml", resolved)
+        write_json(output / "environment.json", environment(str(device)))
+        write_json(known, about)
+    return policy, tokenizer, prompts
 
 
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    output = Path(config.run.output_dir)
+    kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
-        output = Path(config.run.output_dir)
-        check_output(output)
-        if (output / "results.json").exists():
-            raise ValueError(f"--run.output_dir {output} already holds results; choose another")
-        tokenizer = load_tokenizer(config.model)
-        room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
-        prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
-        policy = load_policy(config.model, device)
-        output.mkdir(parents=True, exist_ok=True)
-    write_text(output / "config.yaml", resolved)
-    write_json(output / "environment.json", environment(str(device)))
-    (output / "completions.jsonl").unlink(missing_ok=True)  # of an evaluation that was cut short
+        policy, tokenizer, prompts = prepare(config, resolved, device)
+        done = read_jsonl(kept)
+    if finished.exists():
+        print(f"finished before, nothing to do: {finished}\n")
+        print(render(json.loads(finished.read_text(encoding="utf-8"))))
+        return
+    if done:
+        print(f"going on with {output}: {len(done):,} completions are there")
 
-    results = {}
-    rows = [("temperature", "accuracy [95%]", "true accuracy [95%]", "reward", "format", "truncated", "tokens")]
-    for temperature in config.eval.temperatures:
-        sampling = Sampling(
-            stop_ids=stop_token_ids(policy, tokenizer),
-            pad_id=tokenizer.pad_token_id,
-            temperature=temperature,
-            top_p=config.eval.top_p,
-            max_completion_tokens=config.eval.max_completion_tokens,
-            max_rows=config.eval.max_rows,
-        )
-        samples = config.eval.samples if temperature > 0 else 1
-        with autocast(config.model.autocast, device):
-            result = evaluate(
-                policy, tokenizer, prompts, sampling, config.reward,
-                samples=samples, seed=config.run.seed, bar=f"T={temperature:g}",
-            )  # fmt: skip
-        append_jsonl(output / "completions.jsonl", *({"temperature": temperature} | c for c in result.completions))
-        results[f"{temperature:g}"] = result.record()
-        rows.append(
-            (
-                f"{temperature:g}",
-                percent(result.accuracy, result.ci95),
-                percent(result.true_accuracy, result.true_accuracy_ci95),
-                f"{result.mean_reward:.3f}",
-                percent(result.format_share),
-                percent(result.truncated_share),
-                f"{result.completion_tokens:.1f}",
+    completions, results = [], {}
+    try:
+        for temperature in config.eval.temperatures:
+            sampling = Sampling(
+                stop_ids=stop_token_ids(policy, tokenizer),
+                pad_id=tokenizer.pad_token_id,
+                temperature=temperature,
+                top_p=config.eval.top_p,
+                max_completion_tokens=config.eval.max_completion_tokens,
+                max_rows=config.eval.max_tokens,  # no limit of its own
             )
-        )
-    write_json(output / "results.json", {"model": config.model.name_or_path, "data": config.data.name, **results})
-    print(f"{config.model.name_or_path} on {len(prompts)} problems of {config.data.name} {config.eval.split}")
-    print(table(rows))
-    for temperature, result in results.items():
-        if result["samples"] > 1:
-            passes = ", ".join(f"pass@{k} {percent(share)}" for k, share in result["pass_at_k"].items())
-            print(f"T={temperature}: {passes} ({result['samples']} samples each)")
-    print(f"results: {output / 'results.json'}")
+            with autocast(config.model.autocast, device):
+                result = evaluate(
+                    policy,
+                    tokenizer,
+                    prompts,
+                    sampling,
+                    config.reward,
+                    samples=config.eval.samples if temperature > 0 else 1,
+                    seed=config.run.seed,
+                    max_tokens=config.eval.max_tokens,
+                    bar=f"T={temperature:g}",
+                    done=[record for record in done if record["temperature"] == temperature],
+                    save=lambda records: append_jsonl(kept, *records),
+                )
+            completions += result.completions
+            results[f"{temperature:g}"] = result.results()
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on with {output}", file=sys.stderr)
+        raise SystemExit(130) from None
+    write_text(kept, to_jsonl(completions))  # in order, where a chunk that was cut short left some twice
+    summary = {
+        "model": config.model.name_or_path,
+        "data": config.data.name,
+        "split": config.eval.split,
+        "n": len(prompts),
+        "samples": config.eval.samples,
+        "top_p": config.eval.top_p,
+        "max_completion_tokens": config.eval.max_completion_tokens,
+        "seed": config.run.seed,
+        "temperatures": results,
+    }
+    write_json(finished, summary)
+    print(render(summary))
+    print(f"\nresults: {finished}")
 
 
 if __name__ == "__main__":

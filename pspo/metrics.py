@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ def wilson(successes: float, n: int, z: float = 1.959963984540054) -> tuple[floa
 def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
     """95% percentile interval of the mean of values (n,), one per cluster, resampling the clusters."""
     rng = np.random.default_rng(seed)
-    means = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(resamples)]
+    blocks = [min(100, resamples - start) for start in range(0, resamples, 100)]  # all at once would take gigabytes
+    means = np.concatenate([values[rng.integers(len(values), size=(b, len(values)))].mean(axis=1) for b in blocks])
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
@@ -57,14 +58,35 @@ def peak_memory_gb(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
-    """Add one line a record; what is not finite becomes null, for JSON knows no NaN."""
-    records = [
+def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
+    """One line a record; what is not finite becomes null, for JSON knows no NaN."""
+    records = (
         {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
         for record in records
-    ]
+    )
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        file.write(to_jsonl(records))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that `append_jsonl` wrote, none if there is no file.
+
+    A last line that was cut short, as by a kill, is cut off the file. Raises ValueError for other damage.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    try:
+        return [json.loads(line) for line in whole.splitlines()]  # of bytes: splits at ASCII line ends only
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to start again") from error
 
 
 def check_output(folder: Path) -> None:

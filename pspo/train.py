@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from pspo.card import model_card
 from pspo.checkpoint import save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
-from pspo.evaluate import Prompts, evaluate, load_prompts, percent, room_for_prompts, table
+from pspo.evaluate import Prompts, evaluate, load_prompts, room_for_prompts
 from pspo.losses import Counts, diagnose, kl_estimate, token_divisors, token_weights
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import (
@@ -36,6 +38,7 @@ from pspo.model import (
     stop_token_ids,
     token_logprobs,
 )
+from pspo.results import percent, table
 from pspo.rollout import (
     Batch,
     Rollout,
@@ -46,6 +49,7 @@ from pspo.rollout import (
     to_device,
 )
 from pspo.tasks import total_rewards
+from pspo.trackers import Tracker, check_tracker, start_tracker
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Setup:
     sampling: Sampling
     prompts: dict[str, Prompts]  # by split
     output: Path
+    tracker: Tracker
 
 
 def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
@@ -76,9 +81,17 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
     device, group_size, max_tokens = learner.policy.device, config.rollout.group_size, config.run.max_tokens or math.inf
     start, tokens, order = time.perf_counter(), 0, prompt_order(len(prompts), config.run.seed)
     before = test_accuracy(config, setup, learner.policy, "test before")
-    best = {"step": 0} | validate(config, setup) if config.run.validate_every else {}
+    best = validated = {"step": 0} | validate(config, setup) if config.run.validate_every else {}
+
+    def save(folder: Path) -> None:
+        path = "path/to/data" if config.data.path else None  # in place of a path of this machine
+        command = evaluate_command(replace(config, data=replace(config.data, path=path)), "path/to/this/model")
+        progress = {"problems": len(prompts), "step": learner.steps, "tokens": tokens}
+        card = model_card(config, command, **progress, before=before, validation=validated)
+        save_model(learner.policy, tokenizer, folder, card)
+
     if best:
-        save_model(learner.policy, tokenizer, output / "best")
+        save(output / "best")
 
     with tqdm(total=config.run.max_steps, desc="train", unit="step") as bar:
         while learner.steps < config.run.max_steps and tokens < max_tokens:
@@ -108,14 +121,17 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
                 with watch("validate"):
                     validation = validate(config, setup)
                 metrics |= validation
+                validated = {"step": learner.steps} | validation
                 if validation["validation_reward"] > best["validation_reward"]:
-                    best = {"step": learner.steps} | validation
-                    save_model(learner.policy, tokenizer, output / "best")
+                    best = validated
+                    save(output / "best")
             if crossed(config.run.save_every, first_step, learner.steps):
-                save_model(learner.policy, tokenizer, output / "checkpoints" / f"step-{learner.steps:06d}")
+                save(output / "checkpoints" / f"step-{learner.steps:06d}")
 
             seconds = {f"seconds/{phase}": round(spent, 4) for phase, spent in watch.seconds.items()}
-            append_jsonl(output / "metrics.jsonl", {"step": learner.steps, "tokens": tokens} | metrics | seconds)
+            line = {"step": learner.steps, "tokens": tokens} | metrics | seconds
+            append_jsonl(output / "metrics.jsonl", line)
+            setup.tracker.log(line)
             shown = range(0, len(rollout), group_size)[: config.run.samples]
             append_jsonl(output / "samples.jsonl", *(
                 {"step": learner.steps, "prompt": problems[i].prompt, "gold": str(problems[i].answer),
@@ -126,7 +142,7 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
             length = metrics["completion_tokens"]
             bar.set_postfix_str(f"reward {metrics['reward']:.3f}, length {length:.0f}, {rate:,.0f} tokens/s")
 
-    save_model(learner.policy, tokenizer, output / "final")
+    save(output / "final")
     returned = output / ("best" if best else "final")
     policy = load_policy(replace(config.model, name_or_path=str(returned)), device) if best else learner.policy
     summary = {
@@ -140,6 +156,7 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
         "best_step": best.get("step", learner.steps),
     }
     write_json(output / "summary.json", summary)
+    setup.tracker.finish()
     return summary
 
 
@@ -346,6 +363,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     check_output(output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
+    check_tracker(config.run.tracker)
 
     tokenizer = load_tokenizer(config.model)
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
@@ -384,7 +402,8 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "config.yaml", resolved)
     write_json(output / "environment.json", environment(str(device)))
-    return Setup(Learner(policy, reference, optimizer, scheduler), tokenizer, sampling, prompts, output)
+    tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved))
+    return Setup(Learner(policy, reference, optimizer, scheduler), tokenizer, sampling, prompts, output, tracker)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -421,6 +440,8 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
         for part in fields(section):
             if part.name not in ("name_or_path", "revision", "limit") and getattr(section, part.name) != part.default:
                 switches[f"{name}.{part.name}"] = getattr(section, part.name)
+    if config.run.test_limit:
+        switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
     if config.rollout.max_completion_tokens != EvalConfig.max_completion_tokens:
         switches["eval.max_completion_tokens"] = config.rollout.max_completion_tokens
     switches["run.output_dir"] = Path(model).parent / "evaluation"

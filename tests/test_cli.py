@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -365,7 +367,13 @@ class Brevity(Reward):
     (command,) = re.findall(r"^evaluate it: python -m pspo\.evaluate (.*)$", out, re.MULTILINE)
     pspo.evaluate.main(shlex.split(command))
     results = json.loads(next((here / "out").rglob("results.json")).read_text())
-    assert results["0"]["n"] == 9
+    assert results["n"] == 4  # of 9, those that the run itself evaluated
+    again = results["temperatures"]["0"]
+    after = summary["after"]
+    assert again["accuracy"] == {"value": after["accuracy"], "ci95": after["ci95"]}
+    assert again["true_accuracy"] == {"value": after["true_accuracy"], "ci95": after["true_accuracy_ci95"]}
+    for name in ("format_share", "truncated_share", "completion_tokens"):
+        assert again[name] == after[name]
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------
@@ -382,34 +390,153 @@ def test_evaluate(here, capsys):
 
     folder = here / "results"
     results = json.loads((folder / "results.json").read_text())
-    assert (results["model"], results["data"]) == ("tiny-base", "arithmetic")
-    assert results["0"]["n"] == results["0.8"]["n"] == 6
-    assert (results["0"]["samples"], results["0.8"]["samples"]) == (1, 2)
+    described = {"model": "tiny-base", "data": "arithmetic", "split": "test", "n": 6, "samples": 2, "top_p": 1.0,
+                 "max_completion_tokens": 32, "seed": 0}  # fmt: skip
+    assert {key: results[key] for key in described} == described
+    assert set(results) == {*described, "temperatures"}
+    assert list(results["temperatures"]) == ["0", "0.8"]
     completions = read_jsonl(folder / "completions.jsonl")
     for temperature, samples in ((0, 1), (0.8, 2)):
         mine = [completion for completion in completions if completion["temperature"] == temperature]
-        assert [completion["problem"] for completion in mine] == [n for n in range(6) for _ in range(samples)]
-        accuracy = sum(completion["correct"] for completion in mine) / len(mine)
-        assert results[f"{temperature}"]["accuracy"] == pytest.approx(accuracy)
+        keys = [(completion["problem"], completion["sample"]) for completion in mine]
+        assert keys == [(n, sample) for n in range(6) for sample in range(samples)]
+        result = results["temperatures"][f"{temperature}"]
+        assert result["samples"] == samples
+        for name, column in (("accuracy", "correct"), ("true_accuracy", "contains_gold")):
+            value = sum(completion[column] for completion in mine) / len(mine)
+            assert result[name]["value"] == pytest.approx(value)
+            low, high = result[name]["ci95"]
+            assert 0 <= low <= value <= high <= 1
+        solved = [any(completion["correct"] for completion in mine if completion["problem"] == n) for n in range(6)]
+        assert result[f"pass@{samples}"]["value"] == pytest.approx(sum(solved) / 6)
+        assert sum(group["n"] for group in result["breakdown"]["level"].values()) == 6
 
     pspo.evaluate.main(["--config", str(folder / "config.yaml"), "--run.output_dir=again"])
     assert (here / "again/results.json").read_bytes() == (folder / "results.json").read_bytes()
     assert (here / "again/completions.jsonl").read_bytes() == (folder / "completions.jsonl").read_bytes()
 
     before = tree(here)
-    with pytest.raises(SystemExit) as exit_:
-        pspo.evaluate.main([*args, "--run.output_dir=results"])
-    assert exit_.value.code == 2
-    assert "--run.output_dir results" in capsys.readouterr().err.splitlines()[-1]
+    capsys.readouterr()
+    pspo.evaluate.main([*args, "--run.output_dir=results"])
+    again = capsys.readouterr().out
+    assert again.startswith("finished before, nothing to do: results/results.json\n")
+    assert out.split("\n\nresults:")[0] in again  # the same tables
     assert tree(here) == before
 
 
-def test_evaluate_after_one_that_was_cut_short_holds_no_completion_twice(here):
-    args = ["--data.limit=3", "--eval.max_completion_tokens=4", "--run.output_dir=results"]
+def test_evaluate_refuses_to_mix_evaluations(here, capsys, monkeypatch):
+    shutil.copytree(ASSETS / "tiny-base", here / "model")
+    own_data(here / "mine")
+    args = ["--model.name_or_path=./model", "--data.name=file", "--data.path=mine", "--eval.max_completion_tokens=4",
+            "--run.output_dir=out"]  # fmt: skip
     pspo.evaluate.main(args)
-    (here / "results/results.json").unlink()  # as if killed before the end
+
+    def line(*more: str) -> str:
+        before = tree(here)
+        said = refused(capsys, pspo.evaluate, *args, *more)
+        assert tree(here) == before
+        assert said.startswith("--run.output_dir out holds ")
+        assert "choose another folder" in said
+        return said
+
+    for finished in (True, False):
+        if not finished:
+            (here / "out/results.json").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(pspo.evaluate, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
+            said = line("--eval.samples=3", "--eval.temperatures=[0.5]", "--data.limit=2")
+        assert "--eval.samples is 1 there and 3 here" in said
+        assert "--eval.temperatures is [0.0] there and [0.5] here" in said
+        assert "--data.limit is None there and 2 here" in said
+        assert "run.output_dir is" not in said
+
+        weights = here / "model/model.safetensors"
+        base = weights.read_bytes()
+        weights.write_bytes((ASSETS / "tiny-math/model.safetensors").read_bytes())
+        assert "other model weights under the same name" in line()
+        weights.write_bytes(base)
+
+        problems = here / "mine/test.jsonl"
+        text = problems.read_text()
+        problems.write_text(text.replace("Tom", "Tim"))
+        assert "other problems under the same name" in line()
+        problems.write_text(text)
+
     pspo.evaluate.main(args)
-    assert len(read_jsonl(here / "results/completions.jsonl")) == 3
+    (here / "out/fingerprint.json").unlink()
+    assert "holds results of something else" in line()
+
+
+@pytest.mark.slow
+def test_evaluate_killed_and_started_again_ends_as_if_nothing_had_been(here, capsys):
+    args = ["--data.limit=40", "--eval.temperatures=[0, 0.7]", "--eval.samples=3", "--eval.max_tokens=1000"]
+    pspo.evaluate.main([*args, "--run.output_dir=whole"])
+    total = len(read_jsonl(here / "whole/completions.jsonl"))
+    assert total == 40 * 4
+
+    kept, at = here / "out/completions.jsonl", []
+    for wanted in (12, 90):  # in the middle of each temperature
+        command = [sys.executable, "-m", "pspo.evaluate", *args, "--run.output_dir=out"]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+            while running.poll() is None and not (kept.exists() and kept.read_bytes().count(b"\n") >= wanted):
+                time.sleep(0.002)
+            running.kill()  # SIGKILL
+        assert running.returncode == -signal.SIGKILL
+        assert not (here / "out/results.json").exists()
+        with kept.open("ab") as file:
+            file.write(b'{"temperature": 0.0, "problem": 7, "sam')  # what a kill in the middle of a line leaves
+        at.append(kept.read_bytes().count(b"\n"))
+    assert wanted <= at[1] < total
+
+    capsys.readouterr()
+    pspo.evaluate.main([*args, "--run.output_dir=out"])
+    assert f"going on with out: {at[1]} completions are there\n" in capsys.readouterr().out
+    for name in ("completions.jsonl", "results.json"):
+        assert (here / "out" / name).read_bytes() == (here / "whole" / name).read_bytes()
+
+
+def test_an_evaluation_interrupted_by_hand_says_how_to_go_on(here, capsys, monkeypatch):
+    args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--run.output_dir=out"]
+    generate, calls = pspo.evaluate.generate, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(*arguments)
+
+    monkeypatch.setattr(pspo.evaluate, "generate", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        pspo.evaluate.main(args)
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err.endswith("\nstopped; the same command goes on with out\n")
+    pspo.evaluate.main(args)
+    assert len(calls) == 5  # two before, two after
+    assert "going on with out: 2 completions are there" in capsys.readouterr().out
+
+
+DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"development data not found at {DATA}")
+@pytest.mark.parametrize(
+    ("name", "parts"), [("gsm8k", set()), ("svamp", {"category"}), ("asdiv", {"category"}), ("math", {"level"})]
+)
+def test_evaluate_on_each_benchmark(here, name, parts):
+    pspo.evaluate.main([
+        f"--data.name={name}", f"--data.path={DATA}", "--data.limit=12",
+        "--eval.max_completion_tokens=1", "--run.output_dir=out",
+    ])  # fmt: skip
+    results = json.loads((here / "out/results.json").read_text())
+    completions = read_jsonl(here / "out/completions.jsonl")
+    assert len(completions) == results["n"] > 0
+    result = results["temperatures"]["0"]
+    assert parts <= set(result["breakdown"]) <= {"category", "level"}
+    for groups in result["breakdown"].values():
+        assert sum(group["n"] for group in groups.values()) == results["n"]
+        right = sum(group["n"] * group["accuracy"]["value"] for group in groups.values())
+        assert right / results["n"] == pytest.approx(result["accuracy"]["value"])
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

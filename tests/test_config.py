@@ -395,7 +395,7 @@ EVALUATE_OUT_OF_RANGE = {
     "eval.samples": ["0", "-1"],
     "eval.top_p": ["0", "1.5", ".nan"],
     "eval.max_completion_tokens": ["0", "-1"],
-    "eval.max_rows": ["0", "-1"],
+    "eval.max_tokens": ["0", "-1"],
 }
 UNBOUNDED = {"data.seed", "run.seed"}  # any integer will do (evaluate's run.seed, too)
 

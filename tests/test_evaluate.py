@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 import pspo.evaluate
 from pspo.config import DataConfig, ModelConfig, RewardConfig
-from pspo.evaluate import Prompts, evaluate, load_prompts, pass_at_k, percent, room_for_prompts, table
-from pspo.metrics import cluster_bootstrap, wilson
+from pspo.evaluate import Chunk, Prompts, chunks, evaluate, fingerprint, load_prompts, room_for_prompts
+from pspo.metrics import append_jsonl, cluster_bootstrap, read_jsonl, wilson
+from pspo.results import pass_at_k, percent, render, summarise, table
 from pspo.rollout import Rollout, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
 from pspo.tasks import Problem, load_problems
@@ -116,12 +118,16 @@ PROBLEMS = Prompts(
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_results_are_in_problem_order_although_decoded_by_length(monkeypatch, samples):
     calls = scripted_generate(monkeypatch, lambda prompt, turn: f"sample {turn}\n#### {99 + prompt[0]}")
-    result = evaluate(NoPolicy(), None, PROBLEMS, SAMPLING, RewardConfig(), samples=samples)
-    decoded = [len(prompt) for call in calls for prompt in call]
-    assert decoded == sorted(LENGTHS)
-    assert max(map(len, calls)) == {1: 4, 2: 2, 5: 1}[samples]  # max_rows of 4, problems whole
-    expected = [(i, f"sample {turn}\n#### {100 + i}") for i in range(7) for turn in range(samples)]
-    assert [(record["problem"], record["completion"]) for record in result.completions] == expected
+    result = evaluate(NoPolicy(), None, PROBLEMS, SAMPLING, RewardConfig(), samples=samples, max_tokens=33)
+    expected = {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
+        1: [[1, 1, 2, 2], [3, 4, 5]],
+        2: [[1, 1], [2, 2], [3], [4], [5]],
+        5: [[length] for length in (1, 1, 2, 2, 3, 4, 5) for _ in range(2)],  # and 5 samples in two turns
+    }[samples]
+    assert [[len(prompt) for prompt in call] for call in calls] == expected
+    expected = [(i, turn, f"sample {turn}\n#### {100 + i}") for i in range(7) for turn in range(samples)]
+    found = [(record["problem"], record["sample"], record["completion"]) for record in result.completions]
+    assert found == expected
     assert [record["gold"] for record in result.completions[::samples]] == [str(100 + i) for i in range(7)]
     assert [record["prompt"] for record in result.completions[::samples]] == [f"problem {i}" for i in range(7)]
     assert [record["tokens"] for record in result.completions[::samples]] == LENGTHS
@@ -164,6 +170,182 @@ def test_several_samples_are_clusters_of_their_problem(monkeypatch):
         k: pytest.approx(np.mean([pass_at_k(4, count, k) for count in right.values()])) for k in (1, 2, 4)
     }
     assert result.pass_at_k[4] == pytest.approx(5 / 7)
+    for k in (1, 2, 4):
+        each = np.array([pass_at_k(4, count, k) for count in right.values()])
+        assert result.pass_at_k_ci95[k] == cluster_bootstrap(each)
+    assert result.pass_at_k_ci95[1] == result.ci95
+    contains = np.array([np.mean([r["contains_gold"] for r in result.completions[i : i + 4]]) for i in range(0, 28, 4)])
+    assert result.true_accuracy_ci95 == cluster_bootstrap(contains)
+
+
+def test_pass_at_all_samples_is_there_where_their_number_is_no_power_of_2(monkeypatch):
+    scripted_generate(monkeypatch, lambda p, turn: f"#### {99 + p[0] if turn == 0 else 1}")  # 1 of 6 is right
+    result = evaluate(NoPolicy(), None, PROBLEMS, SAMPLING, RewardConfig(), samples=6)
+    assert result.pass_at_k == {k: pytest.approx(k / 6) for k in (1, 2, 4, 6)}
+    assert result.pass_at_k_ci95 == {k: pytest.approx((k / 6, k / 6)) for k in (1, 2, 4, 6)}
+
+
+def test_results_and_their_tables(monkeypatch):
+    """Two categories and two levels of one source; the numbers by hand."""
+    kinds = [("add", "1"), ("add", "2"), ("divide", "1"), ("divide", "2"), ("add", "1"), ("add", "2"), ("", "1")]
+    problems = [Problem(p.prompt, p.answer, "file", *kind) for p, kind in zip(PROBLEMS.problems, kinds, strict=True)]
+    right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
+    scripted_generate(monkeypatch, lambda p, turn: f"#### {99 + p[0] if turn < right[p[0] - 1] else 1}")
+    result = evaluate(NoPolicy(), None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig(), samples=2)
+    results = json.loads(json.dumps(result.results()))
+    assert {"samples", "accuracy", "true_accuracy", "pass@1", "pass@2", "mean_reward", "format_share",
+            "truncated_share", "completion_tokens", "breakdown"} == set(results)  # fmt: skip
+    assert results["accuracy"] == {"value": 3 / 7, "ci95": list(cluster_bootstrap(np.array(right) / 2))}
+    assert results["pass@2"]["value"] == pytest.approx(4 / 7)
+    assert results["pass@2"]["ci95"] == list(cluster_bootstrap((np.array(right) > 0).astype(float)))
+
+    breakdown = results["breakdown"]
+    assert set(breakdown) == {"category", "level"}  # not by source: there is one only
+    shares = {part: {value: (group["n"], group["accuracy"]["value"]) for value, group in groups.items()}
+              for part, groups in breakdown.items()}  # fmt: skip
+    assert shares == {
+        "category": {"": (1, 0.5), "add": (4, 0.625), "divide": (2, 0.0)},
+        "level": {"1": (4, 0.625), "2": (3, pytest.approx(1 / 6))},
+    }
+    assert breakdown["category"]["add"]["accuracy"]["ci95"] == list(cluster_bootstrap(np.array([1, 0.5, 1, 0])))
+    assert breakdown["category"]["divide"]["true_accuracy"] == {"value": 0.0, "ci95": [0.0, 0.0]}
+
+    mixed = [replace(problem, source=source) for problem, source in zip(problems, ["a", *"bbbbbb"], strict=True)]
+    breakdown = summarise(mixed, result.completions, samples=2).breakdown
+    assert {source: group["n"] for source, group in breakdown["source"].items()} == {"a": 1, "b": 6}
+    assert breakdown["source"]["a"]["accuracy"] == {"value": 1.0, "ci95": (1.0, 1.0)}
+
+    greedy = evaluate(NoPolicy(), None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig()).results()
+    assert greedy["breakdown"]["level"]["1"]["accuracy"] == {"value": 0.0, "ci95": wilson(0, 4)}  # turns went on to 2
+    head = {"model": "m", "data": "file", "split": "test", "n": 7, "samples": 2}
+    lines = render(head | {"temperatures": {"0": greedy, "0.6": results}}).splitlines()
+    assert lines[0] == "m on 7 problems of file test"
+    assert lines[1].split("  ")[0] == "temperature"
+    assert lines[3].startswith("0.6          42.9% [")
+    (passes,) = [line for line in lines if "pass@1 of 2 [95%]  " in line]
+    assert re.search(r"^0\.6 +42\.9% \[.*\] +57\.1% \[", lines[lines.index(passes) + 1])
+    assert any(re.search(r"^add +4 +0\.0% \[0\.0, 49\.0\] +62\.5% \[", line) for line in lines)
+    assert any(re.search(r"^- +1 +", line) for line in lines)
+
+
+# ---------------------------------------------------------------- chunks, and going on
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    samples=st.integers(1, 9),
+    limit=st.integers(1, 40),
+    max_tokens=st.integers(1, 600),
+)
+def test_chunks_draw_every_sample_once_within_the_budget(lengths, samples, limit, max_tokens):
+    parts = chunks(lengths, samples, limit, max_tokens)
+    drawn = [(i, sample) for chunk in parts for i in chunk.problems for sample in chunk.samples]
+    assert sorted(drawn) == [(i, sample) for i in range(len(lengths)) for sample in range(samples)]
+    for chunk in parts:
+        rows = len(chunk.problems) * len(chunk.samples)
+        assert rows * (max(lengths[i] for i in chunk.problems) + limit) <= max_tokens or rows == 1
+        assert len(chunk.problems) == 1 or chunk.samples == range(samples)
+    for one, after in itertools.pairwise(parts):  # none could have taken the next problem in, too
+        if after.problems != one.problems:
+            rows = (len(one.problems) + 1) * samples
+            assert rows * (lengths[after.problems[0]] + limit) > max_tokens
+
+
+def test_chunks_of_two_lengths():
+    assert chunks([5, 2, 5, 2], 2, 3, 20) == [Chunk([1, 3], range(2)), Chunk([0], range(2)), Chunk([2], range(2))]
+    assert chunks([5, 2], 3, 3, 16) == [Chunk([1], range(3)), Chunk([0], range(2)), Chunk([0], range(2, 3))]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_going_on_draws_what_is_missing_and_ends_the_same(load, tokenizer, few, tmp_path, monkeypatch, stop, torn):
+    policy, file = load("tiny-base"), tmp_path / "completions.jsonl"
+    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=8)
+    drawn = []
+    generate = pspo.evaluate.generate
+    monkeypatch.setattr(pspo.evaluate, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
+    longest = max(map(len, few.ids)) + 8
+
+    def run(done, save):
+        return evaluate(
+            policy, tokenizer, few, sampling, RewardConfig(), samples=3, seed=5, max_tokens=2 * longest, done=done,
+            save=save,
+        )  # fmt: skip
+
+    whole = run([], lambda records: None)
+    everything = list(drawn)
+    assert len(everything) == 8  # 4 problems, 2 + 1 samples each
+
+    class Killed(Exception):
+        pass
+
+    def save(records):
+        append_jsonl(file, *records)
+        if len(drawn) == stop:
+            if torn:  # the last chunk, so that it has to be drawn again
+                file.write_bytes(file.read_bytes()[:-7])
+            raise Killed
+
+    drawn.clear()
+    with pytest.raises(Killed):
+        run([], save)
+    drawn.clear()
+    torch.rand(3)
+    again = run(read_jsonl(file), lambda records: append_jsonl(file, *records))
+    assert drawn == everything[stop - torn :]
+    assert again == whole
+    drawn.clear()
+    assert run(read_jsonl(file), None) == whole
+    assert drawn == []
+
+
+def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path):
+    file = tmp_path / "completions.jsonl"
+    assert read_jsonl(file) == []
+    records = [{"a": "\u2028\r\n\x85 #### é"}, {"a": 0.1, "b": float("nan")}]
+    append_jsonl(file, *records)
+    whole = file.read_bytes()
+    expected = [records[0], {"a": 0.1, "b": None}]
+    assert read_jsonl(file) == expected
+    for cut in range(1, len(whole) - whole.index(b"\n") - 1):
+        file.write_bytes(whole[:-cut])
+        assert read_jsonl(file) == expected[:1]
+        assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
+    file.write_bytes(b"{]\n" + whole)
+    with pytest.raises(ValueError, match=r"completions\.jsonl is damaged .* delete it to start again"):
+        read_jsonl(file)
+
+
+def test_each_chunk_of_each_seed_draws_its_own_numbers(load, tokenizer, few):
+    policy = load("tiny-base")
+    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=1)
+
+    def seeds(seed):
+        drawn = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "manual_seed", drawn.append)
+            evaluate(policy, tokenizer, few, sampling, RewardConfig(), samples=3, seed=seed, max_tokens=1)
+        return drawn
+
+    every = [seeds(seed) for seed in (0, 1, 2, 2**32 - 1)]
+    assert [drawn[0] for drawn in every] == [0, 1, 2, 2**32 - 1]
+    assert [len(drawn) for drawn in every] == [12] * 4  # 4 problems, 3 samples each, one at a time
+    assert len({seed for drawn in every for seed in drawn}) == 48
+    assert all(0 <= seed < 2**32 for drawn in every for seed in drawn)  # else torch would cut it, and they might meet
+    assert seeds(1) == every[1]
+
+
+def test_fingerprint_tells_weights_and_problems_apart(tiny_model):
+    policy, prompts = tiny_model(), Prompts(PROBLEMS.problems[:2], PROBLEMS.ids[:2])
+    first = fingerprint(policy, prompts)
+    assert fingerprint(tiny_model(), prompts) == first
+    other = fingerprint(policy, Prompts(PROBLEMS.problems[1:3], PROBLEMS.ids[:2]))  # the same prompts, other answers
+    assert (other["model weights"] == first["model weights"], other["problems"] == first["problems"]) == (True, False)
+    with torch.no_grad():
+        next(policy.parameters()).view(-1)[3] += 1e-6
+    other = fingerprint(policy, prompts)
+    assert (other["model weights"] == first["model weights"], other["problems"] == first["problems"]) == (False, True)
 
 
 @pytest.fixture

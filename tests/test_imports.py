@@ -14,7 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 METHODS = {"Clip", "NoClip", "PSPO", "P3O", "SAPO", "TOPR"}
 
 LEAVES = ("config", "losses", "tasks", "metrics", "distributed", "model", "rollout.types", "rollout.advantages")
-EVERY_PART = {"config", "losses", "tasks", "metrics", "distributed", "model", "rollout", "checkpoint", "evaluate"}
+EVERY_PART = {"config", "losses", "tasks", "metrics", "distributed", "model", "rollout", "checkpoint", "evaluate",
+              "results", "card", "trackers"}  # fmt: skip
 ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands read configuration and write metrics
     "losses": {"losses"},
     "tasks": {"tasks"},
@@ -26,7 +27,10 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "rollout.advantages": set(),
     "rollout": {"rollout", "model"},
     "checkpoint": {"distributed"},
-    "evaluate": {"rollout", "tasks", "model", "distributed", "config", "metrics"},
+    "results": {"metrics", "tasks"},
+    "evaluate": {"rollout", "tasks", "model", "distributed", "config", "metrics", "results"},
+    "card": {"__version__", "config", "model", "results", "tasks"},
+    "trackers": set(),
     "train": EVERY_PART,
     "sweep": {"config", "metrics"},
     "report": set(),

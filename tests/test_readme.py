@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pspo.train
-from pspo.config import TrainConfig, parse
+from pspo.config import EvaluateConfig, TrainConfig, parse
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -53,13 +53,17 @@ def test_the_example_surrogate_is_the_formula_it_shows(surrogate_example):
     assert torch.allclose(logprobs.grad, slope, rtol=0, atol=1e-12)
 
 
-def test_every_train_command_of_the_readme_parses():
+def test_every_command_of_the_readme_parses():
     text = README.read_text(encoding="utf-8").replace("configs/", f"{README.parent}/configs/")
     commands = re.findall(r"^python -m pspo\.train (.+?)(?:\s{2,}#.*)?$", text, re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
         if "my_loss" not in command and "--help" not in command:
             parse(TrainConfig, "pspo.train", shlex.split(command))
+    evaluations = re.findall(r"^python -m pspo\.evaluate (.+)$", text, re.MULTILINE)
+    assert len(evaluations) >= 2
+    for command in evaluations:
+        parse(EvaluateConfig, "pspo.evaluate", shlex.split(command))
 
 
 def test_the_table_of_methods_names_every_surrogate_and_its_defaults():

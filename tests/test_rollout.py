@@ -110,7 +110,7 @@ def test_a_hostile_generation_config_changes_nothing(tiny_model, model_folder, l
 
     assert model.generation_config is theirs
     assert theirs.to_dict().items() >= hostile.items()
-    save_model(model, tokenizer, folder.parent / "saved")
+    save_model(model, tokenizer, folder.parent / "saved", "")
     assert json.loads((folder.parent / "saved" / "generation_config.json").read_text()).items() >= hostile.items()
 
 
@@ -125,7 +125,7 @@ def test_generation_settings_in_the_model_config_change_nothing(tiny_model, mode
     assert model.generation_config.top_k == 3
     rollout = generate(model, tokenizer, PROMPTS, GREEDY)
     assert completions(rollout) == [argmax_loop(tiny_model(), prompt, GREEDY.stop_ids, 12) for prompt in PROMPTS]
-    save_model(model, tokenizer, folder.parent / "saved")
+    save_model(model, tokenizer, folder.parent / "saved", "")
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,0 +1,72 @@
+"""Trackers, imported only where asked for. They get the lines of ``metrics.jsonl``, never what a model has said."""
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+class Tracker:
+    """Tracks nothing (``--run.tracker none``); the others do as they say."""
+
+    def log(self, line: dict[str, float]) -> None:
+        """Take one line of ``metrics.jsonl``; what is not finite is left out."""
+
+    def finish(self) -> None:
+        """Send what is left. Not for a run that failed: wandb then says so by itself."""
+
+
+class TensorBoard(Tracker):
+    def __init__(self, folder: Path):
+        self.writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, line: dict[str, float]) -> None:
+        for name, value in _finite(line).items():
+            self.writer.add_scalar(name, value, line["step"])
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class Service(Tracker):
+    """wandb or trackio, which has wandb's functions; the run is called as its folder, in the project "pspo"."""
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any]):
+        self.module = importlib.import_module(MODULES[name])
+        where = {"dir": str(folder)} if name == "wandb" else {}  # trackio has one place for all
+        self.module.init(project="pspo", name=folder.resolve().name, config=config, **where)
+
+    def log(self, line: dict[str, float]) -> None:
+        self.module.log(_finite(line), step=line["step"])
+
+    def finish(self) -> None:
+        self.module.finish()
+
+
+def check_tracker(name: str) -> None:
+    """Raise ValueError, with the fix, where the tracker's package cannot be imported."""
+    try:
+        if name != "none":
+            importlib.import_module(MODULES[name])
+    except ImportError as error:
+        raise ValueError(f"--run.tracker {name}: {error}; pip install 'pspo[{name}]'") from error
+
+
+def start_tracker(name: str, folder: Path, config: dict[str, Any]) -> Tracker:
+    """The tracker of one run.
+
+    Args:
+        name: none, tensorboard (which writes into ``folder``), wandb or trackio.
+        folder: the run's.
+        config: the resolved configuration.
+    """
+    if name == "none":
+        return Tracker()
+    return TensorBoard(folder) if name == "tensorboard" else Service(name, folder, config)
+
+
+def _finite(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name != "step" and math.isfinite(value)}
