@@ -23,6 +23,7 @@ What finished on disk is the only state. Started again, a sweep goes on: finishe
 (run again with --retry_failed), and a run that was cut off starts over. Runs on machines with fcntl (Linux, macOS).
 """
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -50,6 +51,7 @@ from pspo.config import EvaluateConfig, TrainConfig, parse, user_errors
 from pspo.metrics import check_output, write_json, write_text
 
 Switches = dict[str, Any]
+MODELS = ("best", "final", "checkpoints")  # folders in a run's
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,13 @@ class Run:
     Attributes:
         config: its complete configuration, as YAML has it.
         evaluate: by folder name, the switches of pspo.evaluate.
+        keep_models: false for the runs of a search, of which the metrics are enough.
     """
 
     folder: Path
     config: dict[str, Any]
     evaluate: dict[str, list[str]]
+    keep_models: bool
 
     def __str__(self) -> str:
         return "/".join(self.folder.parts[-3:])
@@ -291,23 +295,25 @@ def make_setting(sweep: SweepConfig, name: str, method: str, switches: Switches)
     parts = [re.sub(r"^--(\w+\.)*", "", arg) for arg in as_args(named)]  # --algorithm.surrogate.alpha=0.1: alpha=0.1
     slug = re.sub(r"[^\w.=+-]", "_", "-".join([method, *parts]))
 
-    def runs(folder: str, seeds: list[int], switches: Switches, evaluate: dict[str, Switches]) -> dict[int, Run]:
+    def runs(stage: str, seeds: list[int], switches: Switches) -> dict[int, Run]:
         if taken := {"run.seed", "run.output_dir"} & switches.keys():
             raise ValueError(f"experiments.{name} must not set {taken.pop()}: it comes from seeds, names and output")
         _, text = parse(TrainConfig, f"pspo.sweep: {name}/{slug}", [*as_args(switches), f"--run.seed={min(seeds)}"])
-        config, made = yaml.safe_load(text), {}
+        config, evaluate, made = yaml.safe_load(text), {}, {}
+        if not stage:
+            evaluate = {folder: as_args(switches) for folder, switches in experiment.evaluate.items()}
         for seed in seeds:
-            path = Path(sweep.output, folder, slug, f"seed-{seed}")
-            run = config["run"] | {"seed": seed, "output_dir": str(path)}
-            made[seed] = Run(path, config | {"run": run}, {key: as_args(value) for key, value in evaluate.items()})
+            folder = Path(sweep.output, name + stage, slug, f"seed-{seed}")
+            run = config["run"] | {"seed": seed, "output_dir": str(folder)}
+            made[seed] = Run(folder, config | {"run": run}, evaluate, keep_models=not stage)
         return made
 
     full, search, searched = experiment.shared | switches, experiment.search, {}
     if search:
-        searched = runs(f"{name}-search", search.seeds + search.confirm_seeds, full | search.switches, {})
+        searched = runs("-search", search.seeds + search.confirm_seeds, full | search.switches)
         if next(iter(searched.values())).config["run"]["validate_every"] == 0:
             raise ValueError(f"experiments.{name}.search selects by validation: set run.validate_every above 0")
-    return Setting(slug, switches, searched, runs(name, experiment.seeds, full, experiment.evaluate))
+    return Setting(slug, switches, searched, runs("", experiment.seeds, full))
 
 
 def refuse_changes(run: Run) -> None:
@@ -397,7 +403,8 @@ class Workers:
         with self.starting:
             self.stopping.set()
             for process in self.processes:
-                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, signal.SIGTERM)
 
     def report(self, run: Run) -> None:
         if run.finished:
@@ -417,8 +424,9 @@ class Workers:
             while not lock(log):
                 if self.stopping.wait(0.5):
                     return
-            log.truncate(0)
             failure.unlink(missing_ok=True)
+            if not run.trained:
+                log.truncate(0)
             for command, product in commands(run):
                 exit_code = self.launch(command, log)
                 if not product.exists() and not self.stopping.is_set():
@@ -427,6 +435,9 @@ class Workers:
                     write_text(failure, self.failed[run.folder])
                 if not product.exists():
                     return
+            if not run.keep_models:
+                for name in MODELS:
+                    shutil.rmtree(run.folder / name, ignore_errors=True)
 
     def launch(self, command: list[str], log: IO[bytes]) -> int | None:
         """Run one command and wait for it; None where the sweep is being stopped."""
@@ -457,26 +468,27 @@ class Workers:
 
 def show_plan(plan: list[Method]) -> None:
     """Print runs and training tokens by experiment and stage, and what finished runs took."""
-    rows = [("experiment", "stage", "runs", "finished", "tokens, at most")]
-    total_runs = total_tokens = 0
+    counts: dict[tuple[str, str], list[int]] = {}  # runs, finished, tokens by experiment and stage
     finished: list[Run] = []
-    for name in dict.fromkeys(method.experiment for method in plan):
-        stages = [stage for method in plan if method.experiment == name for stage in method.stages()]
-        for stage in dict.fromkeys(title for title, _, _ in stages):
-            parts = [(n, runs) for title, n, runs in stages if title == stage]
-            done = [run for _, runs in parts for run in runs if run.finished]
-            n, tokens = sum(n for n, _ in parts), sum(n * max(run.max_tokens for run in runs) for n, runs in parts)
-            rows.append((name, stage, f"{n:,}", f"{len(done):,}", f"{tokens:,}"))
-            total_runs, total_tokens, finished = total_runs + n, total_tokens + tokens, finished + done
-    rows.append(("all", "", f"{total_runs:,}", f"{len(finished):,}", f"{total_tokens:,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-        print("  ".join([*left, *(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))]))
-    print("tokens of training, if every prompt and completion were as long as its limit; validation and evaluation add")
+    for method in plan:
+        for stage, n, possible in method.stages():
+            done = [run for run in possible if run.finished]
+            tokens = n * max(run.max_tokens for run in possible)
+            finished += done
+            for key in ((method.experiment, stage), ("all", "")):
+                old = counts.setdefault(key, [0, 0, 0])
+                counts[key] = [a + b for a, b in zip(old, (n, len(done), tokens), strict=True)]
+    width = max(len(experiment) for experiment, _ in counts)
+    print(f"{'experiment':{width}}  stage       runs  finished   tokens, at most")
+    counts["all", ""] = counts.pop(("all", ""))  # last
+    for (experiment, stage), (n, done, tokens) in counts.items():
+        print(f"{experiment:{width}}  {stage:7}  {n:>7,}  {done:>8,}  {tokens:>16,}")
+    print(
+        "tokens: of training, were every prompt and completion as long as its limit; validation and evaluation add some"
+    )
     if finished:
-        seconds, tokens = (sum(run.summary[key] for run in finished) for key in ("seconds", "tokens"))
-        print(f"so far: {seconds / len(finished):,.1f} s and {tokens / len(finished):,.0f} tokens a finished run")
+        seconds, tokens = (sum(run.summary[key] for run in finished) / len(finished) for key in ("seconds", "tokens"))
+        print(f"finished so far: {seconds:,.1f} s and {tokens:,.0f} tokens a run, start-up and evaluation not counted")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -488,7 +500,8 @@ def main(args: Sequence[str] | None = None) -> None:
         output = Path(sweep.output)
         check_output(output)
         if sweep.dry_run:
-            return show_plan(plan)
+            show_plan(plan)
+            return
         output.mkdir(parents=True, exist_ok=True)
         lock_file = (output / ".lock").open("a")
         if not lock(lock_file):
