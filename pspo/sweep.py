@@ -246,6 +246,12 @@ def as_args(switches: Switches) -> list[str]:
 
 def make_plan(sweep: SweepConfig) -> list[Method]:
     """Every run that the sweep may come to, its configuration checked; ValueError where one cannot be carried out."""
+    if sweep.workers is not None and sweep.workers < 1:
+        raise ValueError(f"--workers must be above 0, got {sweep.workers}")
+    if sweep.launcher and "{command}" not in sweep.launcher:
+        raise ValueError(f"--launcher must hold {{command}}, got {sweep.launcher!r}")
+    if sweep.launcher and shutil.which(shlex.split(sweep.launcher)[0]) is None:
+        raise ValueError(f"--launcher: there is no command {shlex.split(sweep.launcher)[0]!r} here")
     for name in set(sweep.only or []) - set(sweep.experiments):
         raise ValueError(f"--only {name}: the sweep has no such experiment, only {', '.join(sweep.experiments)}")
     plan = []
@@ -429,11 +435,14 @@ class Workers:
                 log.truncate(0)
             for command, product in commands(run):
                 exit_code = self.launch(command, log)
-                if not product.exists() and not self.stopping.is_set():
-                    printed = re.split(r"[\r\n]+", Path(log.name).read_text(encoding="utf-8", errors="replace").strip())
-                    self.failed[run.folder] = f"exit code {exit_code}: {printed[-1]}"
-                    write_text(failure, self.failed[run.folder])
+                if self.stopping.is_set():
+                    return
                 if not product.exists():
+                    printed = Path(log.name).read_text(encoding="utf-8", errors="replace").strip()
+                    last = re.split(r"[\r\n]", printed)[-1]
+                    ended = f"exit code {exit_code}" if exit_code else f"exit code 0, but no {product.name}"
+                    self.failed[run.folder] = f"{ended}: {last}"
+                    write_text(failure, self.failed[run.folder])
                     return
             if not run.keep_models:
                 for name in MODELS:
