@@ -261,7 +261,8 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
             for folder, switches in experiment.evaluate.items():
                 parse(EvaluateConfig, f"pspo.sweep: {name}, evaluate {folder}", as_args(switches))
             for method, grid in experiment.methods.items():
-                settings = [make_setting(sweep, name, method, point) for point in grid_points(grid)]
+                points = tqdm(list(grid_points(grid)), f"check {name}/{method}", leave=False, disable=None)
+                settings = [make_setting(sweep, name, method, point) for point in points]
                 plan.append(Method(name, method, experiment.search, settings))
     runs = [run for method in plan for setting in method.settings for run in every_run(setting)]
     if len({run.folder for run in runs}) < len(runs):
@@ -400,10 +401,10 @@ class Workers:
                 for future in as_completed(futures):
                     future.result()
                     self.report(futures[future])
-            except BaseException:
-                self.stop()
-                pool.shutdown(cancel_futures=True)
-                raise
+            finally:
+                if not all(future.done() for future in futures):  # an interrupt or an error: nothing is left running
+                    self.stop()
+                    pool.shutdown(cancel_futures=True)
 
     def stop(self) -> None:
         with self.starting:

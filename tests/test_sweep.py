@@ -407,16 +407,30 @@ def test_cores_and_devices_are_dealt_out_among_workers(here, monkeypatch):
         assert running <= 2
 
 
-@pytest.mark.parametrize(("name", "runs"), [("paper", 644), ("tiny", 309)])
-def test_the_sweep_files_of_the_repository_are_plans(name, runs, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "only", "runs"),
+    [("paper", "[qwen2.5-0.5b-gsm8k, alpha]", 84 + 56 + 18 + 12), ("tiny", "null", 309)],
+)
+def test_the_sweep_files_of_the_repository_are_plans(monkeypatch, name, only, runs):
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr(pspo.sweep, "refuse_changes", lambda run: None)
-    config, _ = parse(SweepConfig, "pspo.sweep", ["--config", f"configs/sweep/{name}.yaml"])
-    plan = make_plan(config)
+    args = ["--config", f"configs/sweep/{name}.yaml", "--output", "none", "--only", only]
+    plan = make_plan(parse(SweepConfig, "pspo.sweep", args)[0])
     assert sum(n for method in plan for _, n, _ in method.stages()) == runs
     if name == "paper":
-        first = {method.name: len(method.settings) for method in plan if method.experiment == "qwen2.5-0.5b-gsm8k"}
-        assert first == {"noclip": 3, "clip": 12, "pspo": 12, "p3o": 12, "sapo": 18, "topr": 27}
+        settings = {method.name: method.settings for method in plan if method.search}
+        sizes = {"noclip": 3, "clip": 12, "pspo": 12, "p3o": 12, "sapo": 18, "topr": 27}
+        assert {name: len(of_method) for name, of_method in settings.items()} == sizes
+        pairs = [tuple(s.full[0].config["algorithm"]["surrogate"]["init_args"].values()) for s in settings["sapo"]]
+        assert sorted(set(pairs)) == [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)]
+        for of_method in settings.values():
+            for setting in of_method:
+                assert setting.full[0].config["run"]["max_tokens"] == 150_000_000
+                assert setting.search[42].config["run"]["max_steps"] == 500
+    else:  # the control holds all but the method, the optimizer and its clipping
+        control = [s.full[0].config for method in plan if method.experiment == "control" for s in method.settings]
+        optimizers = [tuple(config["optimizer"][key] for key in ("name", "max_grad_norm")) for config in control]
+        assert sorted(optimizers[:4]) == [("adamw", 0), ("adamw", 0.1), ("sgd", 0), ("sgd", 0.1)]
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------
