@@ -241,7 +241,13 @@ def grid_points(grid: Switches | list[Switches]) -> Iterator[Switches]:
 
 
 def as_args(switches: Switches) -> list[str]:
-    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in switches.items()]
+    """As a command takes them: later ones override, so a file comes first, and a class before its parameters."""
+    names = sorted(switches, key=lambda name: (name != "config", name.count(".")))
+    return [f"--{name}={as_text(switches[name])}" for name in names]
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def make_plan(sweep: SweepConfig) -> list[Method]:
@@ -299,7 +305,7 @@ def check_experiment(name: str, experiment: Experiment) -> None:
 def make_setting(sweep: SweepConfig, name: str, method: str, switches: Switches) -> Setting:
     experiment = sweep.experiments[name]
     named = {switch: value for switch, value in switches.items() if switch not in ("config", "algorithm.surrogate")}
-    parts = [re.sub(r"^--(\w+\.)*", "", arg) for arg in as_args(named)]  # --algorithm.surrogate.alpha=0.1: alpha=0.1
+    parts = [f"{switch.rpartition('.')[2]}={as_text(value)}" for switch, value in named.items()]
     slug = re.sub(r"[^\w.=+-]", "_", "-".join([method, *parts]))
 
     def runs(stage: str, seeds: list[int], switches: Switches) -> dict[int, Run]:

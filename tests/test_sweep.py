@@ -206,6 +206,18 @@ def test_a_method_s_own_switches_come_before_the_shared_ones_and_the_search_s_be
         assert run.config["run"]["max_steps"] == steps
 
 
+def test_switches_override_a_file_and_the_order_in_a_mapping_does_not_matter(here):
+    Path("base.yaml").write_text("run: {max_steps: 9, samples: 5}\nalgorithm: {surrogate: SAPO}\n")
+    clip = {"algorithm.surrogate.epsilon": 0.3, "algorithm.surrogate": "Clip", "config": "base.yaml"}
+    sweep_file(methods={"clip": clip}, shared={"run.max_steps": 4})
+    (method,) = make_plan(parse(SweepConfig, "pspo.sweep", ["--config", "sweep.yaml"])[0])
+    config = method.settings[0].full[0].config
+    assert (config["run"]["max_steps"], config["run"]["samples"]) == (4, 5)
+    assert config["algorithm"]["surrogate"]["class_path"] == "pspo.losses.Clip"
+    assert config["algorithm"]["surrogate"]["init_args"]["epsilon"] == 0.3
+    assert method.settings[0].slug == "clip-epsilon=0.3"
+
+
 # --- what can go wrong ------------------------------------------------------------------------------------------------
 
 
