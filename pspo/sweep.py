@@ -101,8 +101,8 @@ class SweepConfig:
         workers: runs at a time; unset, one for each GPU, or one.
         launcher: a command that runs another and waits for it; {command} in it is replaced by the command as one word:
             "sbatch --wait --gpus 1 --wrap {command}", "srun sh -c {command}". Unset, a run is a process started here.
-        retry_failed: run failed runs again.
-        dry_run: print the plan and what it costs, and run nothing.
+        retry_failed: run failed runs again; the switch alone will do, without "true".
+        dry_run: print the plan and what it costs, and run nothing; the switch alone will do.
     """
 
     experiments: dict[str, Experiment]
@@ -489,7 +489,7 @@ def show_plan(plan: list[Method]) -> None:
     for method in plan:
         for stage, n, possible in method.stages():
             done = [run for run in possible if run.finished]
-            tokens = n * max(run.max_tokens for run in possible)
+            tokens = n * max((run.max_tokens for run in possible), default=0)
             finished += done
             for key in ((method.experiment, stage), ("all", "")):
                 old = counts.setdefault(key, [0, 0, 0])

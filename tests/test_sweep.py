@@ -19,7 +19,7 @@ import yaml
 
 import pspo.sweep
 from pspo.config import TrainConfig, parse
-from pspo.sweep import SweepConfig, make_plan
+from pspo.sweep import SweepConfig, grid_points, make_plan, make_setting
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -252,39 +252,27 @@ def test_a_failed_evaluation_is_repeated_without_the_training(here):
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_a_sweep_goes_on_and_loses_only_the_runs_in_flight(here, capsys):
+def test_killed_at_any_point_a_sweep_goes_on_and_loses_only_what_died_with_it(here, capsys):
     sweep_file(seeds=[0, 1])
-    world(seconds={"all": 0.05, f"e/{C}/seed-0": 600})
-    first = process()
-    wait_for(lambda: f"e/{C}/seed-0" in calls())
+    lost, alone = f"e/{C}/seed-0", f"e/{D}/seed-0"
+    world(seconds={"all": 0.05, lost: 600, alone: 8})
+    first = process("--workers", "2")
+    wait_for(lambda: {lost, alone} <= set(calls()))
     capsys.readouterr()
     assert sweep() == 2  # while the other is at it
     assert capsys.readouterr().err == (
         "pspo.sweep: error: --output out is in use by another sweep: wait for it, or choose another\n"
     )
-    in_flight = noted()[-1]["pid"]
-    os.killpg(first.pid, signal.SIGKILL)
-    os.kill(in_flight, signal.SIGKILL)  # everything on the machine dies at once
+    first.kill()
+    os.kill(next(call["pid"] for call in noted() if call["run"] == lost), signal.SIGKILL)
     first.communicate()
-    assert Path(f"out/e/{C}/seed-0/metrics.jsonl").exists()
+    assert Path(f"out/{lost}/metrics.jsonl").exists()
+    assert alone not in calls("end")  # it goes on without its sweep
     world()
     assert sweep() == 0
-    assert sorted(calls("end")) == sorted(f"e/{setting}/seed-{seed}" for setting in (A, B, C, D) for seed in (0, 1))
-    assert sorted(calls()) == sorted([*calls("end"), f"e/{C}/seed-0"])  # once more: the one in flight
-
-
-@pytest.mark.slow
-def test_what_a_killed_sweep_left_running_is_waited_for_and_not_done_twice(here):
-    sweep_file(methods={"pspo": {}})
-    world(seconds={"all": 6})
-    first = process()
-    wait_for(calls)
-    first.kill()
-    first.communicate()
-    started = time.monotonic()
-    assert sweep() == 0
-    assert time.monotonic() - started > 1
-    assert (calls(), calls("end")) == (["e/pspo/seed-0"], ["e/pspo/seed-0"])
+    every = sorted(f"e/{setting}/seed-{seed}" for setting in (A, B, C, D) for seed in (0, 1))
+    assert sorted(calls("end")) == every  # the one left alone was waited for, and not done twice
+    assert sorted(calls()) == sorted([*every, lost])
 
 
 @pytest.mark.slow
@@ -420,29 +408,40 @@ def test_cores_and_devices_are_dealt_out_among_workers(here, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "only", "runs"),
-    [("paper", "[qwen2.5-0.5b-gsm8k, alpha]", 84 + 56 + 18 + 12), ("tiny", "null", 309)],
-)
-def test_the_sweep_files_of_the_repository_are_plans(monkeypatch, name, only, runs):
+@pytest.mark.parametrize("name", ["paper", "tiny"])
+def test_the_sweep_files_of_the_repository(monkeypatch, name):
     monkeypatch.chdir(REPOSITORY)
-    args = ["--config", f"configs/sweep/{name}.yaml", "--output", "none", "--only", only]
-    plan = make_plan(parse(SweepConfig, "pspo.sweep", args)[0])
-    assert sum(n for method in plan for _, n, _ in method.stages()) == runs
+    sweep, _ = parse(SweepConfig, "pspo.sweep", ["--config", f"configs/sweep/{name}.yaml", "--output=none"])
+    points = {(experiment, method): list(grid_points(grid)) for experiment, part in sweep.experiments.items()
+              for method, grid in part.methods.items()}  # fmt: skip
+    last = {
+        key: make_setting(sweep, *key, points[key][-1]) for key in points
+    }  # each method's configuration is accepted
+    searched = [experiment for experiment, part in sweep.experiments.items() if part.search]
     if name == "paper":
-        settings = {method.name: method.settings for method in plan if method.search}
-        sizes = {"noclip": 3, "clip": 12, "pspo": 12, "p3o": 12, "sapo": 18, "topr": 27}
-        assert {name: len(of_method) for name, of_method in settings.items()} == sizes
-        pairs = [tuple(s.full[0].config["algorithm"]["surrogate"]["init_args"].values()) for s in settings["sapo"]]
-        assert sorted(set(pairs)) == [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)]
-        for of_method in settings.values():
-            for setting in of_method:
-                assert setting.full[0].config["run"]["max_tokens"] == 150_000_000
-                assert setting.search[42].config["run"]["max_steps"] == 500
-    else:  # the control holds all but the method, the optimizer and its clipping
-        control = [s.full[0].config for method in plan if method.experiment == "control" for s in method.settings]
-        optimizers = [tuple(config["optimizer"][key] for key in ("name", "max_grad_norm")) for config in control]
-        assert sorted(optimizers[:4]) == [("adamw", 0), ("adamw", 0.1), ("sgd", 0), ("sgd", 0.1)]
+        assert len(searched) == 4
+        for experiment in searched:
+            sizes = {method: len(found) for (of, method), found in points.items() if of == experiment}
+            assert sizes == {"noclip": 3, "clip": 12, "pspo": 12, "p3o": 12, "sapo": 18, "topr": 27}
+            tokens = 75_000_000 if "math-1.5b" in experiment else 150_000_000
+            assert last[experiment, "topr"].full[0].config["run"]["max_tokens"] == tokens
+            assert last[experiment, "clip"].search[42].config["run"]["max_steps"] == 500
+        pairs = {tuple(point[f"algorithm.surrogate.tau_{sign}"] for sign in ("pos", "neg"))
+                 for point in points[searched[0], "sapo"]}  # fmt: skip
+        assert pairs == {(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)}
+        assert list(last[searched[0], "noclip"].full) == [0, 1, 2]
+        assert list(last[searched[0], "noclip"].search) == [42, 43, 44]
+    else:
+        assert searched == ["tiny-base", "tiny-math"]
+        assert all(len(part.seeds) == 5 for part in sweep.experiments.values())
+        alphas = [point["algorithm.surrogate.alpha"] for point in points["alpha", "pspo"]]
+        assert alphas == [0, 0.1, 0.2, 0.4, 0.5, 0.8]
+        steps = last["off-policy", "clip"].full[0].config["algorithm"]
+        assert (steps["epochs"], steps["minibatches"]) == (4, 4)
+        control = {method: [(p["optimizer.name"], p["optimizer.lr"], p["optimizer.max_grad_norm"]) for p in found]
+                   for (of, method), found in points.items() if of == "control"}  # fmt: skip
+        assert control["pspo"] == [("adamw", 3e-5, 0), ("adamw", 3e-5, 0.1), ("sgd", 0.1, 0), ("sgd", 0.1, 0.1)]
+        assert control["noclip"] == [*control["pspo"], ("sgd", 0.06, 0)]
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------
