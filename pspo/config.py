@@ -191,14 +191,15 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its schedule, and how a minibatch is split.
+    """The optimizer, its schedule, and how a minibatch is split.
 
     Args:
+        name: adamw, or sgd: plain, without momentum, so that a step is the gradient times the learning rate.
         lr: peak learning rate.
         beta1: decay of AdamW's first moment.
         beta2: decay of AdamW's second moment.
         eps: AdamW's epsilon.
-        weight_decay: AdamW's weight decay.
+        weight_decay: AdamW's decoupled weight decay; with sgd, its L2 penalty.
         warmup_steps: optimizer steps of linear warm-up; the first of them has learning rate 0, as in transformers.
         schedule: after the warm-up: constant, or linear or cosine to 0 at run.max_steps.
         max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
@@ -206,6 +207,7 @@ class OptimizerConfig:
             changes memory and speed, not the result.
     """
 
+    name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-5
     beta1: float = 0.9
     beta2: float = 0.999

@@ -381,9 +381,12 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     check_decoder(policy, config.rollout.decoder)
     reference = copy.deepcopy(policy).requires_grad_(False) if config.algorithm.beta > 0 else None
     o = config.optimizer
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
-    )
+    if o.name == "sgd":
+        optimizer = torch.optim.SGD(policy.parameters(), lr=o.lr, weight_decay=o.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(
+            policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
     schedule = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     scheduler = get_scheduler(schedule, optimizer, o.warmup_steps, config.run.max_steps)
     r = config.rollout

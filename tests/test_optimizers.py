@@ -1,0 +1,53 @@
+"""--optimizer.name through the trainer: what a step of plain SGD is, and what that makes of PSPO."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import pspo.train
+
+SMALL = (
+    "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=20", "--run.test_limit=0",
+    "--run.validate_every=0", "--optimizer.max_grad_norm=0", "--optimizer.name=sgd", "--run.seed=1",
+)  # fmt: skip
+
+
+def train(output: Path, *args: str) -> list[dict]:
+    pspo.train.main([*SMALL, f"--run.output_dir={output}", *args])
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_of_plain_sgd_is_the_gradient_times_the_learning_rate(tmp_path):
+    args = (
+        "--rollout.prompts=12",
+        "--optimizer.lr=0.05",
+        "--algorithm.epochs=1",
+        "--run.max_steps=3",
+        "--run.save_every=1",
+    )
+    metrics = train(tmp_path / "out", *args)
+    checkpoints = sorted((tmp_path / "out/checkpoints").iterdir())
+    weights = [load_file(folder / "model.safetensors") for folder in checkpoints]
+    for before, after, line in zip(weights, weights[1:], metrics[1:], strict=False):  # momentum would show from the 2nd
+        squares = [(after[name].double() - before[name].double()).square().sum() for name in before]
+        assert line["grad_norm"] > 0
+        assert sum(squares).sqrt().item() == pytest.approx(0.05 * line["grad_norm"], rel=1e-4)
+
+
+def test_under_plain_sgd_pspo_is_noclip_at_a_smaller_learning_rate_to_the_last_bit(tmp_path):
+    """alpha = 1/2 and a learning rate twice as high: powers of two, so nothing is rounded on the way."""
+    pspo_, noclip = (
+        train(tmp_path / name, "--run.max_steps=6", *args)
+        for name, args in {
+            "pspo": ("--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=0.5", "--optimizer.lr=0.2"),
+            "noclip": ("--algorithm.surrogate=NoClip", "--optimizer.lr=0.1"),
+        }.items()
+    )
+    for key in ("reward", "tokens", "completion_tokens", "ratio_mean", "ratio_max"):
+        assert [line[key] for line in pspo_] == [line[key] for line in noclip]
+    assert [2 * line["grad_norm"] for line in pspo_] == [line["grad_norm"] for line in noclip]
+    assert any(line["ratio_max"] > 1.01 for line in pspo_)
+    one, other = (load_file(tmp_path / name / "final/model.safetensors") for name in ("pspo", "noclip"))
+    assert all(one[name].equal(other[name]) for name in one)
