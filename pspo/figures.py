@@ -58,7 +58,7 @@ class Panel:
     same_y: bool = False
 
 
-def draw_curves(panels: Sequence[Panel], x_label: str, columns: int, files: Path, marker: str = "") -> list[Path]:
+def draw_curves(panels: Sequence[Panel], x_label: str, columns: int, files: str, marker: str = "") -> list[Path]:
     """One curve a label, the mean over seeds in a band of its 95% t-interval wherever three seeds or more have a value;
     labels of fewer seeds have a thin line a seed. The y axis spans the seeds' values; a band may be wider.
 
@@ -130,7 +130,7 @@ def surrogate_and_slope(surrogate: Surrogate, ratio: Tensor, advantage: float) -
     return objective[1:] - objective[0] + advantage, weights[1:, 0] / ratio
 
 
-def draw_surrogates(files: Path) -> list[Path]:
+def draw_surrogates(files: str) -> list[Path]:
     """The paper's Figure 1, of all six methods: surrogate and gradient against r for A = 1 and A = -1."""
     ratio = torch.arange(0.0025, 2, 0.005, dtype=torch.float64)  # none of them on a kink
     with _picture(files, width=7.2, height=5) as (figure, written):
@@ -192,13 +192,13 @@ def _legend(figure: Figure) -> None:
 
 
 @contextmanager
-def _picture(files: Path, width: float, height: float) -> Iterator[tuple[Figure, list[Path]]]:
+def _picture(files: str, width: float, height: float) -> Iterator[tuple[Figure, list[Path]]]:
     """A figure to draw on, saved at the end; the list then holds the files written."""
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height + 0.6), layout="constrained")
         yield figure, written
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-            path = files.with_name(files.name + suffix)
+            path = Path(files + suffix)
             figure.savefig(path, transparent=True, dpi=120, metadata=metadata)
             written.append(path)

@@ -21,6 +21,7 @@ DIAGNOSTICS = ("ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_sm
 OF_A_SEED = ("run.seed", "run.output_dir")
 SURROGATE = "algorithm.surrogate."
 SEEDS_FOR_AN_INTERVAL = 3
+ACCURACIES = {"true_accuracy": "true_accuracy_ci95", "accuracy": "ci95"}  # and their intervals in a summary
 
 Config = dict[str, Any]  # flat: {"algorithm.epochs": 2}
 Measured = tuple[float, tuple[float, float]]  # a share and its 95% interval over problems
@@ -87,13 +88,14 @@ def read_runs(roots: Sequence[Path]) -> list[Run]:
     runs: dict[Path, Run] = {}
     for folder in sorted(found):  # a run comes before what is inside it, its checkpoints for one
         inside = any(parent in runs for parent in folder.parents)
-        only_results = (folder / "results.json").exists() and not (folder / "metrics.jsonl").exists()
-        if not inside and not only_results and (config := _read_config(folder)):
-            metrics = _read_metrics(folder / "metrics.jsonl")
-            if metrics:
+        has_metrics, has_results = ((folder / name).exists() for name in ("metrics.jsonl", "results.json"))
+        if not inside and (has_metrics or not has_results) and (config := _read_config(folder)):
+            if metrics := _read_metrics(folder / "metrics.jsonl"):
                 runs[folder] = Run(folder, config, metrics, _read_json(folder / "summary.json"))
             else:
-                warn(f"{folder}: no metrics; left out")
+                warn(f"{folder}: neither metrics nor results; left out")
+        elif inside and not has_results and (folder / "completions.jsonl").exists():
+            warn(f"{folder}: an evaluation that is not finished; left out")
     trained = dict(runs)
     for folder in sorted(found):
         if results := _read_results(folder / "results.json"):
@@ -129,7 +131,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_results(path: Path) -> dict[str, Any]:
     results = _read_json(path)
-    if results and not {"model", "data", "split", "n", "temperatures"} <= results.keys():
+    complete = {"model", "data", "split", "n", "temperatures"} <= results.keys()
+    if results and not (complete and isinstance(results["temperatures"], dict)):
         warn(f"{path}: not the results of an evaluation; left out")
         return {}
     return results
@@ -161,7 +164,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            records[record["step"]] = record
+            records[int(record["step"])] = record
         except (ValueError, TypeError, KeyError):
             warn(f"{path}: line {number} is cut off or no record; left out")
     nulls = sum(value is None for record in records.values() for value in record.values())
@@ -186,7 +189,7 @@ def settings_of(runs: Sequence[Run]) -> list[Setting]:
     settings = []
     for config, group in zip(configs, groups.values(), strict=True):
         label, by_seed = _label(config, configs), {}
-        for run in group:
+        for run in sorted(group, key=lambda run: not run.summary):  # finished ones first
             first = by_seed.setdefault(run.config["run.seed"], run)
             if first is not run:
                 warn(f"{run.folder}: the same setting and seed as {first.folder}; left out")
@@ -270,36 +273,41 @@ def diagnostics(run: Run) -> dict[str, float]:
     return {key: float(np.mean(values)) for key, values in found.items() if values}
 
 
-def accuracies(run: Run) -> dict[str, Measured]:
-    """Greedy accuracies of the returned model, by title; an evaluation comes before the summary."""
-    found = {}
-    if after := run.summary.get("after"):
-        found |= _accuracies(f"{run.config['data.name']} test", after["n"], after)
+def accuracies(run: Run, greedy: bool = True) -> dict[str, Measured]:
+    """Accuracies of the returned model, by title; pass@k, too, where it is sampled and not greedy.
+
+    An evaluation comes before the summary where both know the same.
+    """
+    found = _in_summary(run, "after") if greedy else {}
     for results in run.evaluations:
-        found |= _accuracies(
-            f"{results['data']} {results['split']}", results["n"], results["temperatures"].get("0", {})
-        )
+        for temperature, result in results["temperatures"].items():
+            if greedy == (temperature == "0"):
+                where = f"{results['data']} {results['split']}, n = {results['n']:,}"
+                where += "" if greedy else f", T = {temperature}"
+                found |= {
+                    _title(where, name): (part["value"], tuple(part["ci95"]))
+                    for name, part in result.items()
+                    if name in ACCURACIES or (name.startswith("pass@") and not greedy)
+                }
     return found
 
 
-def accuracies_before(runs: Iterable[Run]) -> dict[str, Measured]:
-    """Greedy accuracies of the untrained model, from evaluations of it or else the runs' summaries."""
+def accuracies_before(runs: Iterable[Run], greedy: bool = True) -> dict[str, Measured]:
+    """The same of the untrained model, from evaluations of it or else from the summaries of runs."""
     found: dict[str, Measured] = {}
     for run in runs:
-        if before := run.summary.get("before"):
-            found = _accuracies(f"{run.config['data.name']} test", before["n"], before) | found
-        if not run.metrics:
-            found |= accuracies(run)
+        in_summary = _in_summary(run, "before") if greedy else {}
+        found = in_summary | found | ({} if run.metrics else accuracies(run, greedy))
     return found
 
 
-def _accuracies(benchmark: str, n: int, result: dict[str, Any]) -> dict[str, Measured]:
-    found = {}
-    for key, interval in (("true_accuracy", "true_accuracy_ci95"), ("accuracy", "ci95")):
-        value = result.get(key)
-        if _is_number(value):  # in a summary; in an evaluation, value and interval are one
-            value = {"value": value, "ci95": result[interval]}
-        if value:
-            title = f"{benchmark}, n = {n:,}: {key.replace('_', ' ')} (%)"
-            found[title] = (value["value"], tuple(value["ci95"]))
-    return found
+def _in_summary(run: Run, name: str) -> dict[str, Measured]:
+    result = run.summary.get(name)
+    if not result:
+        return {}  # --run.test_limit 0
+    where = f"{run.config['data.name']} test, n = {result['n']:,}"
+    return {_title(where, name): (result[name], tuple(result[interval])) for name, interval in ACCURACIES.items()}
+
+
+def _title(where: str, name: str) -> str:
+    return f"{where}: {name.replace('_', ' ')} (%)"

@@ -76,7 +76,8 @@ def make_evaluation():
             "accuracy": {"value": value, "ci95": [value - 0.01, value + 0.01]},
             "true_accuracy": {"value": value + 0.1, "ci95": [value, value + 0.2]},
         }
-        results = {"model": model, "data": data, "split": "test", "n": n, "temperatures": {"0": greedy, "0.6": {}}}
+        results = {"model": model, "data": data, "split": "test", "n": n, "temperatures": {"0": greedy}}
+        results["temperatures"]["0.6"] = greedy | {"pass@4": {"value": value + 0.2, "ci95": [value, 1]}, "samples": 4}
         (folder / "results.json").write_text(json.dumps(results))
 
     return make
@@ -224,6 +225,7 @@ def test_settings_come_from_the_configuration_alone(make_run):
 def test_the_same_run_twice_counts_once(make_run, report, tmp_path):
     folder = make_run("a", "Clip", after=0.5)
     make_run("b", "Clip", after=0.9)
+    make_run("0", "Clip", after=None)  # stopped, and then run again
     cells, _, err = report(tmp_path / "runs", folder, tmp_path / "runs/../runs")
     assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == (1, 0.5)
     assert re.search(r"runs/b: the same setting and seed as .*runs/a; left out", err)
@@ -243,6 +245,9 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy", "tiny", products], 0, 0.2, 0.19, 0.21)
     assert close(cells[SUMS, "Accuracy", "tiny", ACCURACY], 0, 0.3, 0.2, 0.5)
     assert close(cells["Other evaluations", "Accuracy", "somebody/else", products], 0, 0.4, 0.39, 0.41)
+    sampled = "products test, n = 50, T = 0.6: pass@4"
+    assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
+    assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
     assert "evaluation-last: evaluates" in err
 
 
@@ -271,6 +276,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evalu
     make_run("running", "Clip", 2, rewards=[0.5, 0.5], after=None)
     (make_run("broken", "Clip", 3) / "config.yaml").write_text("model: [")
     (make_run("bare", "Clip", 4) / "config.yaml").write_text("model: {}")
+    make_evaluation(good / "evaluation-2", "x/best", 0.6)
+    (good / "evaluation-2/results.json").rename(good / "evaluation-2/completions.jsonl")
     (tmp_path / "runs/empty").mkdir()
     cells, text, err = report(tmp_path / "runs", tmp_path / "runs/empty", tmp_path / "nowhere")
     assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 1, 0.5, 0.4, 0.7)
@@ -278,7 +285,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evalu
     for line in (
         r"good/metrics.jsonl: line 4 is cut off",
         r"evaluation/results.json: cut off or not JSON",
-        r"silent: no metrics",
+        r"silent: neither metrics nor results",
+        r"evaluation-2: an evaluation that is not finished",
         r"running: not finished",
         r"broken: no readable config.yaml",
         r"bare: config.yaml says nothing of data.name, model.name_or_path, run.seed",
@@ -303,6 +311,15 @@ def test_tasks_are_never_mixed(make_run, report, tmp_path):
         path.name for path in (tmp_path / "out").iterdir()
     }
     assert all((tmp_path / "out" / name).exists() for name in re.findall(r"\]\((\S+)\)", text))
+
+
+def test_runs_that_are_not_finished_have_curves_and_no_tables(make_run, report, tmp_path):
+    make_run("running", "Clip", after=None)
+    cells, text, err = report()
+    assert cells == {}
+    assert "running: not finished" in err
+    assert "![curves](curves.png)" in text
+    assert (tmp_path / "out/curves.png").exists()
 
 
 def test_nothing_to_report_is_an_error(tmp_path, capsys):
@@ -371,7 +388,7 @@ def test_bands_are_t_intervals_over_seeds(tmp_path, monkeypatch):
         matplotlib.axes.Axes, "fill_between", lambda axes, *xs, **look: bands.append(xs) or fill(axes, *xs, **look)
     )
     seeds = [([2, 4], [0.1, 0.2]), ([2, 4], [0.2, 0.4]), ([2, 4, 6], [0.3, 0.9, 1.0])]
-    files = draw_curves([Panel("reward", {"A": seeds, "B": seeds[:2]})], "step", 1, tmp_path / "curves")
+    files = draw_curves([Panel("reward", {"A": seeds, "B": seeds[:2]})], "step", 1, f"{tmp_path}/curves")
     assert [file.name for file in files] == ["curves.png", "curves.svg"]
     ((x, low, high),) = bands  # two seeds have none, nor has a step that only one seed reached
     assert list(x) == [2, 4]
