@@ -23,7 +23,7 @@ from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate
 from pspo.metrics import t_interval
 
 COLOURS = ("#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C")
-DASHES = ((0, (6, 2)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
+DASHES = ((0, (3.5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (11, 3)))
 GREY = "#7d7d7d"
 STYLE = {
     "font.size": 9,
@@ -84,7 +84,7 @@ def draw_curves(panels: Sequence[Panel], x_label: str, columns: int, files: str,
                     x = [x for x, _ in points]
                     low, high = zip(*(t_interval(values) for _, values in points), strict=True)
                     axes.plot(x, [np.mean(values) for _, values in points], **look)
-                    shade = min(0.2, 0.4 / len(looks))  # many bands on each other must not hide the lines
+                    shade = min(0.2, 0.6 / len(looks))  # many bands on each other must not hide the lines
                     axes.fill_between(x, low, high, alpha=shade, linewidth=0, color=look["color"])
                 for curve in curves:
                     if not points:
@@ -183,11 +183,12 @@ def _span(panels: Iterable[Panel]) -> tuple[float, float]:
 
 
 def _legend(figure: Figure) -> None:
-    """One legend below all panels, each label once."""
+    """One legend below all panels, each label once; the figure grows by its height."""
     pairs = (axes.get_legend_handles_labels() for axes in figure.axes)
     handles = {label: handle for pair in pairs for handle, label in zip(*pair, strict=True)}
     widest = max(map(len, handles), default=1)
-    columns = max(1, int(figure.get_figwidth() * 12 / (widest + 7)))  # about 12 characters to the inch
+    columns = max(1, int(figure.get_figwidth() * 14 / (widest + 8)))  # about 14 characters to the inch
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(handles) / columns) + 0.1)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, handlelength=3.2)
 
 
@@ -196,7 +197,7 @@ def _picture(files: str, width: float, height: float) -> Iterator[tuple[Figure, 
     """A figure to draw on, saved at the end; the list then holds the files written."""
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height + 0.6), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, written
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
             path = Path(files + suffix)

@@ -14,11 +14,12 @@ curves are drawn, and the tables leave them out.
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from pspo.figures import Panel, draw_curves, draw_surrogates
+from pspo.figures import Curve, Panel, draw_curves, draw_surrogates
 from pspo.metrics import write_text
 from pspo.runs import (
     DIAGNOSTICS,
@@ -52,16 +53,16 @@ from pspo.tables import (
 def draw_task(settings: Sequence[Setting], files: str) -> list[Path]:
     """Curves, diagnostics, and every ablation that there is; the pictures' paths begin with `files`."""
 
-    def panel(title: str, key: str, same_y: bool = False) -> Panel:
-        return Panel(title, {s.label: [run.curve(key) for run in s.runs.values()] for s in settings}, same_y)
+    def curves(of_run: Callable[[Run], Curve]) -> dict[str, list[Curve]]:
+        return {setting.label: [of_run(run) for run in setting.runs.values()] for setting in settings}
 
-    reward = {s.label: [smoothed_curve(run) for run in s.runs.values()] for s in settings}
-    panels = [Panel("training reward, mean over a tenth of the run", reward)]
-    if any(run.curve("validation_reward")[0] for s in settings for run in s.runs.values()):
-        panels.append(panel("validation reward", "validation_reward"))
+    panels = [Panel("training reward, mean over a tenth of the run", curves(partial(smoothed_curve, key="reward")))]
+    validation = curves(partial(Run.curve, key="validation_reward"))
+    if any(steps for seeds in validation.values() for steps, _ in seeds):
+        panels.append(Panel("validation reward", validation))
     pictures = draw_curves(panels, "optimizer step", 2, f"{files}curves")
-    panels = [panel(key, key, same_y=key == "tv_smoothed") for key in DIAGNOSTICS]
-    pictures += draw_curves(panels, "optimizer step", 4, f"{files}diagnostics")
+    panels = [Panel(key, curves(partial(smoothed_curve, key=key)), same_y=key == "tv_smoothed") for key in DIAGNOSTICS]
+    pictures += draw_curves(panels, "step, mean over a tenth of the run", 4, f"{files}diagnostics")
     for (method, parameter), lines in ablations(settings).items():
         panels = ablation_panels(lines)
         pictures += draw_curves(panels, parameter, 3, f"{files}{method}-{parameter}", marker="o")

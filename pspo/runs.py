@@ -214,7 +214,7 @@ def method_of(config: Config) -> str:
 def _label(config: Config, configs: Sequence[Config]) -> str:
     same_method = [other for other in configs if method_of(other) == method_of(config)]
     shown = []
-    for key, value in config.items():
+    for key, value in sorted(config.items(), key=lambda item: not item[0].startswith(SURROGATE)):  # its own first
         others = same_method if key.startswith(SURROGATE) else configs
         if key != f"{SURROGATE}class_path" and any(other.get(key) != value for other in others):
             shown.append(f"{key.rpartition('.')[2]}={value}")
@@ -239,10 +239,10 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, width).mean(axis=1) if width else np.empty(0)
 
 
-def smoothed_curve(run: Run) -> tuple[list[float], list[float]]:
-    """The training reward, each window of `smoothed` at its last step."""
-    steps, rewards = run.curve("reward")
-    windows = smoothed(rewards)
+def smoothed_curve(run: Run, key: str) -> tuple[list[float], list[float]]:
+    """One metric, each window of `smoothed` at its last step."""
+    steps, values = run.curve(key)
+    windows = smoothed(values)
     return steps[len(steps) - len(windows) :], windows.tolist()
 
 
