@@ -163,6 +163,10 @@ def report_task(model: str, data: str, runs: list[Run], untrained: list[Run], fi
     unfinished = [run.folder for setting in settings for run in setting.runs.values() if not run.summary]
     for folder in unfinished:
         warn(f"{folder}: not finished (no whole summary.json); its curves are drawn, the tables leave it out")
+    for setting in settings:
+        for run in setting.finished.values():
+            if not accuracies(run):
+                warn(f"{run.folder}: no accuracy, neither in summary.json nor by an evaluation")
     tables = [
         *accuracy_tables({model: [*runs, *untrained]}, settings),
         learning_table(settings),

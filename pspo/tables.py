@@ -57,6 +57,7 @@ def as_text(e: Estimate | None, title: str, seeds: int) -> str:
 
 
 def scale(title: str) -> int:
+    """What a number is multiplied by to be shown under a title."""
     return 100 if title.endswith("(%)") else 1
 
 
@@ -119,6 +120,7 @@ def compared(run: Run) -> dict[str, float]:
 
 
 def paired_table(settings: Sequence[Setting]) -> Table:
+    """Every setting against every baseline that differs in the surrogate alone; two baselines once."""
     seeds_of: dict[str, list[dict[str, float]]] = {}
     baselines = [setting for setting in settings if method_of(setting.config) in BASELINES]
     for baseline in baselines:

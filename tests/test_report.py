@@ -276,18 +276,23 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evalu
     make_run("running", "Clip", 2, rewards=[0.5, 0.5], after=None)
     (make_run("broken", "Clip", 3) / "config.yaml").write_text("model: [")
     (make_run("bare", "Clip", 4) / "config.yaml").write_text("model: {}")
+    unseen = make_run("unseen", "NoClip")
+    summary = json.loads((unseen / "summary.json").read_text())
+    (unseen / "summary.json").write_text(json.dumps(summary | {"before": {}, "after": {}}))  # --run.test_limit 0
     make_evaluation(good / "evaluation-2", "x/best", 0.6)
     (good / "evaluation-2/results.json").rename(good / "evaluation-2/completions.jsonl")
     (tmp_path / "runs/empty").mkdir()
     cells, text, err = report(tmp_path / "runs", tmp_path / "runs/empty", tmp_path / "nowhere")
     assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 1, 0.5, 0.4, 0.7)
     assert close(cells[SUMS, "Learning", "Clip", "area under the curve"], 1, 0.2, None, None)
+    assert close(cells[SUMS, "Learning", "NoClip", "area under the curve"], 1, 0.3, None, None)
     for line in (
         r"good/metrics.jsonl: line 4 is cut off",
         r"evaluation/results.json: cut off or not JSON",
         r"silent: neither metrics nor results",
         r"evaluation-2: an evaluation that is not finished",
         r"running: not finished",
+        r"unseen: no accuracy",
         r"broken: no readable config.yaml",
         r"bare: config.yaml says nothing of data.name, model.name_or_path, run.seed",
         r"empty: no run and no evaluation in it",
