@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,39 @@ def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0
     means = np.concatenate([values[rng.integers(len(values), size=(b, len(values)))].mean(axis=1) for b in blocks])
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of n independent values, by Student's t with n - 1 degrees of freedom.
+
+    Raises ValueError for fewer than 2 values.
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError(f"an interval needs at least 2 values, got {n}")
+    half = t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def t_quantile(degrees: int, level: float = 0.95) -> float:
+    """The t with P(|T| < t) = level for Student's t, by bisection.
+
+    The probability is a finite sum in theta = atan(t / sqrt(degrees)) (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4).
+    """
+
+    def probability(theta: float) -> float:
+        odd = degrees % 2
+        term, total = (math.cos(theta) if odd else 1.0), 0.0
+        for k in range(1 + odd, degrees, 2):
+            total += term
+            term *= k / (k + 1) * math.cos(theta) ** 2
+        return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < level else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
 
 
 class Stopwatch:
