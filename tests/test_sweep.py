@@ -469,5 +469,5 @@ def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch):
     written, planned = (yaml.safe_load(path.read_text()) for path in (run / "config.yaml", run.with_suffix(".yaml")))
     assert written == planned
     assert (written["run"]["seed"], written["optimizer"]["name"]) == (0, "sgd")
-    assert json.loads((run / "evaluation/results.json").read_text())["0"]["n"] == 4
+    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4
     assert "2 steps" in run.with_suffix(".log").read_text()
