@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicLayer
 
 transformers.utils.logging.disable_progress_bar()  # a bar for loading weights, on top of our own
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent / "assets"
 HEAD_CHUNK_BYTES = 2**24  # of float32 logits held at a time,
 HEAD_CHUNK_TOKENS = 256  # but those of so many tokens: each chunk costs a pass over the output embedding's gradient
+MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
 
 def locate(name_or_path: str) -> str:
@@ -246,8 +248,9 @@ def _hidden_states(
 ) -> Tensor:
     """(B, T, H): the last hidden states from which the model predicts each completion token.
 
-    Adjacent rows with the same prompt share its forward pass: the completions run on top of its keys and values,
-    through which their gradients flow. Same numbers to rounding, several times less work where prompts are long.
+    What rows have in common is computed once: the beginning of all prompts (the system prompt), then the rest of each
+    prompt for its adjacent rows, then the completions, each on top of the keys and values of what precedes it, through
+    which gradients flow. Same numbers to rounding, several times less work where prompts are long.
     """
     ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
     mask = torch.cat([prompt_mask, completion_mask], dim=1)[:, :-1].long()
@@ -255,28 +258,45 @@ def _hidden_states(
     width = prompt_ids.shape[1]
     is_first = torch.ones_like(ids[:, 0], dtype=torch.bool)  # of the rows with its prompt
     is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
-    if is_first.all() or model.training or ids.shape[1] == width:  # training mode means checkpointing: no cache then
+    prompts = is_first.nonzero().squeeze(1)  # (n,), the row that stands for each prompt
+    prefix = prompt_ids[0, :0]  # (L,)
+    if len(prompts) > 1 and attends_fully(model):
+        prefix = _common_prefix(prompt_ids[prompts], prompt_mask[prompts])
+    alone = len(prefix) == 0 and len(prompts) == len(ids)
+    if alone or model.training or ids.shape[1] == width:  # training mode means checkpointing: no cache then
         body = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         return body.last_hidden_state[:, width - 1 :]
+
     cache = DynamicCache(config=model.config)
-    prompts = model.base_model(
-        input_ids=ids[is_first, :width],
-        attention_mask=mask[is_first, :width],
-        position_ids=positions[is_first, :width],
-        past_key_values=cache,
-        use_cache=True,
-    )
+
+    def body(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return model.base_model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
+
+    L = len(prefix)
+    if L > 0:
+        body(prefix[None], torch.ones_like(prefix)[None], torch.arange(L, device=ids.device)[None])
+        cache.batch_select_indices(torch.zeros_like(prompts))
+        mask[:, L:width] *= positions[:, L:width] >= L  # the prefix takes the first L columns of every row,
+        mask[:, :L] = 1  # whatever padding was there
+    last = body(ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width])[:, -1:]
     prompt_of_row = is_first.cumsum(dim=0) - 1  # (B,)
     cache.batch_select_indices(prompt_of_row)
-    completions = model.base_model(
-        input_ids=ids[:, width:],
-        attention_mask=mask,
-        position_ids=positions[:, width:],
-        past_key_values=cache,
-        use_cache=True,
-    )
-    last = prompts.last_hidden_state[prompt_of_row, -1:]
-    return torch.cat([last, completions.last_hidden_state], dim=1)
+    return torch.cat([last[prompt_of_row], body(ids[:, width:], mask, positions[:, width:])], dim=1)
+
+
+def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
+    """The tokens (L,) with which all prompts begin, less than the shortest of them; none where too few to matter."""
+    lengths = prompt_mask.sum(dim=1)
+    columns = torch.arange(int(lengths.min()) - 1, device=prompt_ids.device)
+    aligned = prompt_ids.gather(1, (prompt_ids.shape[1] - lengths)[:, None] + columns)  # (B, shortest - 1)
+    L = int((aligned == aligned[0]).all(dim=0).cumprod(dim=0).sum())
+    return aligned[0, : L if L >= MIN_PREFIX else 0]
+
+
+def attends_fully(model: PreTrainedModel) -> bool:
+    """Whether every layer attends to everything before: no sliding windows, which count columns of padding, too."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -121,6 +121,42 @@ def test_a_shared_prompt_is_computed_once(tiny_model):
     assert (apart[1, :2] - shared[1, :2]).abs().max() > 0.01
 
 
+def begin_alike(rows, length):
+    """The rows with prompts that have their first tokens in common: as many of ``length`` as each has."""
+    prompt_ids, prompt_mask, *completions = rows
+    beginning = torch.randint(64, (length,), generator=torch.Generator().manual_seed(11))
+    place = prompt_mask.long().cumsum(dim=1) - 1  # of each token in its prompt
+    alike = prompt_mask & (place < length)
+    return prompt_ids.where(~alike, beginning[place.clamp(0, length - 1)]), prompt_mask, *completions
+
+
+@pytest.mark.parametrize(("prompt_lengths", "length"), [((9, 7, 8), 5), ((9, 3, 6), 9), ((5, 4, 6), 4), ((9, 1, 5), 3)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_that_begin_alike_equal_unpadded_rows(tiny_model, monkeypatch, name, prompt_lengths, length):
+    """A beginning shorter than, as long as, and longer than the shortest prompt."""
+    monkeypatch.setattr(pspo.model, "MIN_PREFIX", 1)
+    dtype = torch.float64 if name in FLOAT64 else torch.float32
+    value, slope = (1e-10, 1e-5) if name in FLOAT64 else (1e-5, 2e-4)
+    model, rows = tiny_model(name, dtype=dtype), begin_alike(make_groups(prompt_lengths), length)
+    tokens = []
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
+    actual = token_logprobs(model, *rows, 0.7)
+    L = 0 if name == "Gemma2" else min(length, min(prompt_lengths) - 1)  # its windows would count the padding
+    width = max(prompt_lengths)
+    assert tokens == [L] * (L > 0) + [3 * (width - L), 8 * 8]
+    expected = plain_logprobs(model, *rows, 0.7)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=value)
+    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
+
+
+def test_a_short_common_beginning_is_not_worth_a_pass(tiny_model):
+    model, rows = tiny_model(), begin_alike(make_groups((9, 7, 8)), 5)
+    passes = []
+    model.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    token_logprobs(model, *rows)
+    assert len(passes) == 2
+
+
 def test_groups_with_completions_of_one_token(tiny_model):
     model, rows = tiny_model(dtype=torch.float64), make_groups((9, 3, 6))
     rows = (rows[0], rows[1], rows[2][:, :1], rows[3][:, :1])

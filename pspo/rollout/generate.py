@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from pspo.model import attends_fully
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Decoder, Rollout, to_device
 
@@ -94,8 +94,7 @@ def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
     """Raise ValueError where the model cannot be decoded that way."""
     if decoder != "graphs":
         return
-    full = all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
-    if not full or model.config._attn_implementation != "sdpa":
+    if not attends_fully(model) or model.config._attn_implementation != "sdpa":
         raise ValueError(
             f"--rollout.decoder graphs needs sdpa attention and layers that attend to everything, which "
             f"{type(model).__name__} ({model.config._attn_implementation}) has not; choose pspo"
