@@ -11,9 +11,20 @@ import reference
 import torch
 
 import pspo.train
-from pspo.config import AlgorithmConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.config import (
+    SYSTEM_PROMPT,
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, log_ratio
-from pspo.rollout import Rollout
+from pspo.model import load_policy, load_tokenizer, stop_token_ids
+from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.tasks import load_problems
 from pspo.train import Learner, crossed, prepare, prompt_order, split_minibatches, update
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
@@ -256,6 +267,45 @@ def test_splitting_into_microbatches_changes_no_gradient(policy, surrogate, aggr
         assert_same_move(policy, end, results[0][0])
         for step, expected in zip(metrics, results[0][1], strict=True):
             assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The embedded model, a rollout of its own over prompts with one system prompt, advantages with a zero group."""
+    model, device = ModelConfig(), torch.device("cpu")
+    policy, tokenizer = load_policy(model, device), load_tokenizer(model)
+    problems = load_problems("arithmetic", "train", limit=5)
+    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
+    sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, TEMPERATURE, 0.95)
+    torch.manual_seed(0)
+    rollout = generate(policy, tokenizer, prompts, sampling, G)
+    advantages = torch.randn(len(rollout))
+    advantages[G : 2 * G] = 0.0
+    return policy, rollout, advantages
+
+
+@every_surrogate
+@pytest.mark.parametrize("microbatch_tokens", [4096, 300])
+def test_float32_gradients_of_a_real_rollout_equal_the_plain_path(real, monkeypatch, surrogate, microbatch_tokens):
+    """Everything on: shared beginnings and prompts, one pass through the head in chunks, zero-advantage rows out."""
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 1)
+    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", 100)
+    policy, rollout, advantages = real
+    optimizer = {"max_grad_norm": 0.0, "microbatch_tokens": microbatch_tokens}
+    config = make_config(surrogate, epochs=2, optimizer=optimizer)
+    step, seen = torch.optim.SGD.step, []
+
+    def noted(self):
+        seen.append(torch.cat([parameter.grad.flatten() for parameter in self.param_groups[0]["params"]]))
+        step(self)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", noted)
+    _, metrics = run(policy, rollout, advantages, config, sgd=0.01)
+    naive_update(policy, rollout, advantages, config, sgd=0.01)
+    assert metrics[1]["ratio_min"] < 0.9  # the second step is off-policy
+    assert metrics[1]["ratio_max"] > 1.1
+    for i, tolerance in enumerate([1e-5, 3e-5]):  # at the second step the weights themselves differ by a rounding
+        assert (seen[i] - seen[2 + i]).norm() <= tolerance * seen[2 + i].norm()
 
 
 def test_row_order_and_padding_change_no_gradient(policy):
