@@ -33,7 +33,8 @@ class BufferedLayer(DynamicLayer):
         self.buffers = []
         for states in (self.keys, self.values):
             rows, heads, length, dim = states.shape
-            buffer = states.new_zeros(rows * repeats, heads, length + self.room, dim)  # NaN x 0 in the attention is NaN
+            make = states.new_empty if self.at is None else states.new_zeros  # what is hidden must be finite: 0 x NaN
+            buffer = make(rows * repeats, heads, length + self.room, dim)
             buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
             self.buffers.append(buffer)
         self._view(length if self.at is None else length + self.room)
