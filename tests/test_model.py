@@ -20,6 +20,7 @@ from pspo.model import (
     stop_token_ids,
     token_logprobs,
 )
+from pspo.rollout import Sampling, generate
 
 ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"]  # GPT2 for its absolute positions
 FLOAT64 = [
@@ -384,6 +385,40 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny_model, model_folde
         assert policy.training == checkpointing
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_model, model_folder, load, monkeypatch):
+    """By the backend that traces and differentiates but writes no machine code: no C++ compiler needed."""
+    compiling, graphs = torch.nn.Module.compile, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda body, **options: compiling(body, backend=backend, **options))
+    folder = model_folder(tiny_model())
+    plain, compiled = load(folder), load(folder, compile=True)
+    assert not graphs
+    for rows in (make_rows(), make_groups((9, 7, 8))):
+        results = []
+        for model in (plain, compiled):
+            logprobs = backward_in_one_pass(model, *rows, 0.7, lambda logprobs, part: logprobs.square().sum())
+            results.append((logprobs, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+            model.zero_grad()
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
+        assert (results[1][1] - results[0][1]).norm() <= 1e-5 * results[0][1].norm()
+    assert graphs
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+
+    before = len(graphs)
+    sampling = Sampling(stop_ids=[60], pad_id=0, temperature=0.0, max_completion_tokens=9)
+    texts = [generate(model, load_tokenizer(ModelConfig()), [[5, 6, 7]], sampling) for model in (plain, compiled)]
+    assert texts[0].completion_ids.tolist() == texts[1].completion_ids.tolist()
+    assert len(graphs) == before
+    token_logprobs(compiled, *make_rows())
+    assert compiled.base_model._compiled_call_impl is not None
 
 
 @pytest.mark.parametrize(("name", "setting"), [("Granite", "logits_scaling"), ("Cohere", "logit_scale")])
