@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 transformers.utils.logging.disable_progress_bar()  # a bar for loading weights, on top of our own
 
@@ -263,7 +263,8 @@ def _hidden_states(
     if len(prompts) > 1 and attends_fully(model):
         prefix = _common_prefix(prompt_ids[prompts], prompt_mask[prompts])
     alone = len(prefix) == 0 and len(prompts) == len(ids)
-    if alone or model.training or ids.shape[1] == width:  # training mode means checkpointing: no cache then
+    cached = shares_prompts(model) and not model.training  # training mode means checkpointing: no cache then
+    if alone or not cached or ids.shape[1] == width:
         body = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         return body.last_hidden_state[:, width - 1 :]
 
@@ -297,6 +298,12 @@ def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
 def attends_fully(model: PreTrainedModel) -> bool:
     """Whether every layer attends to everything before: no sliding windows, which count columns of padding, too."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether every layer's cache is keys and values, which rows can share: no linear attention, no state spaces."""
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -28,7 +28,7 @@ from pspo.card import model_card
 from pspo.checkpoint import save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, load_prompts, room_for_prompts
-from pspo.losses import Counts, diagnose, kl_estimate, token_divisors, token_weights
+from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import (
     autocast,
@@ -228,14 +228,17 @@ def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: Trai
     Returns:
         The share, a scalar, and the policy's log-probs, (b, t); both without gradient.
     """
-    algorithm, mask = config.algorithm, batch.rollout.completion_mask  # (b, t)
-    divisors = token_divisors(mask, algorithm.aggregation, counts)  # (b, 1)
+    algorithm, completion_mask = config.algorithm, batch.rollout.completion_mask  # (b, t)
     token_local = algorithm.surrogate.token_local
-    old, ref, advantages, divisors, mask = (
-        # A token-local loss may see the unmasked tokens alone, as (N, 1): then the head needs one pass only.
-        value.expand_as(mask)[mask][:, None] if token_local and value is not None else value
-        for value in (batch.old_logprobs, batch.ref_logprobs, batch.advantages[:, None], divisors, mask)
-    )
+
+    def laid_out(values: Tensor) -> Tensor:
+        """A token-local loss may see the unmasked tokens alone, as (N, 1): then the head needs one pass only."""
+        return values.expand_as(completion_mask)[completion_mask][:, None] if token_local else values
+
+    mask, advantages = laid_out(completion_mask), laid_out(batch.advantages[:, None])
+    divisors = laid_out(token_divisors(completion_mask, algorithm.aggregation, counts))
+    old = None if batch.old_logprobs is None else laid_out(batch.old_logprobs)
+    ref = None if batch.ref_logprobs is None else laid_out(batch.ref_logprobs)
     share = torch.zeros((), device=mask.device)
 
     def loss(logprobs: Tensor, part: slice = slice(None)) -> Tensor:
@@ -244,7 +247,7 @@ def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: Trai
         if ref is not None:
             kl = kl_estimate(logprobs, ref[part], mask[part], algorithm.kl_estimator)
             per_token_loss = per_token_loss + algorithm.beta * kl
-        total = (per_token_loss / divisors[part]).sum()
+        total = divided_sum(per_token_loss, mask[part], divisors[part])
         share.add_(total.detach())
         return total
 
@@ -287,10 +290,8 @@ def split_minibatches(rollout: Rollout, advantages: Tensor, config: TrainConfig)
         )
         kept = [[row for row in group if moving[row]] for group in groups]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        if not kept:
-            kept = [
-                [groups[0][0]]
-            ]  # its gradient is 0, but a step without any gradient would stop AdamW's momentum, too
+        if not kept:  # a row whose gradient is 0: a step without any gradient would stop AdamW's momentum, too
+            kept = [[groups[0][0]]]
         microbatches: list[list[int]] = [[]]
         for rows in kept:
             for part in [rows] if tokens(rows) <= config.optimizer.microbatch_tokens else [[row] for row in rows]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -96,6 +97,44 @@ def test_greedy_decoding_of_a_trained_model_is_the_librarys(model, decoder):
     assert a.completion_ids[a.completion_mask].tolist() == b.completion_ids[b.completion_mask].tolist()
 
 
+@pytest.mark.parametrize("decoder", ["pspo", "graphs"])
+def test_under_autocast_keys_and_values_are_kept_as_attention_takes_them(decoder):
+    torch.manual_seed(0)
+    model, seen = MODELS["qwen2"]().eval(), set()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **options):
+        seen.add((key.dtype, value.dtype))
+        return attention(query, key, value, **options)
+
+    sampling = Sampling(
+        stop_ids=[95], pad_id=0, temperature=0.7, max_completion_tokens=9, decoder=decoder, logprobs=True
+    )
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+        rollout = generate(model, NoTexts(), PROMPTS, sampling, group_size=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = token_logprobs(model, *rollout.token_ids, 0.7)
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=0.1)
+
+
+def test_a_model_without_keys_and_values_needs_the_librarys_loop():
+    config = transformers.Lfm2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Lfm2ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM's kind of cache; choose hf"):
+        generate(model, NoTexts(), PROMPTS, Sampling(stop_ids=[95], pad_id=0))
+    sampling = Sampling(stop_ids=[95], pad_id=0, temperature=0.0, max_completion_tokens=5, decoder="hf")
+    rollout = generate(model, NoTexts(), [PROMPTS[1]] * 2, sampling)
+    alone = rollout.rows(torch.tensor([0]))
+    both = token_logprobs(model, *rollout.token_ids)
+    torch.testing.assert_close(both[:1], token_logprobs(model, *alone.token_ids), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gemma2, sliding window 8", "eager"])
 def test_graphs_refuse_what_they_cannot_decode(name):
     model = MODELS["qwen2"]() if name == "eager" else MODELS[name]()
@@ -163,6 +202,17 @@ def test_sampled_frequencies_are_the_exact_nucleus(vocabulary, spread, top_p, sa
     # Wilson-Hilferty: the cube root of chi2 / freedom is normal; 4.5 standard deviations is once in 300,000
     z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     assert z < 4.5, f"chi2 {chi2:.0f} at {freedom} degrees of freedom"
+
+
+@pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])
+@pytest.mark.parametrize(("probs", "top_p", "nucleus"), [
+    ([0.25, 0.25, 0.25, 0.25], 0.5, {0, 1, 2, 3}),
+    ([0.1, 0.4, 0.1, 0.3, 0.1], 0.75, {0, 1, 2, 3, 4}),  # 0.4 and 0.3 are 0.7: one of the 0.1s, and so all
+    ([0.1, 0.4, 0.1, 0.3, 0.1], 0.65, {1, 3}),
+])  # fmt: skip
+def test_equally_likely_tokens_at_the_edge_belong_together(sampler, probs, top_p, nucleus):
+    drawn = sampler(torch.tensor([probs]).expand(2000, -1), top_p)
+    assert set(drawn.tolist()) == nucleus
 
 
 def test_nothing_is_left_out_at_top_p_1():

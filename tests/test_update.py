@@ -64,13 +64,13 @@ def make_rollout(groups=4, seed=0):
     return rollout, advantages
 
 
-def make_learner(policy, config, sgd=None):
+def make_learner(policy, config, sgd=None, fused=True):
     """AdamW as `prepare` makes it, or plain SGD with the learning rate given, whose steps are the gradients."""
     policy = copy.deepcopy(policy)
     o = config.optimizer
     if sgd is None:
         optimizer = torch.optim.AdamW(
-            policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+            policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=fused
         )
     else:
         optimizer = torch.optim.SGD(policy.parameters(), lr=sgd)
@@ -133,7 +133,7 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
 def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
     """The same as `update` without its short cuts; returns weights, losses and gradient norms."""
     algorithm, o = config.algorithm, config.optimizer
-    learner = make_learner(policy, config, sgd)
+    learner = make_learner(policy, config, sgd, fused=False)
     model = learner.policy
     if algorithm.mask_truncated:
         mask = torch.stack(
@@ -200,6 +200,22 @@ def test_a_kl_penalty_equals_the_naive_trainer(policy, surrogate, aggregation):
     metrics = assert_equals_naive(policy, *make_rollout(), config)
     assert metrics[0]["kl_reference"] == 0.0
     assert metrics[3]["kl_reference"] > 1e-3
+
+
+@dataclass(frozen=True)
+class Unmasked(NoClip):
+    """A class of one's own that forgets the mask, and is singular where the filler stands under it."""
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return -(logprobs - old_logprobs).exp() * advantages + 0.0 * torch.log(-logprobs)
+
+
+def test_what_a_surrogate_leaves_under_the_mask_does_not_matter(policy):
+    rollout, advantages = make_rollout()
+    settings = {"epochs": 2, "optimizer": {"microbatch_tokens": 1000, "max_grad_norm": 0.0}}
+    ours, theirs = (run(policy, rollout, advantages, make_config(s, **settings)) for s in (NoClip(), Unmasked()))
+    assert [step["loss"] for step in theirs[1]] == pytest.approx([step["loss"] for step in ours[1]], rel=1e-6)
+    assert not any(step["step_skipped"] for step in ours[1])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])

@@ -37,7 +37,7 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, counts: Co
 
     A minibatch without a single unmasked token has loss 0. Raises ValueError for another ``how``.
     """
-    return (per_token_loss.where(mask, 0.0) / token_divisors(mask, how, counts)).sum()
+    return divided_sum(per_token_loss, mask, token_divisors(mask, how, counts))
 
 
 def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
@@ -50,3 +50,8 @@ def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
     if how == "dr_grpo":
         return torch.full_like(lengths, counts.sequences * counts.max_completion_tokens)
     raise ValueError(f"unknown aggregation {how!r}: choose dapo, grpo or dr_grpo")
+
+
+def divided_sum(per_token_loss: Tensor, mask: Tensor, divisors: Tensor) -> Tensor:
+    """The last step of `aggregate`, for any rows of (B, T) tensors or single tokens as (N, 1): a scalar."""
+    return (per_token_loss.where(mask, 0.0) / divisors).sum()

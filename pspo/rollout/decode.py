@@ -1,6 +1,6 @@
 """A decoding loop for `model.generate(custom_generate=...)`, several times as fast as the library's own on rollouts.
 
-The distribution is exactly that of Hugging Face sampling; what differs is the work: each prompt is prefilled once for
+The distribution is that of Hugging Face sampling; what differs is the work: each prompt is prefilled once for
 its whole group, keys and values go into buffers allocated once, the nucleus is found without sorting the vocabulary,
 and rows that have ended leave the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it
 as one CUDA graph.
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+
+from pspo.model import attends_fully
 
 GPU_CHECK_EVERY = 16  # tokens between looks at which rows have ended: each look makes the CPU wait for the GPU
 
@@ -40,6 +42,10 @@ class BufferedLayer(DynamicLayer):
         self._view(length if self.at is None else length + self.room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):  # the attention casts to it anyway, all that it reads, at every step
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.get_seq_length() == 0:  # the prefill
             return super().update(key_states, value_states, *args, **kwargs)
         if self.at is not None:
@@ -62,6 +68,9 @@ class BufferedLayer(DynamicLayer):
 
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
+
+    Where tokens are equally likely at the nucleus's edge all of them belong to it; the library keeps as many of them,
+    in no particular order, as it takes to reach top_p.
 
     Exact without sorting the vocabulary: tokens are drawn from the whole distribution, and drawn again where they lie
     outside the nucleus. On a GPU, where a sort is cheap and waiting for a result is not, it sorts.
@@ -94,8 +103,11 @@ def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
 
 def _sample_sorted(probs: Tensor, limit: float) -> Tensor:
     probs, tokens = probs.sort(dim=1, descending=True)
-    kept = probs * (probs.cumsum(dim=1) - probs < limit)
-    return tokens.gather(1, kept.multinomial(1)).squeeze(1)
+    inside = probs.cumsum(dim=1) - probs < limit
+    edge = probs.where(inside, torch.inf).amin(dim=1, keepdim=True)  # and all that are as likely as the last
+    kept = probs * (probs >= edge)
+    # multinomial's own way, without its check, which would end the process on a GPU where a logit is not a number
+    return tokens.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(dim=1, keepdim=True)).squeeze(1)
 
 
 def decode(
@@ -146,7 +158,9 @@ def decode(
     rows = pad(input_ids, (0, limit), value=generation_config.pad_token_id)
     rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
     logprobs = torch.zeros(len(rows), limit, device=rows.device) if with_logprobs else None
-    attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)
+    attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
+    if attends_fully(model) and model.config._attn_implementation == "sdpa":
+        attended = attended.bool()[:, None, None]  # as it is needed; from (b, P + T) it would be made at every step
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
     stops = torch.tensor(stop_ids, device=rows.device)
     live = torch.arange(len(rows), device=rows.device)  # (b,), which row each live one is
@@ -179,7 +193,7 @@ def decode(
         positions = positions + 1
         logits = model(
             input_ids=tokens[:, None],
-            attention_mask=attended[:, : end + 1],
+            attention_mask=attended[..., : end + 1],
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -195,8 +209,7 @@ class _FixedStep:
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache, attended: Tensor, positions: Tensor, at: Tensor):
         self.tokens, self.positions, self.at = torch.zeros_like(positions), positions.clone(), at
-        filled = torch.arange(attended.shape[1], device=at.device) < at
-        self.visible = (attended.bool() & filled)[:, None, None, :]  # (b, 1, 1, P + T)
+        self.visible = attended & (torch.arange(attended.shape[3], device=at.device) < at)  # (b, 1, 1, P + T)
         self.inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": self.visible}
         self.model, self.cache, self.graph = model, cache, None
 

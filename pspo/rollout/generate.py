@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.model import attends_fully
+from pspo.model import attends_fully, shares_prompts
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Decoder, Rollout, to_device
 
@@ -92,6 +92,8 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
     """Raise ValueError where the model cannot be decoded that way."""
+    if decoder != "hf" and not shares_prompts(model):
+        raise ValueError(f"--rollout.decoder {decoder} does not know {type(model).__name__}'s kind of cache; choose hf")
     if decoder != "graphs":
         return
     if not attends_fully(model) or model.config._attn_implementation != "sdpa":
