@@ -43,6 +43,11 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def experiment(self) -> Path:
+        """Where its setting's folder lies, among those that it is to be compared with."""
+        return self.folder.parent.parent
+
     def curve(self, key: str) -> tuple[list[float], list[float]]:
         """Optimizer steps and the finite values of one metric."""
         points = [(record["step"], record[key]) for record in self.metrics if _is_number(record.get(key))]

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pspo.runs import (
-    SURROGATE,
     Estimate,
     Measured,
     Run,
@@ -20,6 +19,7 @@ from pspo.runs import (
 )
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
+TREATMENT = ("algorithm.", "optimizer.")  # what a pair may differ in
 COMPARED = ("final reward", "peak reward", "area under the curve", "best validation reward")
 WHOLE = ("steps to peak", "rollouts to peak")
 
@@ -120,21 +120,26 @@ def compared(run: Run) -> dict[str, float]:
 
 
 def paired_table(settings: Sequence[Setting]) -> Table:
-    """Every setting against every baseline that differs in the surrogate alone; two baselines once."""
+    """Every setting against every baseline of its experiment; two baselines once."""
     seeds_of: dict[str, list[dict[str, float]]] = {}
     baselines = [setting for setting in settings if method_of(setting.config) in BASELINES]
     for baseline in baselines:
         for setting in settings:
-            alike = key_without(setting.config, [SURROGATE]) == key_without(baseline.config, [SURROGATE])
-            seeds = setting.finished.keys() & baseline.finished.keys()
+            alike = key_without(setting.config, TREATMENT) == key_without(baseline.config, TREATMENT)
+            pairs = [
+                (setting.finished[seed], baseline.finished[seed])
+                for seed in sorted(setting.finished.keys() & baseline.finished.keys())
+                if setting.finished[seed].experiment == baseline.finished[seed].experiment
+            ]
             known = f"{baseline.label} - {setting.label}" in seeds_of
-            if setting is not baseline and alike and seeds and not known:
-                pairs = [(compared(setting.finished[s]), compared(baseline.finished[s])) for s in sorted(seeds)]
-                differences = [{title: a[title] - b[title] for title in a if title in b} for a, b in pairs]
+            if setting is not baseline and alike and pairs and not known:
+                numbers = [(compared(run), compared(other)) for run, other in pairs]
+                differences = [{title: a[title] - b[title] for title in a if title in b} for a, b in numbers]
                 seeds_of[f"{setting.label} - {baseline.label}"] = differences
     note = (
-        "Setting minus baseline of the same seed, where everything but the surrogate is equal: mean, and from three "
-        "seeds on the 95% t-interval of the paired differences. Accuracies in percentage points."
+        "Setting minus baseline of the same seed and experiment, which saw the same prompts in the same order; the "
+        "labels say in what they differ. Mean, and from three seeds on the 95% t-interval of the paired differences. "
+        "Accuracies in percentage points."
     )
     return make_table("Paired differences", note, seeds_of)
 

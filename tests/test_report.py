@@ -177,7 +177,7 @@ def test_paired_differences_are_of_the_same_seed(make_run, report):
         make_run(f"n{seed}", "NoClip", seed, after=noclip, rewards=[noclip, noclip])
         make_run(f"p{seed}", "PSPO", seed, after=pspo, rewards=[pspo, pspo])
     make_run("p7", "PSPO", 7, after=0.0)  # no partner
-    make_run("other", "PSPO", 0, after=0.0, **{"algorithm.epochs": 1})  # not otherwise equal
+    make_run("elsewhere/p/seed-0", "PSPO", 0, after=0.0, **{"algorithm.epochs": 1})  # another experiment
     cells, _, _ = report()
     half = T2 * np.std([0.1, 0.1, 0.2], ddof=1) / math.sqrt(3)
     row = "PSPO (epochs=2) - Clip (epochs=2)"
@@ -188,6 +188,16 @@ def test_paired_differences_are_of_the_same_seed(make_run, report):
     assert close(cells[SUMS, "Paired differences", row, ACCURACY], 3, 0.7 / 3, 0.7 / 3 - half, 0.7 / 3 + half)
     rows = {row for _, table, row, _ in cells if table == "Paired differences"}
     assert len(rows) == 3  # and NoClip - Clip, once
+
+
+def test_pairs_may_differ_in_algorithm_and_optimizer_but_not_in_what_they_saw(make_run, report):
+    make_run("c", "Clip", 0, after=0.5)
+    make_run("s", "NoClip", 0, after=0.75, **{"algorithm.aggregation": "grpo", "optimizer.lr": 1e-4})
+    make_run("p", "PSPO", 0, after=0.9, **{"rollout.group_size": 8})
+    cells, _, _ = report()
+    pairs = {row: cell for (_, table, row, column), cell in cells.items()
+             if table == "Paired differences" and column == ACCURACY}  # fmt: skip
+    assert [(row.split()[0], cell[1]) for row, cell in pairs.items()] == [("NoClip", pytest.approx(0.25))]
 
 
 def test_collapse_is_a_share_of_seeds_with_wilsons_interval(make_run, report):
