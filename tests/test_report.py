@@ -193,7 +193,7 @@ def test_paired_differences_are_of_the_same_seed(make_run, report):
 def test_pairs_may_differ_in_algorithm_and_optimizer_but_not_in_what_they_saw(make_run, report):
     make_run("c", "Clip", 0, after=0.5)
     make_run("s", "NoClip", 0, after=0.75, **{"algorithm.aggregation": "grpo", "optimizer.lr": 1e-4})
-    make_run("p", "PSPO", 0, after=0.9, **{"rollout.group_size": 8})
+    make_run("p", "PSPO", 0, after=0.9, **{"data.seed": 8})
     cells, _, _ = report()
     pairs = {row: cell for (_, table, row, column), cell in cells.items()
              if table == "Paired differences" and column == ACCURACY}  # fmt: skip
