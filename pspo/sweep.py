@@ -49,6 +49,7 @@ from tqdm import tqdm
 
 from pspo.config import EvaluateConfig, TrainConfig, flat, parse, user_errors
 from pspo.metrics import check_output, lock, write_json, write_text
+from pspo.resume import EXIT_STOPPED
 
 Switches = dict[str, Any]
 MODELS = ("best", "final", "checkpoints")  # folders in a run's
@@ -435,7 +436,8 @@ class Workers:
                     last = re.split(r"[\r\n]", printed)[-1]
                     ended = f"exit code {exit_code}" if exit_code else f"exit code 0, but no {product.name}"
                     self.failed[run.folder] = f"{ended}: {last}"
-                    write_text(failure, self.failed[run.folder])
+                    if exit_code != EXIT_STOPPED:  # that one is saved, and goes on the next time
+                        write_text(failure, self.failed[run.folder])
                     return
             if not run.keep_models:
                 for name in MODELS:

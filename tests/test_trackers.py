@@ -124,7 +124,8 @@ def test_no_tracker_is_imported_unless_asked_for(here, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     pspo.train.main(ARGS)
     assert sorted(path.name for path in (here / "out").iterdir()) == [
-        "best", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl", "summary.json",
+        ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
+        "summary.json",
     ]  # fmt: skip
 
 
