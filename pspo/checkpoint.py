@@ -125,8 +125,9 @@ def save_checkpoint(
     torch_state = {
         **{name: part.state_dict() for name, part in stateful.items()},
         "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+    if policy.device.type == "cuda":
+        torch_state["random_cuda"] = torch.cuda.get_rng_state(policy.device)
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
     state = asdict(progress) | {
         "steps": steps,
@@ -221,6 +222,6 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
     kind, keys, *rest = generators["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(torch_state["random"])
-    if device.type == "cuda" and torch_state["random_cuda"]:
-        torch.cuda.set_rng_state(torch_state["random_cuda"][device.index or 0], device)
+    if device.type == "cuda" and "random_cuda" in torch_state:
+        torch.cuda.set_rng_state(torch_state["random_cuda"], device)
     return steps, Progress(**state)

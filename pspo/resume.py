@@ -46,7 +46,7 @@ class StopSignals:
         for other in self.previous:
             signal.signal(other, signal.default_int_handler)
         line = f"\n{self.received.name}: stopping after this rollout, then saving; a second one stops at once\n"
-        os.write(sys.stderr.fileno(), line.encode())  # print could be what was interrupted
+        os.write(2, line.encode())  # a print could be what was interrupted
 
 
 def claim(run: Path) -> IO[Any]:

@@ -479,7 +479,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         write_json(output / "environment.json", environment(str(device)))
     if not old or changed:
         write_text(output / "config.yaml", resolved)
-    tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved))
+    tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved), learner.steps)
     return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, tracker)
 
 

@@ -4,6 +4,7 @@ The processes are forks that call the command's `main`: the fault is real (SIGKI
 are not paid again. They compute with one thread, for a fork may not use its parent's.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -367,6 +368,32 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(here, capfd):
     assert train("out") == 0
     assert train("whole") == 0
     assert_same(here / "whole", here / "out")
+
+
+def as_anybody(action: Callable[[], int]) -> Callable[[], int]:
+    """Without root's right to write everywhere."""
+
+    def run() -> int:
+        if os.geteuid() == 0:  # Linux: capset, no capabilities left
+            nothing = (ctypes.c_uint32 * 6)()
+            assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), nothing) == 0
+        return action()
+
+    return run
+
+
+def test_a_folder_that_may_not_be_written_to(cut_off, capfd):
+    """First the run's; then that of its checkpoints, which shows only when it saves."""
+    cut_off.chmod(0o555)
+    assert forked(as_anybody(lambda: train("out"))) == 2
+    assert capfd.readouterr().err.splitlines()[-1].endswith("out cannot be written to; choose another folder")
+    cut_off.chmod(0o755)
+    (cut_off / "checkpoints").chmod(0o555)
+    assert forked(as_anybody(lambda: train("out"))) == 1
+    assert "pspo.train: cannot save out/checkpoints/step-000006: " in capfd.readouterr().err.splitlines()[-1]
+    assert len(checkpoints(cut_off)) == 2
+    (cut_off / "checkpoints").chmod(0o755)
+    assert train("out") == 0
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
