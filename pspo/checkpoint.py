@@ -5,12 +5,14 @@ too), ``training.pt`` (optimizer, schedule, torch's random generators), ``state.
 generators), ``config.yaml``, and ``manifest.json``, which vouches for the others by size and SHA-256.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,23 +71,41 @@ def save_model(
     Args:
         write_more: puts further files into the folder that it is given.
     """
-    recover(folder)
-    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        policy.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+    with saving(folder) as temporary:
+        write_model(policy, tokenizer, temporary, card)
+    with saving(folder) as temporary:
         write_more(temporary)
-        for path in (*temporary.rglob("*"), temporary):
-            sync(path)
-        if folder.exists():
-            folder.rename(replaced)
-        temporary.rename(folder)
-        sync(folder.parent)
+        publish(temporary, folder)
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[Path]:
+    """The folder in which ``folder`` is prepared; an error in it takes it away and raises RunFailed."""
+    try:
+        yield folder.with_name(f".{folder.name}.new")
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         recover(folder)
         raise RunFailed(f"cannot save {folder}: {error}") from error
+
+
+def write_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a folder its name once all of it is on the disk."""
+    for path in (*temporary.rglob("*"), temporary):
+        sync(path)
+    replaced = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    temporary.rename(folder)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -104,52 +124,83 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def save_checkpoint(
-    run: Path,
-    keep: int,
-    steps: int,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    card: str,
-    stateful: dict[str, Any],
-    progress: Progress,
-) -> None:
-    """Save all that the run's future depends on, then remove all but the newest ``keep`` checkpoints.
+class Saver:
+    """Saves checkpoints: the model at once, the rest from a copy and in the background, while the run goes on.
+
+    The thread touches nothing but its copy and the files. One save at a time; an error of it comes up in the next call.
 
     Args:
         run: the run's folder; its config.yaml is copied, its .jsonl files are brought to the disk first.
+        keep: so many checkpoints stay, the newest.
         stateful: optimizer and schedule, by name: what has a state_dict.
     """
-    if not all(parameter.isfinite().all() for parameter in policy.parameters()):
-        raise RunFailed(f"the weights are no longer finite at step {steps}, and were not saved: lower --optimizer.lr")
-    torch_state = {
-        **{name: part.state_dict() for name, part in stateful.items()},
-        "random": torch.get_rng_state(),
-    }
-    if policy.device.type == "cuda":
-        torch_state["random_cuda"] = torch.cuda.get_rng_state(policy.device)
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
-    state = asdict(progress) | {
-        "steps": steps,
-        "random": {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]},
-    }
 
-    def write_more(folder: Path) -> None:
-        torch.save(torch_state, folder / "training.pt")
-        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        shutil.copyfile(run / "config.yaml", folder / "config.yaml")
-        files = {path.name: describe(path) for path in sorted(folder.iterdir())}
-        (folder / "manifest.json").write_text(json.dumps(files, indent=2), encoding="utf-8")
+    def __init__(
+        self,
+        run: Path,
+        keep: int,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        stateful: dict[str, Any],
+    ) -> None:
+        self.run, self.keep, self.policy, self.tokenizer, self.stateful = run, keep, policy, tokenizer, stateful
+        self.pending: Future[None] | None = None
 
-    for file in run.glob("*.jsonl"):
-        sync(file)
-    save_model(policy, tokenizer, checkpoint_folder(run, steps), card, write_more)
-    for folder in checkpoints(run)[keep:]:
-        remove(folder)
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with contextlib.suppress(*([RunFailed] if kind else [])):  # not in place of the first error
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the save at hand is on the disk; raises RunFailed where it could not be."""
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def save(self, steps: int, card: str, progress: Progress) -> None:
+        """Save all that the run's future depends on, as it is now."""
+        self.wait()
+        if not all(parameter.isfinite().all() for parameter in self.policy.parameters()):
+            raise RunFailed(
+                f"the weights are no longer finite at step {steps}, and were not saved: lower --optimizer.lr"
+            )
+        torch_state = {name: on_cpu(part.state_dict()) for name, part in self.stateful.items()}
+        torch_state["random"] = torch.get_rng_state()
+        if self.policy.device.type == "cuda":
+            torch_state["random_cuda"] = torch.cuda.get_rng_state(self.policy.device)
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
+        generators = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+        state = json.dumps(asdict(progress) | {"steps": steps, "random": generators})
+        folder = self.run / "checkpoints" / f"step-{steps:06d}"
+        with saving(folder) as temporary:
+            write_model(self.policy, self.tokenizer, temporary, card)
+        pool = ThreadPoolExecutor(1)
+        self.pending = pool.submit(self._finish, folder, torch_state, state)
+        pool.shutdown(wait=False)
+
+    def _finish(self, folder: Path, torch_state: dict[str, Any], state: str) -> None:
+        with saving(folder) as temporary:
+            torch.save(torch_state, temporary / "training.pt")
+            (temporary / "state.json").write_text(state, encoding="utf-8")
+            shutil.copyfile(self.run / "config.yaml", temporary / "config.yaml")
+            files = {path.name: describe(path) for path in sorted(temporary.iterdir())}
+            (temporary / "manifest.json").write_text(json.dumps(files, indent=2), encoding="utf-8")
+            for file in self.run.glob("*.jsonl"):
+                sync(file)
+            publish(temporary, folder)
+            for old in checkpoints(self.run)[self.keep :]:
+                remove(old)
 
 
-def checkpoint_folder(run: Path, steps: int) -> Path:
-    return run / "checkpoints" / f"step-{steps:06d}"
+def on_cpu(value: Any) -> Any:
+    """A copy of the tensors in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: on_cpu(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [on_cpu(part) for part in value]
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def checkpoints(run: Path) -> list[Path]:

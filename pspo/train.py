@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from pspo.card import model_card
-from pspo.checkpoint import Progress, RunFailed, checkpoints, load_checkpoint, save_checkpoint, save_model
+from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, load_checkpoint, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.losses import Counts, diagnose, kl_estimate, token_divisors, token_weights
@@ -87,6 +87,7 @@ class Setup:
     output: Path
     lock: IO[Any]  # on the output folder, while it is open
     progress: Progress
+    saver: Saver
     tracker: Tracker
 
 
@@ -147,15 +148,16 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
             count_skipped(steps, config, setup)
             progress.seconds = time.perf_counter() - start
             if not stop.received and (done or crossed(config.run.save_every, first_step, learner.steps)):
-                save_progress(config, setup)
+                setup.saver.save(learner.steps, card(config, setup), progress)
             bar.update(learner.steps - first_step)
             rate = rollout.tokens / (watch.seconds["generate"] + watch.seconds["train"])
             length = metrics["completion_tokens"]
             bar.set_postfix_str(f"reward {metrics['reward']:.3f}, length {length:.0f}, {rate:,.0f} tokens/s")
 
     if stop.received:
-        save_progress(config, setup)
+        setup.saver.save(learner.steps, card(config, setup), progress)
         raise Stopped
+    setup.saver.wait()
     save_model(learner.policy, setup.tokenizer, output / "final", card(config, setup))
     returned = output / ("best" if progress.best else "final")
     best = replace(config.model, name_or_path=str(returned))
@@ -368,19 +370,13 @@ def count_skipped(steps: list[dict[str, float]], config: TrainConfig, setup: Set
     for step in steps:
         progress.skipped = progress.skipped + 1 if step["step_skipped"] else 0
         if progress.skipped == config.optimizer.max_skipped:
+            setup.saver.wait()
             saved = next(iter(checkpoints(setup.output)), "none yet")
             raise RunFailed(
                 f"{progress.skipped} optimizer steps in a row were skipped, for loss ({step['loss']}), gradient (norm "
                 f"{step['grad_norm']}) or log-probs were not finite. The weights are as they were before; last good "
                 f"checkpoint: {saved}. Lower --optimizer.lr, or look at the reward and the surrogate"
             )
-
-
-def save_progress(config: TrainConfig, setup: Setup) -> None:
-    """Save a checkpoint. The random generators must stand between two rollouts."""
-    learner, stateful = setup.learner, {"optimizer": setup.learner.optimizer, "scheduler": setup.learner.scheduler}
-    model = (learner.policy, setup.tokenizer, card(config, setup))
-    save_checkpoint(setup.output, config.run.keep, learner.steps, *model, stateful, setup.progress)
 
 
 def save_best(config: TrainConfig, setup: Setup) -> None:
@@ -470,17 +466,18 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         decoder=r.decoder,
     )
     learner = Learner(policy, reference, optimizer, scheduler)
+    stateful = {"optimizer": optimizer, "scheduler": scheduler}
     progress = Progress({split: fingerprint_of_problems(prompts[split]) for split in prompts})
     if lock:
-        progress = go_on(config, output, learner, progress)
+        progress = go_on(config, output, learner, stateful, progress)
     else:
         output.mkdir(parents=True, exist_ok=True)
         lock = claim(output)
         write_json(output / "environment.json", environment(str(device)))
-    if not old or changed:
         write_text(output / "config.yaml", resolved)
     tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved), learner.steps)
-    return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, tracker)
+    saver = Saver(output, config.run.keep, policy, tokenizer, stateful)
+    return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, saver, tracker)
 
 
 def default_output(config: TrainConfig) -> str:
@@ -488,13 +485,12 @@ def default_output(config: TrainConfig) -> str:
     return f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
 
 
-def go_on(config: TrainConfig, run: Path, learner: Learner, fresh: Progress) -> Progress:
+def go_on(config: TrainConfig, run: Path, learner: Learner, stateful: dict[str, Any], fresh: Progress) -> Progress:
     """Put the learner, the random generators and the run's folder back to where the last checkpoint was taken."""
     progress, checkpoint = fresh, find_checkpoint(run, config.run.resume)
     if checkpoint:
         saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), learner.policy.device)
         learner.policy.load_state_dict(saved.state_dict())
-        stateful = {"optimizer": learner.optimizer, "scheduler": learner.scheduler}
         learner.steps, progress = load_checkpoint(checkpoint, stateful, learner.policy.device)
     if progress.problems != fresh.problems:
         raise ValueError(f"--run.output_dir {run} is of other problems under the same name: choose another folder")
@@ -535,7 +531,7 @@ def main(args: Sequence[str] | None = None) -> None:
     print(f"output  {setup.output}")
 
     try:
-        with setup.lock, StopSignals() as stop:
+        with setup.lock, setup.saver, StopSignals() as stop:
             summary = train(config, setup, stop)
     except (Stopped, KeyboardInterrupt) as stopped:
         print(f"\nstopped; the same command with --run.output_dir {setup.output} goes on", file=sys.stderr)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.checkpoint import RunFailed, checkpoints
 from pspo.config import TrainConfig, parse
-from pspo.train import prepare, save_progress
+from pspo.train import prepare
 
 TINY = (
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
@@ -132,11 +132,10 @@ def test_a_good_step_in_between_starts_the_count_again(here, monkeypatch):
 def test_weights_that_are_not_finite_are_not_saved(here):
     config, resolved = parse(TrainConfig, "", [*TINY, "--run.output_dir=out"])
     setup = prepare(config, resolved)
-    save_progress(config, setup)
-    setup.learner.steps = 2
+    setup.saver.save(0, "", setup.progress)
     next(setup.learner.policy.parameters()).data[0, 0] = math.inf
     with pytest.raises(RunFailed, match="no longer finite at step 2"):
-        save_progress(config, setup)
+        setup.saver.save(2, "", setup.progress)
     assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000000"]
 
 
