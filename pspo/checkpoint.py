@@ -73,7 +73,6 @@ def save_model(
     """
     with saving(folder) as temporary:
         write_model(policy, tokenizer, temporary, card)
-    with saving(folder) as temporary:
         write_more(temporary)
         publish(temporary, folder)
 

@@ -95,6 +95,13 @@ def changes(run: Path, resolved: str) -> list[str]:
     return [f"{line} (other rounding)" if name in ROUNDING else line for name, line in changed.items()]
 
 
+def record_changes(run: Path, resolved: str) -> None:
+    """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again."""
+    config = yaml.safe_load(resolved)
+    config["run"] |= {"output_dir": str(run), "resume": "auto"}
+    write_text(run / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+
 def find_checkpoint(run: Path, resume: str) -> Path | None:
     """The newest checkpoint that verifies, or the one that --run.resume names; None where none was saved yet.
 

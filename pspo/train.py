@@ -50,6 +50,7 @@ from pspo.resume import (
     claim,
     cut_back,
     find_checkpoint,
+    record_changes,
     run_to_resume,
 )
 from pspo.rollout import (
@@ -470,6 +471,8 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     progress = Progress({split: fingerprint_of_problems(prompts[split]) for split in prompts})
     if lock:
         progress = go_on(config, output, learner, stateful, progress)
+        if changed:
+            record_changes(output, resolved)
     else:
         output.mkdir(parents=True, exist_ok=True)
         lock = claim(output)

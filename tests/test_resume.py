@@ -516,12 +516,15 @@ def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd
     assert "keep" not in line
     assert contents(cut_off) == left
 
-    assert train("out", "--run.keep=1", "--optimizer.microbatch_tokens=100") == 0
+    assert train("out", "--run.keep=1", "--optimizer.microbatch_tokens=100", "--run.resume=out") == 0
     err = capfd.readouterr().err
     assert "going on with a change: --run.keep was 2, is 1\n" in err
     assert "--optimizer.microbatch_tokens was 4096, is 100 (other rounding)\n" in err
     assert len(checkpoints(cut_off)) == 1
-    assert yaml.safe_load((cut_off / "config.yaml").read_text())["optimizer"]["microbatch_tokens"] == 100
+    config = yaml.safe_load((cut_off / "config.yaml").read_text())
+    assert (config["optimizer"]["microbatch_tokens"], config["run"]["resume"]) == (100, "auto")
+    pspo.train.main(["--config", "out/config.yaml"])
+    assert "finished before" in capfd.readouterr().out
 
 
 def test_every_switch_that_may_change_is_one():
