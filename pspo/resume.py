@@ -1,17 +1,21 @@
 """Going on with a run: whose folder it is, what may have changed meanwhile, where it goes on from, what stops it."""
 
+import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 import yaml
+from transformers import PreTrainedModel
 
-from pspo.checkpoint import checkpoints, newest_checkpoint, remove, tidy
-from pspo.config import flat
+from pspo.checkpoint import Progress, checkpoints, load_checkpoint, newest_checkpoint, remove, tidy
+from pspo.config import RunConfig, TrainConfig, flat
 from pspo.metrics import lock, read_jsonl, to_jsonl, write_text
+from pspo.model import load_policy
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
 EXIT_INTERRUPTED = 130  # stopped at once
@@ -118,6 +122,50 @@ def find_checkpoint(run: Path, resume: str) -> Path | None:
     for folder in every[: every.index(found)] if found else []:
         remove(folder)
     return found
+
+
+def go_on(
+    config: TrainConfig, run: Path, policy: PreTrainedModel, stateful: dict[str, Any], fresh: Progress
+) -> tuple[int, Progress]:
+    """Put policy, optimizer, schedule, random generators and the run's folder back to where a checkpoint was taken.
+
+    Returns the optimizer steps taken and the progress; 0 and ``fresh`` where nothing was saved yet. Raises ValueError
+    where the run is of other problems than ``fresh``.
+    """
+    steps, progress, checkpoint = 0, fresh, find_checkpoint(run, config.run.resume)
+    if checkpoint:
+        saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), policy.device)
+        policy.load_state_dict(saved.state_dict())  # into the tensors that are there: the same memory, the same sums
+        steps, progress = load_checkpoint(checkpoint, stateful, policy.device)
+    if progress.problems != fresh.problems:
+        raise ValueError(f"--run.output_dir {run} is of other problems under the same name: choose another folder")
+    if progress.best:
+        progress.best = best_of(run, progress.best["step"])
+    cut_back(run, steps)
+    print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
+    return steps, progress
+
+
+def best_of(run: Path, step: int) -> dict[str, Any]:
+    """The validation of the model in ``best/``: the one that was best by this step, or one found later.
+
+    A later one may stay: on its way there the run finds nothing better, and there it finds the same numbers. Where
+    numbers do not repeat (on a GPU), it is still what its validation.json says.
+    """
+    file = run / "best" / "validation.json"
+    best = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"step": -1}
+    if best["step"] < step:
+        raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
+    return best
+
+
+def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
+    """The summary of the run that is there already; {} where there is none, or it is not finished."""
+    run = run_to_resume(config.resume, config.output_dir)
+    if run is None or not (run / "summary.json").exists():
+        return {}
+    changes(run, resolved)
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
 def cut_back(run: Path, steps: int) -> None:

@@ -7,7 +7,6 @@
 """
 
 import copy
-import json
 import math
 import random
 import shlex
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from pspo.card import model_card
-from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, load_checkpoint, save_model
+from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.losses import Counts, diagnose, kl_estimate, token_divisors, token_weights
@@ -48,8 +47,8 @@ from pspo.resume import (
     StopSignals,
     changes,
     claim,
-    cut_back,
-    find_checkpoint,
+    finished,
+    go_on,
     record_changes,
     run_to_resume,
 )
@@ -470,7 +469,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     stateful = {"optimizer": optimizer, "scheduler": scheduler}
     progress = Progress({split: fingerprint_of_problems(prompts[split]) for split in prompts})
     if lock:
-        progress = go_on(config, output, learner, stateful, progress)
+        learner.steps, progress = go_on(config, output, policy, stateful, progress)
         if changed:
             record_changes(output, resolved)
     else:
@@ -488,38 +487,10 @@ def default_output(config: TrainConfig) -> str:
     return f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
 
 
-def go_on(config: TrainConfig, run: Path, learner: Learner, stateful: dict[str, Any], fresh: Progress) -> Progress:
-    """Put the learner, the random generators and the run's folder back to where the last checkpoint was taken."""
-    progress, checkpoint = fresh, find_checkpoint(run, config.run.resume)
-    if checkpoint:
-        saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), learner.policy.device)
-        learner.policy.load_state_dict(saved.state_dict())
-        learner.steps, progress = load_checkpoint(checkpoint, stateful, learner.policy.device)
-    if progress.problems != fresh.problems:
-        raise ValueError(f"--run.output_dir {run} is of other problems under the same name: choose another folder")
-    if progress.best:
-        progress.best = best_of(run, progress.best["step"])
-    cut_back(run, learner.steps)
-    print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
-    return progress
-
-
-def best_of(run: Path, step: int) -> dict[str, Any]:
-    """The validation of the model in ``best/``: the best of this step, or of a later one, not saved otherwise.
-
-    A later one may stay: the run comes to its step again, to the same numbers, and finds nothing better before.
-    """
-    file = run / "best" / "validation.json"
-    best = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"step": -1}
-    if best["step"] < step:
-        raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
-    return best
-
-
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train"):
-        if summary := finished(config, resolved):
+        if summary := finished(config.run, resolved):
             print(f"finished before, nothing to do: {Path(summary['best_model']).parent / 'summary.json'}\n")
             report(config, summary)
             return
@@ -543,15 +514,6 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"\npspo.train: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     report(config, summary)
-
-
-def finished(config: TrainConfig, resolved: str) -> dict[str, Any]:
-    """The summary of the run that is there already; {} where there is none, or it is not finished."""
-    run = run_to_resume(config.run.resume, config.run.output_dir)
-    if run is None or not (run / "summary.json").exists():
-        return {}
-    changes(run, resolved)
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
 def report(config: TrainConfig, summary: dict[str, Any]) -> None:

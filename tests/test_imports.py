@@ -27,7 +27,7 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "rollout.advantages": set(),
     "rollout": {"rollout", "model"},
     "checkpoint": {"distributed"},
-    "resume": {"checkpoint", "config", "metrics"},
+    "resume": {"checkpoint", "config", "metrics", "model"},
     "results": {"metrics", "tasks"},
     "evaluate": {"rollout", "tasks", "model", "distributed", "config", "metrics", "results"},
     "card": {"__version__", "config", "model", "results", "tasks"},

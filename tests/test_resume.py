@@ -203,6 +203,22 @@ def test_killed_before_anything_was_saved_a_run_starts_over(here, capfd):
     assert_same(here / "whole", here / "out")
 
 
+def test_a_best_model_newer_than_the_checkpoint_stays(here, monkeypatch):
+    """Validation finds each model better than the one before: step 8's is in best/ when the run goes on from step 6."""
+
+    def better(config, setup):
+        return {"validation_reward": 1.0 + setup.learner.steps, "validation_accuracy": 0.5}
+
+    monkeypatch.setattr(pspo.train, "validate", better)
+    args = ("--run.max_steps=12", "--run.validate_every=8", "--run.save_every=5")
+    assert train("whole", *args) == 0
+    assert forked(killed_at_step(9, "out", *args)) == -signal.SIGKILL
+    assert checkpoints(here / "out")[0].name == "step-000006"
+    assert json.loads((here / "out/best/validation.json").read_text())["step"] == 8
+    assert train("out", *args) == 0
+    assert_same(here / "whole", here / "out")
+
+
 # --- killed while it saves --------------------------------------------------------------------------------------------
 
 
