@@ -475,8 +475,8 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     else:
         output.mkdir(parents=True, exist_ok=True)
         lock = claim(output)
-        write_json(output / "environment.json", environment(str(device)))
         write_text(output / "config.yaml", resolved)
+        write_json(output / "environment.json", environment(str(device)))
     tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved), learner.steps)
     saver = Saver(output, config.run.keep, policy, tokenizer, stateful)
     return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, saver, tracker)
