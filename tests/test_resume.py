@@ -27,6 +27,7 @@ from pspo.config import TrainConfig, parse
 from pspo.resume import FREE, ROUNDING, find_checkpoint
 from pspo.train import prepare, save_best
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 REPOSITORY = Path(__file__).parents[1]
 TINY = (
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
