@@ -1,37 +1,277 @@
-"""Save models so that a reader never meets half of one."""
+"""Save models and whole runs so that a reader never meets half of one, and read a run back to the last bit.
 
+A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form (so that it can be loaded as a model,
+too), ``training.pt`` (optimizer, schedule, torch's random generators), ``state.json`` (`Progress`, the other random
+generators), ``config.yaml``, and ``manifest.json``, which vouches for the others by size and SHA-256.
+"""
+
+import contextlib
+import hashlib
+import json
 import os
+import random
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+class RunFailed(RuntimeError):
+    """A run that cannot go on, for a reason of its own; what was saved is still there."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint that is not what was saved."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands between two rollouts, beside what `Learner` and the random generators hold.
+
+    Attributes:
+        problems: by split, the fingerprint of what a run that goes on must find again.
+        prompts: training prompts drawn, the place in their order.
+        tokens: of the rollouts.
+        skipped: optimizer steps skipped in a row, up to now.
+        seconds: spent training and evaluating.
+        before: `Evaluation.record` of the base model; {} where it is not measured, None until it could be.
+        validated: the last validation and its "step"; {} without validation.
+        best: the best of these, that of the model in ``best/``.
+    """
+
+    problems: dict[str, str]
+    prompts: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    before: dict[str, Any] | None = None
+    validated: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+
+
+def save_model(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: str,
+    write_more: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Write the model, its tokenizer and its card in `save_pretrained` form, replacing what ``folder`` held.
 
     The files are complete and on disk before they take the folder's name. A save that fails (disk full) raises
-    OSError and leaves what was there.
+    RunFailed and leaves what was there.
+
+    Args:
+        write_more: puts further files into the folder that it is given.
     """
-    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
-    if replaced.exists() and not folder.exists():  # a save was cut off between the two renames below
-        replaced.rename(folder)
-    for leftover in (temporary, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    policy.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    (temporary / "README.md").write_text(card, encoding="utf-8")
+    with saving(folder) as temporary:
+        write_model(policy, tokenizer, temporary, card)
+        write_more(temporary)
+        publish(temporary, folder)
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[Path]:
+    """The folder in which ``folder`` is prepared; an error in it takes it away and raises RunFailed."""
+    try:
+        yield folder.with_name(f".{folder.name}.new")
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        recover(folder)
+        raise RunFailed(f"cannot save {folder}: {error}") from error
+
+
+def write_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a folder its name once all of it is on the disk."""
     for path in (*temporary.rglob("*"), temporary):
-        _sync(path)
+        sync(path)
+    replaced = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
     temporary.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def recover(folder: Path) -> None:
+    """Tidy up after a save that was cut off; ``folder`` is then whole, the old one or the new one."""
+    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+    if replaced.exists() and not folder.exists():  # between the two renames
+        replaced.rename(folder)
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+class Saver:
+    """Saves checkpoints: the model at once, the rest from a copy and in the background, while the run goes on.
+
+    The thread touches nothing but its copy and the files. One save at a time; an error of it comes up in the next call.
+
+    Args:
+        run: the run's folder; its config.yaml is copied, its .jsonl files are brought to the disk first.
+        keep: so many checkpoints stay, the newest.
+        stateful: optimizer and schedule, by name: what has a state_dict.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        keep: int,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        stateful: dict[str, Any],
+    ) -> None:
+        self.run, self.keep, self.policy, self.tokenizer, self.stateful = run, keep, policy, tokenizer, stateful
+        self.pending: Future[None] | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with contextlib.suppress(*([RunFailed] if kind else [])):  # not in place of the first error
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the save at hand is on the disk; raises RunFailed where it could not be."""
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def save(self, steps: int, card: str, progress: Progress) -> None:
+        """Save all that the run's future depends on, as it is now."""
+        self.wait()
+        if not all(parameter.isfinite().all() for parameter in self.policy.parameters()):
+            raise RunFailed(
+                f"the weights are no longer finite at step {steps}, and were not saved: lower --optimizer.lr"
+            )
+        torch_state = {name: on_cpu(part.state_dict()) for name, part in self.stateful.items()}
+        torch_state["random"] = torch.get_rng_state()
+        if self.policy.device.type == "cuda":
+            torch_state["random_cuda"] = torch.cuda.get_rng_state(self.policy.device)
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
+        generators = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+        state = json.dumps(asdict(progress) | {"steps": steps, "random": generators})
+        folder = self.run / "checkpoints" / f"step-{steps:06d}"
+        with saving(folder) as temporary:
+            write_model(self.policy, self.tokenizer, temporary, card)
+        pool = ThreadPoolExecutor(1)
+        self.pending = pool.submit(self._finish, folder, torch_state, state)
+        pool.shutdown(wait=False)
+
+    def _finish(self, folder: Path, torch_state: dict[str, Any], state: str) -> None:
+        with saving(folder) as temporary:
+            torch.save(torch_state, temporary / "training.pt")
+            (temporary / "state.json").write_text(state, encoding="utf-8")
+            shutil.copyfile(self.run / "config.yaml", temporary / "config.yaml")
+            files = {path.name: describe(path) for path in sorted(temporary.iterdir())}
+            (temporary / "manifest.json").write_text(json.dumps(files, indent=2), encoding="utf-8")
+            for file in self.run.glob("*.jsonl"):
+                sync(file)
+            publish(temporary, folder)
+            for old in checkpoints(self.run)[self.keep :]:
+                remove(old)
+
+
+def on_cpu(value: Any) -> Any:
+    """A copy of the tensors in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: on_cpu(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [on_cpu(part) for part in value]
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints that there are, newest first."""
+    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: (len(folder.name), folder.name))[::-1]
+
+
+def remove(folder: Path) -> None:
+    """So that a kill leaves no half of it under its name."""
+    hidden = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def tidy(run: Path) -> None:
+    """Finish or undo what a kill cut off, in the whole run."""
+    for hidden in (run / "checkpoints").glob(".step-*.gone"):
+        shutil.rmtree(hidden, ignore_errors=True)
+    cut_off = {hidden.name.split(".")[1] for hidden in (run / "checkpoints").glob(".step-*")}
+    for folder in (run / "best", run / "final", *(run / "checkpoints" / name for name in cut_off)):
+        recover(folder)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def verify(folder: Path) -> None:
+    """Raise DamagedError, naming the fault, where a checkpoint is not what was saved."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except FileNotFoundError:
+        raise DamagedError(f"{folder} is damaged: manifest.json is missing") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise DamagedError(f"{folder} is damaged: manifest.json cannot be read") from None
+    for name, (size, digest) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{folder} is damaged: {name} is missing")
+        if path.stat().st_size != size:
+            raise DamagedError(f"{folder} is damaged: {name} has {path.stat().st_size:,} bytes of {size:,}")
+        if describe(path)["sha256"] != digest:
+            raise DamagedError(f"{folder} is damaged: {name} is not what was saved (SHA-256)")
+
+
+def newest_checkpoint(folders: Sequence[Path]) -> tuple[Path | None, list[str]]:
+    """The first of the checkpoints that verifies, and what is wrong with those before it."""
+    damage = []
+    for folder in folders:
+        try:
+            verify(folder)
+            return folder, damage
+        except DamagedError as error:
+            damage.append(str(error))
+    return None, damage
+
+
+def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device) -> tuple[int, Progress]:
+    """Put back everything but the model's weights; returns the optimizer steps taken, and the run's progress."""
+    torch_state = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    for name, part in stateful.items():
+        part.load_state_dict(torch_state[name])
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    steps, generators = state.pop("steps"), state.pop("random")
+    version, internal, gauss = generators["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = generators["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(torch_state["random"])
+    if device.type == "cuda" and "random_cuda" in torch_state:
+        torch.cuda.set_rng_state(torch_state["random_cuda"], device)
+    return steps, Progress(**state)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
 from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
-from pspo.tasks.rewards import MathReward, Reward
+from pspo.tasks.rewards import MathReward, OnError, Reward
 
 SYSTEM_PROMPT = (
     "You are a careful math solver. Think through the solution and show the steps. Use English only. "
@@ -96,10 +96,15 @@ class RewardConfig:
     Args:
         functions: subclasses of pspo.tasks.Reward, by name or import path.
         weights: one per function; unset, all 1.
+        timeout: seconds that a function may take for the completions of a rollout; 0 for no limit.
+        on_error: what an exception, a timeout, a wrong number of values or a value that is not finite does: raise ends
+            the run; none leaves these completions without a reward: advantage 0, out of their group's mean.
     """
 
     functions: list[Reward] = field(default_factory=lambda: [MathReward()])
     weights: list[float] | None = None
+    timeout: float = 0.0
+    on_error: OnError = "raise"
 
     def __post_init__(self) -> None:
         require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
@@ -107,6 +112,7 @@ class RewardConfig:
         require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
         finite = all(map(math.isfinite, self.weights or []))
         require(finite, "reward.weights", "must be finite", self.weights)
+        require(0 <= self.timeout < math.inf, "reward.timeout", "must be at least 0 and finite", self.timeout)
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,7 @@ class OptimizerConfig:
         max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
         microbatch_tokens: tokens per forward and backward pass, padding included, a group's prompt counted once;
             changes memory and speed, not the result.
+        max_skipped: a step whose loss, log-probs or gradient are not finite is skipped; so many in a row end the run.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -217,6 +224,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = 1.0
     microbatch_tokens: int = 4096
+    max_skipped: int = 10
 
     def __post_init__(self) -> None:
         require(0 < self.lr < math.inf, "optimizer.lr", "must be above 0 and finite", self.lr)
@@ -228,6 +236,7 @@ class OptimizerConfig:
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be at least 0", self.warmup_steps)
         require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "must be at least 0", self.max_grad_norm)
         require(self.microbatch_tokens > 0, "optimizer.microbatch_tokens", "must be above 0", self.microbatch_tokens)
+        require(self.max_skipped > 0, "optimizer.max_skipped", "must be above 0", self.max_skipped)
 
 
 @dataclass(frozen=True)
@@ -235,26 +244,32 @@ class RunConfig:
     """How long, and what is kept.
 
     Args:
-        output_dir: the run's folder, new or empty; unset, runs/<model>-<data>-<surrogate>-<time>.
+        output_dir: the run's folder; unset, a new one, runs/<model>-<data>-<surrogate>-<time>.
+        resume: auto goes on with the run that output_dir holds, if it holds one; never wants a new or empty folder; the
+            path of a run or of one of its checkpoints goes on from there.
         seed: sampling and order of the prompts.
         max_steps: optimizer steps.
         max_tokens: prompt and completion tokens of the rollouts, padding excluded; the first limit reached ends it.
         validate_every: validate every so many optimizer steps (at the next rollout's end); 0 never.
         validation_limit: validation problems used.
         test_limit: held-out problems of the greedy evaluation before and after; 0 skips it.
-        save_every: keep a copy of the model every so many optimizer steps (at the next rollout's end); 0 never.
+        save_every: save a checkpoint every so many optimizer steps (at the next rollout's end), with AdamW three times
+            the size of the float32 weights; 0 only when the training ends or is told to stop (SIGTERM, SIGINT).
+        keep: so many checkpoints, the newest; the best model is kept besides.
         samples: completions of each rollout written to samples.jsonl.
         tracker: where metrics.jsonl goes besides: tensorboard, wandb or trackio (pip install 'pspo[tensorboard]').
     """
 
     output_dir: str | None = None
+    resume: str = "auto"
     seed: int = 0
     max_steps: int = 100
     max_tokens: int | None = None
     validate_every: int = 20
     validation_limit: int = 128
     test_limit: int = 500
-    save_every: int = 0
+    save_every: int = 50
+    keep: int = 2
     samples: int = 2
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
@@ -263,6 +278,7 @@ class RunConfig:
         require(self.max_steps > 0, "run.max_steps", "must be above 0", self.max_steps)
         require(self.max_tokens is None or self.max_tokens > 0, "run.max_tokens", "must be above 0", self.max_tokens)
         require(self.validation_limit > 0, "run.validation_limit", "must be above 0", self.validation_limit)
+        require(self.keep > 0, "run.keep", "must be above 0", self.keep)
         for name in ("validate_every", "test_limit", "save_every", "samples"):
             require(getattr(self, name) >= 0, f"run.{name}", "must be at least 0", getattr(self, name))
 
@@ -346,6 +362,14 @@ class EvaluateConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = EvalRunConfig()
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration as YAML has it, by switch."""
+    values = {}
+    for name, value in config.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values
 
 
 C = TypeVar("C")

@@ -142,7 +142,9 @@ def evaluate(
                 ids = [prompts.ids[i] for i in chunk.problems]
                 rollout = generate(policy, tokenizer, ids, sampling, len(chunk.samples))
                 problems = [prompts.problems[i] for i, _ in keys]
-                totals, _ = total_rewards(reward.functions, reward.weights, rollout.texts, problems)
+                totals, _ = total_rewards(
+                    reward.functions, reward.weights, rollout.texts, problems, reward.timeout, reward.on_error
+                )
                 ended, tokens = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
                 records = []
                 for row, (i, sample) in enumerate(keys):
@@ -159,7 +161,7 @@ def evaluate(
                             "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
                             "contains_gold": contains_answer(text, gold),
                             "format": matches_format(text),
-                            "reward": totals[row],
+                            "reward": 0.0 if math.isnan(totals[row]) else totals[row],  # --reward.on_error none
                             "tokens": tokens[row],
                             "truncated": not ended[row],
                         }
@@ -187,11 +189,15 @@ def fingerprint(policy: PreTrainedModel, prompts: Prompts) -> dict[str, str]:
     for name, tensor in policy.state_dict().items():
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {"model weights": weights.hexdigest(), "problems": fingerprint_of_problems(prompts)}
+
+
+def fingerprint_of_problems(prompts: Prompts) -> str:
     parts = [
         (ids, str(problem.answer), problem.source, problem.category, problem.level)
         for ids, problem in zip(prompts.ids, prompts.problems, strict=True)
     ]
-    return {"model weights": weights.hexdigest(), "problems": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def refuse_other_switches(output: Path, resolved: str) -> None:

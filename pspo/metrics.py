@@ -1,6 +1,7 @@
 """Intervals, timings, and the files that a run writes."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -120,6 +121,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in whole.splitlines()]  # of bytes: splits at ASCII line ends only
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); delete it to start again") from error
+
+
+def lock(file: IO[Any]) -> bool:
+    """Lock an open file, until it and the copies that processes inherited are closed; False where another holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def check_output(folder: Path) -> None:

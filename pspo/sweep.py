@@ -20,11 +20,11 @@ Then every full run's model is evaluated, once for each entry of `evaluate` (a f
     <output>/<experiment>-search/...                             the runs of the search, in the same way
 
 What finished on disk is the only state. Started again, a sweep goes on: finished runs are skipped, failed ones named
-(run again with --retry_failed), and a run that was cut off starts over. Runs on machines with fcntl (Linux, macOS).
+(run again with --retry_failed), and a run that was cut off goes on from its last checkpoint. Runs on machines with
+fcntl (Linux, macOS).
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import math
@@ -47,8 +47,9 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from pspo.config import EvaluateConfig, TrainConfig, parse, user_errors
-from pspo.metrics import check_output, write_json, write_text
+from pspo.config import EvaluateConfig, TrainConfig, flat, parse, user_errors
+from pspo.metrics import check_output, lock, write_json, write_text
+from pspo.resume import EXIT_STOPPED
 
 Switches = dict[str, Any]
 MODELS = ("best", "final", "checkpoints")  # folders in a run's
@@ -339,16 +340,11 @@ def refuse_changes(run: Run) -> None:
                 raise ValueError(f"{run.folder} was run with {change}: choose another --output, or move it away")
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    values = {}
-    for name, value in config.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return values
-
-
 def clear_unfinished(run: Run) -> None:
-    """Make room for a run that was cut off. A run that can go on from its checkpoints would do so here."""
-    if run.folder.exists():
+    """A run that was cut off goes on from its checkpoints; with other switches by now, it starts over."""
+    file = run.folder / "config.yaml"
+    there = flat(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    if run.folder.exists() and there != flat(run.config):
         shutil.rmtree(run.folder)
 
 
@@ -363,15 +359,6 @@ def commands(run: Run) -> Iterator[tuple[list[str], Path]]:
         if not (run.folder / name / "results.json").exists():
             own = [f"--model.name_or_path={run.summary['best_model']}", f"--run.output_dir={run.folder / name}"]
             yield ["pspo.evaluate", *switches, *own], run.folder / name / "results.json"
-
-
-def lock(file: IO[Any]) -> bool:
-    """Lock an open file, until it and the copies that processes inherited are closed; False where another holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Workers:
@@ -449,7 +436,8 @@ class Workers:
                     last = re.split(r"[\r\n]", printed)[-1]
                     ended = f"exit code {exit_code}" if exit_code else f"exit code 0, but no {product.name}"
                     self.failed[run.folder] = f"{ended}: {last}"
-                    write_text(failure, self.failed[run.folder])
+                    if exit_code != EXIT_STOPPED:  # that one is saved, and goes on the next time
+                        write_text(failure, self.failed[run.folder])
                     return
             if not run.keep_models:
                 for name in MODELS:

@@ -19,8 +19,9 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
-    def __init__(self, folder: Path):
-        self.writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter(str(folder / "tensorboard"))
+    def __init__(self, folder: Path, step: int):
+        writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter
+        self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log(self, line: dict[str, float]) -> None:
         for name, value in _finite(line).items():
@@ -55,17 +56,18 @@ def check_tracker(name: str) -> None:
         raise ValueError(f"--run.tracker {name}: {error}; pip install 'pspo[{name}]'") from error
 
 
-def start_tracker(name: str, folder: Path, config: dict[str, Any]) -> Tracker:
+def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int = 0) -> Tracker:
     """The tracker of one run.
 
     Args:
         name: none, tensorboard (which writes into ``folder``), wandb or trackio.
         folder: the run's.
         config: the resolved configuration.
+        step: where the run goes on; TensorBoard hides what it was sent beyond, wandb and trackio begin another run.
     """
     if name == "none":
         return Tracker()
-    return TensorBoard(folder) if name == "tensorboard" else Service(name, folder, config)
+    return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config)
 
 
 def _finite(line: dict[str, float]) -> dict[str, float]:

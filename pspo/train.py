@@ -10,12 +10,13 @@ import copy
 import math
 import random
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -25,9 +26,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from pspo.card import model_card
-from pspo.checkpoint import save_model
+from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
-from pspo.evaluate import Prompts, evaluate, load_prompts, room_for_prompts
+from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import (
@@ -39,6 +40,18 @@ from pspo.model import (
     token_logprobs,
 )
 from pspo.results import percent, table
+from pspo.resume import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    Stopped,
+    StopSignals,
+    changes,
+    claim,
+    finished,
+    go_on,
+    record_changes,
+    run_to_resume,
+)
 from pspo.rollout import (
     Batch,
     Rollout,
@@ -48,7 +61,7 @@ from pspo.rollout import (
     group_relative_advantages,
     to_device,
 )
-from pspo.tasks import total_rewards
+from pspo.tasks import Problem, total_rewards, without_unknown
 from pspo.trackers import Tracker, check_tracker, start_tracker
 
 
@@ -72,64 +85,59 @@ class Setup:
     sampling: Sampling
     prompts: dict[str, Prompts]  # by split
     output: Path
+    lock: IO[Any]  # on the output folder, while it is open
+    progress: Progress
+    saver: Saver
     tracker: Tracker
 
 
-def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
-    """The loop. Returns the run's summary, as written to ``summary.json``."""
-    learner, tokenizer, prompts, output = setup.learner, setup.tokenizer, setup.prompts["train"], setup.output
+def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) -> dict[str, Any]:
+    """The loop, from the progress that there is. Returns the run's summary, as written to ``summary.json``.
+
+    Raises Stopped, all saved, where ``stop`` received a signal; RunFailed after too many skipped steps in a row.
+    """
+    learner, prompts, output, progress = setup.learner, setup.prompts["train"], setup.output, setup.progress
     device, group_size, max_tokens = learner.policy.device, config.rollout.group_size, config.run.max_tokens or math.inf
-    start, tokens, order = time.perf_counter(), 0, prompt_order(len(prompts), config.run.seed)
-    before = test_accuracy(config, setup, learner.policy, "test before")
-    best = validated = {"step": 0} | validate(config, setup) if config.run.validate_every else {}
+    start, stop = time.perf_counter() - progress.seconds, stop or StopSignals()
+    order = islice(prompt_order(len(prompts), config.run.seed), progress.prompts, None)
 
-    def save(folder: Path) -> None:
-        path = "path/to/data" if config.data.path else None  # in place of a path of this machine
-        command = evaluate_command(replace(config, data=replace(config.data, path=path)), "path/to/this/model")
-        progress = {"problems": len(prompts), "step": learner.steps, "tokens": tokens}
-        card = model_card(config, command, **progress, before=before, validation=validated)
-        save_model(learner.policy, tokenizer, folder, card)
+    if progress.before is None:
+        progress.before = test_accuracy(config, setup, learner.policy, "test before")
+        if config.run.validate_every:
+            progress.best = progress.validated = {"step": 0} | validate(config, setup)
+            save_best(config, setup)
 
-    if best:
-        save(output / "best")
-
-    with tqdm(total=config.run.max_steps, desc="train", unit="step") as bar:
-        while learner.steps < config.run.max_steps and tokens < max_tokens:
+    with tqdm(total=config.run.max_steps, initial=learner.steps, desc="train", unit="step") as bar:
+        while not stop.received and learner.steps < config.run.max_steps and progress.tokens < max_tokens:
             watch, first_step = Stopwatch(), learner.steps
 
             chosen = list(islice(order, config.rollout.prompts))
             with watch("generate"), autocast(config.model.autocast, device):
                 ids = [prompts.ids[i] for i in chosen]
-                rollout = generate(learner.policy, tokenizer, ids, setup.sampling, group_size)
+                rollout = generate(learner.policy, setup.tokenizer, ids, setup.sampling, group_size)
             with watch("reward"):
                 problems = [prompts.problems[i] for i in chosen for _ in range(group_size)]
-                functions, weights = config.reward.functions, config.reward.weights
-                rewards, rewards_by_name = total_rewards(functions, weights, rollout.texts, problems)
-            advantages = group_relative_advantages(
-                torch.tensor(rewards, device=device), group_size, config.algorithm.advantage_scale
-            )
+                rewards, rewards_by_name, advantages = reward(config, rollout, problems)
             with watch("train"):
                 steps = update(learner, rollout, advantages, config)
-            tokens += rollout.tokens
+            progress.prompts += len(chosen)
+            progress.tokens += rollout.tokens
 
-            metrics = (
-                rollout_metrics(rollout, rewards, rewards_by_name, advantages) | steps[-1]
-            )  # the last: most off-policy
+            metrics = rollout_metrics(rollout, rewards, rewards_by_name, advantages)
+            metrics |= steps[-1]  # the last: most off-policy
             metrics["steps_skipped"] = sum(step["step_skipped"] for step in steps)
-            done = learner.steps == config.run.max_steps or tokens >= max_tokens
+            done = learner.steps == config.run.max_steps or progress.tokens >= max_tokens
             if config.run.validate_every and (done or crossed(config.run.validate_every, first_step, learner.steps)):
                 with watch("validate"):
                     validation = validate(config, setup)
                 metrics |= validation
-                validated = {"step": learner.steps} | validation
-                if validation["validation_reward"] > best["validation_reward"]:
-                    best = validated
-                    save(output / "best")
-            if crossed(config.run.save_every, first_step, learner.steps):
-                save(output / "checkpoints" / f"step-{learner.steps:06d}")
+                progress.validated = {"step": learner.steps} | validation
+                if validation["validation_reward"] > progress.best["validation_reward"]:
+                    progress.best = progress.validated
+                    save_best(config, setup)
 
             seconds = {f"seconds/{phase}": round(spent, 4) for phase, spent in watch.seconds.items()}
-            line = {"step": learner.steps, "tokens": tokens} | metrics | seconds
+            line = {"step": learner.steps, "tokens": progress.tokens} | metrics | seconds
             append_jsonl(output / "metrics.jsonl", line)
             setup.tracker.log(line)
             shown = range(0, len(rollout), group_size)[: config.run.samples]
@@ -137,23 +145,32 @@ def train(config: TrainConfig, setup: Setup) -> dict[str, Any]:
                 {"step": learner.steps, "prompt": problems[i].prompt, "gold": str(problems[i].answer),
                  "completion": rollout.texts[i], "reward": rewards[i]} for i in shown
             ))  # fmt: skip
+            count_skipped(steps, config, setup)
+            progress.seconds = time.perf_counter() - start
+            if not stop.received and (done or crossed(config.run.save_every, first_step, learner.steps)):
+                setup.saver.save(learner.steps, card(config, setup), progress)
             bar.update(learner.steps - first_step)
             rate = rollout.tokens / (watch.seconds["generate"] + watch.seconds["train"])
             length = metrics["completion_tokens"]
             bar.set_postfix_str(f"reward {metrics['reward']:.3f}, length {length:.0f}, {rate:,.0f} tokens/s")
 
-    save(output / "final")
-    returned = output / ("best" if best else "final")
-    policy = load_policy(replace(config.model, name_or_path=str(returned)), device) if best else learner.policy
+    if stop.received:
+        setup.saver.save(learner.steps, card(config, setup), progress)
+        raise Stopped
+    setup.saver.wait()
+    save_model(learner.policy, setup.tokenizer, output / "final", card(config, setup))
+    returned = output / ("best" if progress.best else "final")
+    best = replace(config.model, name_or_path=str(returned))
+    policy = load_policy(best, device) if progress.best else learner.policy
     summary = {
-        "before": before,
+        "before": progress.before,
         "after": test_accuracy(config, setup, policy, "test after"),
-        "tokens": tokens,
+        "tokens": progress.tokens,
         "optimizer_steps": learner.steps,
         "seconds": round(time.perf_counter() - start, 2),
         "peak_memory_gb": round(peak_memory_gb(device), 3),
         "best_model": str(returned),
-        "best_step": best.get("step", learner.steps),
+        "best_step": progress.best.get("step", learner.steps),
     }
     write_json(output / "summary.json", summary)
     setup.tracker.finish()
@@ -206,10 +223,11 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
             values = (logprobs, batch.old_logprobs, row_advantages, weights)
             seen.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
 
+        seen = torch.cat(seen, dim=1)  # (4, N)
         max_norm = config.optimizer.max_grad_norm or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm)
-        lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss))
-        if finite:  # a gradient gone bad never reaches the weights
+        lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + seen[0].sum()))
+        if finite:  # numbers gone bad never reach the weights
             learner.optimizer.step()
         learner.scheduler.step()
         learner.optimizer.zero_grad()
@@ -217,7 +235,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         steps.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)})
         if learner.reference is not None:
             steps[-1]["kl_reference"] = float(kl_reference)
-        seen = torch.cat(seen, dim=1)  # (4, N)
         steps[-1] |= diagnose(*seen, mask=seen[2] != 0)  # the same tokens for every method: those with an advantage
     return steps
 
@@ -314,20 +331,69 @@ def crossed(every: int, before: int, after: int) -> bool:
     return every > 0 and before // every < after // every
 
 
+def reward(
+    config: TrainConfig, rollout: Rollout, problems: list[Problem]
+) -> tuple[list[float], dict[str, list[float]], Tensor]:
+    """Total rewards, those of each function, and advantages (B,): 0 where --reward.on_error none left no reward."""
+    r, group_size = config.reward, config.rollout.group_size
+    rewards, by_name = total_rewards(r.functions, r.weights, rollout.texts, problems, r.timeout, r.on_error)
+    filled = torch.tensor(without_unknown(rewards, group_size), device=rollout.completion_ids.device)
+    advantages = group_relative_advantages(filled, group_size, config.algorithm.advantage_scale)
+    unknown = torch.tensor(rewards, device=filled.device).isnan()
+    return rewards, by_name, advantages.where(~unknown, 0.0)
+
+
 def rollout_metrics(
     rollout: Rollout, rewards: list[float], rewards_by_name: dict[str, list[float]], advantages: Tensor
 ) -> dict[str, float]:
-    """What the samples of one rollout were like."""
+    """What the samples of one rollout were like; rewards that are unknown (NaN) are left out of the means."""
     lengths = rollout.completion_mask.sum(dim=1).float()
+    known, *by_name = (
+        [value for value in values if not math.isnan(value)] or [math.nan]
+        for values in (rewards, *rewards_by_name.values())
+    )
     return {
-        "reward": float(np.mean(rewards)),
-        "reward_std": float(np.std(rewards)),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in rewards_by_name.items()},
+        "reward": float(np.mean(known)),
+        "reward_std": float(np.std(known)),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in zip(rewards_by_name, by_name, strict=True)},
+        "reward_unknown_share": float(np.isnan(rewards).mean()),
+        "empty_share": float(np.mean([not text.strip() for text in rollout.texts])),
         "zero_advantage_share": (advantages == 0).float().mean().item(),
         "completion_tokens": lengths.mean().item(),
         "completion_tokens_max": lengths.max().item(),
         "truncated_share": (~rollout.terminated).float().mean().item(),
     }
+
+
+def count_skipped(steps: list[dict[str, float]], config: TrainConfig, setup: Setup) -> None:
+    """Raise RunFailed where --optimizer.max_skipped steps in a row were skipped."""
+    progress = setup.progress
+    for step in steps:
+        progress.skipped = progress.skipped + 1 if step["step_skipped"] else 0
+        if progress.skipped == config.optimizer.max_skipped:
+            setup.saver.wait()
+            saved = next(iter(checkpoints(setup.output)), "none yet")
+            raise RunFailed(
+                f"{progress.skipped} optimizer steps in a row were skipped, for loss ({step['loss']}), gradient (norm "
+                f"{step['grad_norm']}) or log-probs were not finite. The weights are as they were before; last good "
+                f"checkpoint: {saved}. Lower --optimizer.lr, or look at the reward and the surrogate"
+            )
+
+
+def save_best(config: TrainConfig, setup: Setup) -> None:
+    """Save the policy as the best one; its validation.json says how good it is, which a run that goes on reads."""
+    learner, progress = setup.learner, setup.progress
+    model = (learner.policy, setup.tokenizer, setup.output / "best", card(config, setup))
+    save_model(*model, lambda folder: write_json(folder / "validation.json", progress.best))
+
+
+def card(config: TrainConfig, setup: Setup) -> str:
+    """The model card of the policy as it is now."""
+    path = "path/to/data" if config.data.path else None  # in place of a path of this machine
+    command = evaluate_command(replace(config, data=replace(config.data, path=path)), "path/to/this/model")
+    problems, progress = len(setup.prompts["train"]), setup.progress
+    counts = {"problems": problems, "step": setup.learner.steps, "tokens": progress.tokens}
+    return model_card(config, command, **counts, before=progress.before or {}, validation=progress.validated)
 
 
 def validate(config: TrainConfig, setup: Setup) -> dict[str, float]:
@@ -355,15 +421,12 @@ def greedily(sampling: Sampling) -> Sampling:
 
 def prepare(config: TrainConfig, resolved: str) -> Setup:
     """Load everything, the cheap and fallible first; the output folder is made last, so that no error leaves one."""
-    output = config.run.output_dir
-    if output is None:
-        method = type(config.algorithm.surrogate).__name__.lower()
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        output = f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
-    output = Path(output)
+    old = run_to_resume(config.run.resume, config.run.output_dir)
+    output = old or Path(config.run.output_dir or default_output(config))
     check_output(output)
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
+    lock, changed = (claim(old), changes(old, resolved)) if old else (None, [])
+    for line in changed:
+        print(f"going on with a change: {line}", file=sys.stderr)
     check_tracker(config.run.tracker)
 
     tokenizer = load_tokenizer(config.model)
@@ -403,16 +466,35 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         max_rows=r.max_rows,
         decoder=r.decoder,
     )
-    output.mkdir(parents=True, exist_ok=True)
-    write_text(output / "config.yaml", resolved)
-    write_json(output / "environment.json", environment(str(device)))
-    tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved))
-    return Setup(Learner(policy, reference, optimizer, scheduler), tokenizer, sampling, prompts, output, tracker)
+    learner = Learner(policy, reference, optimizer, scheduler)
+    stateful = {"optimizer": optimizer, "scheduler": scheduler}
+    progress = Progress({split: fingerprint_of_problems(prompts[split]) for split in prompts})
+    if lock:
+        learner.steps, progress = go_on(config, output, policy, stateful, progress)
+        if changed:
+            record_changes(output, resolved)
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = claim(output)
+        write_text(output / "config.yaml", resolved)
+        write_json(output / "environment.json", environment(str(device)))
+    tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved), learner.steps)
+    saver = Saver(output, config.run.keep, policy, tokenizer, stateful)
+    return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, saver, tracker)
+
+
+def default_output(config: TrainConfig) -> str:
+    method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
+    return f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
 
 
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train"):
+        if summary := finished(config.run, resolved):
+            print(f"finished before, nothing to do: {Path(summary['best_model']).parent / 'summary.json'}\n")
+            report(config, summary)
+            return
         setup = prepare(config, resolved)
     policy, stops = setup.learner.policy, setup.tokenizer.convert_ids_to_tokens(setup.sampling.stop_ids)
     sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in setup.prompts.items())
@@ -423,8 +505,19 @@ def main(args: Sequence[str] | None = None) -> None:
           f"{config.rollout.prompts} x {config.rollout.group_size}")  # fmt: skip
     print(f"output  {setup.output}")
 
-    summary = train(config, setup)
+    try:
+        with setup.lock, setup.saver, StopSignals() as stop:
+            summary = train(config, setup, stop)
+    except (Stopped, KeyboardInterrupt) as stopped:
+        print(f"\nstopped; the same command with --run.output_dir {setup.output} goes on", file=sys.stderr)
+        raise SystemExit(EXIT_STOPPED if isinstance(stopped, Stopped) else EXIT_INTERRUPTED) from None
+    except RunFailed as error:
+        print(f"\npspo.train: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    report(config, summary)
 
+
+def report(config: TrainConfig, summary: dict[str, Any]) -> None:
     if summary["before"]:
         rows = [("greedy, held-out", "accuracy [95%]", "reward", "format", "length")]
         for name in ("before", "after"):

@@ -120,7 +120,7 @@ def test_stderr_of_a_good_run_holds_progress_bars_only(run):
 def test_a_run_s_folder(run):
     folder = run[1]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
+        ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
         "summary.json",
     ]  # fmt: skip
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
@@ -220,13 +220,18 @@ def test_an_old_run_is_left_alone(here, capsys):
     fast("--run.max_steps=1")
     before = tree(here)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_:
-        fast("--run.max_steps=1")
-    assert exit_.value.code == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    assert "--run.output_dir out" in line
-    assert tree(here) == before
+    for args in (["--run.resume=never"], ["--run.seed=3"]):
+        with pytest.raises(SystemExit) as exit_:
+            fast("--run.max_steps=1", *args)
+        assert exit_.value.code == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert "--run.output_dir out" in line
+        assert tree(here) == before
+    shutil.rmtree(here / "out")
+    (here / "out").mkdir()
+    (here / "out/thesis.tex").write_text("not a run")
+    assert "--run.output_dir out already holds something" in refused(capsys, pspo.train, "--run.output_dir=out")
 
 
 def test_seeds(here):

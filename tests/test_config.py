@@ -361,6 +361,7 @@ OUT_OF_RANGE = {
     "data.max_prompt_tokens": ["0", "-1"],
     "reward.functions": ["[]"],
     "reward.weights": ["[1, 1]", "[]", "[.nan]", "[.inf]"],
+    "reward.timeout": ["-1", ".nan", ".inf"],
     "rollout.prompts": ["0", "-1"],
     "rollout.group_size": ["1", "0", "-4"],
     "rollout.max_completion_tokens": ["0", "-1"],
@@ -381,6 +382,7 @@ OUT_OF_RANGE = {
     "optimizer.warmup_steps": ["-1"],
     "optimizer.max_grad_norm": ["-1", ".nan"],
     "optimizer.microbatch_tokens": ["0", "-1"],
+    "optimizer.max_skipped": ["0", "-1"],
     "run.seed": ["-1", "4294967296"],  # numpy's range
     "run.max_steps": ["0", "-1"],
     "run.max_tokens": ["0", "-1"],
@@ -388,6 +390,7 @@ OUT_OF_RANGE = {
     "run.validation_limit": ["0", "-1"],
     "run.test_limit": ["-1"],
     "run.save_every": ["-1"],
+    "run.keep": ["0", "-1"],
     "run.samples": ["-1"],
 }
 EVALUATE_OUT_OF_RANGE = {

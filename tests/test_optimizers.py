@@ -26,6 +26,7 @@ def test_a_step_of_plain_sgd_is_the_gradient_times_the_learning_rate(tmp_path):
         "--algorithm.epochs=1",
         "--run.max_steps=3",
         "--run.save_every=1",
+        "--run.keep=3",
     )
     metrics = train(tmp_path / "out", *args)
     checkpoints = sorted((tmp_path / "out/checkpoints").iterdir())

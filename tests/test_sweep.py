@@ -52,7 +52,7 @@ if words[0] == "pspo.train":
 print("one line\\nthe last line", flush=True)
 time.sleep(world["seconds"].get(name, world["seconds"].get("all", 0)))
 if name in world["fail"]:
-    sys.exit(3)
+    sys.exit(world.get("code", 3))
 summary = {"best_model": str(folder / "best"), "tokens": 1000, "seconds": 2.0}
 (folder / ("summary.json" if words[0] == "pspo.train" else "results.json")).write_text(json.dumps(summary))
 note("end")
@@ -290,6 +290,25 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_says_how_to_go_on(here)
         with pytest.raises(ProcessLookupError):
             os.kill(call["pid"], 0)
     assert not list(Path("out").rglob("*.failed"))
+
+
+def test_a_run_that_was_stopped_is_not_failed_and_keeps_its_folder(here, capsys):
+    """As by a scheduler: exit code 75. Unless its switches have changed meanwhile: then it starts over."""
+    sweep_file(methods={"pspo": {}})
+    run = make_plan(pspo.sweep.parse(SweepConfig, "", ["--config", "sweep.yaml"])[0])[0].settings[0].full[0]
+    world(fail=["e/pspo/seed-0"])
+    Path("world.json").write_text(json.dumps(json.loads(Path("world.json").read_text()) | {"code": 75}))
+    assert sweep() == 1
+    assert "failed: out/e/pspo/seed-0: exit code 75: the last line" in capsys.readouterr().err
+    assert not list(Path("out").rglob("*.failed"))
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
+    pspo.sweep.clear_unfinished(run)
+    assert run.folder.is_dir()
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config | {"rollout": {}}))
+    pspo.sweep.clear_unfinished(run)
+    assert not run.folder.exists()
+    world()
+    assert sweep() == 0
 
 
 def test_a_finished_run_of_another_configuration_is_refused(here, capsys):

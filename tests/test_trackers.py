@@ -23,7 +23,7 @@ def finish(): calls.append(("finish",))
 FAKE_TENSORBOARD = """
 calls = []
 class SummaryWriter:
-    def __init__(self, folder): calls.append(("init", folder))
+    def __init__(self, folder, purge_step): calls.append(("init", folder, purge_step))
     def add_scalar(self, name, value, step): calls.append((name, value, step))
     def flush(self): pass
     def close(self): calls.append(("finish",))
@@ -68,10 +68,18 @@ def test_tensorboard_gets_the_lines_of_metrics_jsonl(here, monkeypatch):
     monkeypatch.setitem(MODULES, "tensorboard", "fake_tensorboard")
     pspo.train.main([*ARGS, "--run.tracker=tensorboard"])
     started, *logged, finished = sys.modules.pop("fake_tensorboard").calls
-    assert started == ("init", "out/tensorboard")
+    assert started == ("init", "out/tensorboard", None)
     expected = [(name, value, line["step"]) for line in metrics_of(here) for name, value in without_step(line).items()]
     assert logged == expected
     assert finished == ("finish",)
+
+
+def test_tensorboard_hides_what_a_run_that_goes_on_does_again(here, monkeypatch):
+    (here / "fake_tensorboard.py").write_text(FAKE_TENSORBOARD)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setitem(MODULES, "tensorboard", "fake_tensorboard")
+    start_tracker("tensorboard", here, {}, step=4)
+    assert sys.modules.pop("fake_tensorboard").calls == [("init", str(here / "tensorboard"), 5)]
 
 
 def test_tensorboard_s_own_reader_finds_the_same_numbers(here):
@@ -124,7 +132,8 @@ def test_no_tracker_is_imported_unless_asked_for(here, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     pspo.train.main(ARGS)
     assert sorted(path.name for path in (here / "out").iterdir()) == [
-        "best", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl", "summary.json",
+        ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
+        "summary.json",
     ]  # fmt: skip
 
 

@@ -518,6 +518,24 @@ def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     assert torch.equal(weights(holder[0].policy), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_step_with_a_log_prob_that_is_not_finite_is_skipped(policy, monkeypatch, value):
+    """Whatever loss and gradient are."""
+    backward = pspo.train.backward
+
+    def broken(*args):
+        share, logprobs = backward(*args)
+        return share, logprobs.index_fill(1, torch.tensor([0]), value)
+
+    monkeypatch.setattr(pspo.train, "backward", broken)
+    end, (metrics,) = run(policy, *make_rollout(), make_config(epochs=1))
+    assert metrics["step_skipped"] == 1
+    assert math.isfinite(metrics["loss"] + metrics["grad_norm"])
+    assert metrics["grad_norm"] > 0
+    assert torch.equal(end, weights(policy))
+
+
 def test_a_loss_without_gradient_leaves_the_weights(policy):
     end, metrics = run(policy, *make_rollout(), make_config(PSPO(1.0), epochs=2))
     assert torch.equal(end, weights(policy))

@@ -3,7 +3,7 @@
 from pspo.tasks.answers import contains_answer, extract_answer, matches_format
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
-from pspo.tasks.rewards import FormatReward, MathReward, Reward, math_reward, total_rewards
+from pspo.tasks.rewards import FormatReward, MathReward, Reward, math_reward, total_rewards, without_unknown
 
 __all__ = [
     "FormatReward",
@@ -16,4 +16,5 @@ __all__ = [
     "matches_format",
     "math_reward",
     "total_rewards",
+    "without_unknown",
 ]

@@ -11,14 +11,19 @@ registration:
             return [float(len(completion) <= self.max_characters) for completion in completions]
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
+from typing import Literal
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
 from pspo.tasks.problem import Problem
+
+OnError = Literal["raise", "none"]
 
 
 class Reward:
@@ -107,18 +112,23 @@ def total_rewards(
     weights: Sequence[float] | None,
     completions: list[str],
     problems: list[Problem],
+    timeout: float = 0.0,
+    on_error: OnError = "raise",
 ) -> tuple[list[float], dict[str, list[float]]]:
     """The weighted sum of several rewards, and each one's own values.
 
     Args:
         weights: one finite number per function; None weighs each with 1.
+        timeout: seconds that each function may take, 0 for no limit.
+        on_error: "none": NaN stands for the values that a function did not give, and for their totals.
 
     Returns:
         (B,) totals, and by class name (`Name`, `Name_2`, ... where a class comes twice) (B,) unweighted values.
 
     Raises:
-        ValueError: numbers of weights, completions or problems disagree, or a function returns anything but one
-            finite number per completion.
+        ValueError: numbers of weights, completions or problems disagree, or (with on_error "raise") a function returns
+            anything but one finite number per completion. What a function itself raises comes through, TimeoutError
+            where it takes too long.
     """
     weights = [1.0] * len(functions) if weights is None else weights
     if len(weights) != len(functions) or not functions:
@@ -137,17 +147,59 @@ def total_rewards(
         while name in by_name:
             copies += 1
             name = f"{kind}_{copies}"
-        values = function(completions, problems)
+        by_name[name] = _values(function, name, completions, problems, timeout, on_error)
+    totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
+    return totals, by_name
+
+
+def _values(
+    function: Reward, name: str, completions: list[str], problems: list[Problem], timeout: float, on_error: OnError
+) -> list[float]:
+    try:
+        with _time_limit(timeout, name):
+            values = function(completions, problems)
         if not hasattr(values, "__len__"):
             raise ValueError(f"reward {name} returned {values!r}; it must return a list of numbers")
         if len(values) != len(completions):
             raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions")
-        for row, value in enumerate(values):
-            if not _is_finite_number(value):
-                raise ValueError(f"reward {name} returned {value!r} for completion {row}; it must be a finite number")
-        by_name[name] = [float(value) for value in values]
-    totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
-    return totals, by_name
+    except Exception:  # a user's code may raise anything
+        if on_error == "raise":
+            raise
+        return [math.nan] * len(completions)
+    for row, value in enumerate(values):
+        if not _is_finite_number(value) and on_error == "raise":
+            raise ValueError(f"reward {name} returned {value!r} for completion {row}; it must be a finite number")
+    return [float(value) if _is_finite_number(value) else math.nan for value in values]
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float, name: str) -> Iterator[None]:
+    """TimeoutError after so many seconds, 0 for no limit. By SIGALRM, so in the main thread only."""
+    if seconds == 0:
+        yield
+        return
+
+    def too_late(*_: object) -> None:
+        raise TimeoutError(f"reward {name} took longer than --reward.timeout {seconds:g} seconds")
+
+    previous = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def without_unknown(rewards: Sequence[float], group_size: int) -> list[float]:
+    """NaN replaced by the mean of its group's other rewards, 0 if there are none: the group's mean stays what it is."""
+    filled = []
+    for start in range(0, len(rewards), group_size):
+        group = rewards[start : start + group_size]
+        known = [reward for reward in group if not math.isnan(reward)]
+        mean = min(max(sum(known) / len(known), min(known)), max(known)) if known else 0.0  # equal ones: to the bit
+        filled += [mean if math.isnan(reward) else reward for reward in group]
+    return filled
 
 
 def _is_finite_number(value: object) -> bool:

@@ -1,0 +1,175 @@
+"""Going on with a run: whose folder it is, what may have changed meanwhile, where it goes on from, what stops it."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import yaml
+from transformers import PreTrainedModel
+
+from pspo.checkpoint import Progress, checkpoints, load_checkpoint, newest_checkpoint, remove, tidy
+from pspo.config import RunConfig, TrainConfig, flat
+from pspo.metrics import lock, read_jsonl, to_jsonl, write_text
+from pspo.model import load_policy
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
+EXIT_INTERRUPTED = 130  # stopped at once
+
+# What a run may have changed when it goes on. Any other change makes another experiment of it, and is refused.
+FREE = {  # changes no number of the run
+    "data.path", "optimizer.max_skipped", "reward.on_error", "reward.timeout", "run.keep", "run.output_dir",
+    "run.resume", "run.samples", "run.save_every", "run.tracker",
+}  # fmt: skip
+ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens"}
+
+
+class Stopped(Exception):
+    """A run that was told to stop, and is saved."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks the run to stop after its rollout, the second is a KeyboardInterrupt."""
+
+    received: signal.Signals | None = None
+
+    def __enter__(self) -> "StopSignals":
+        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        for other in self.previous:
+            signal.signal(other, signal.default_int_handler)
+        line = f"\n{self.received.name}: stopping after this rollout, then saving; a second one stops at once\n"
+        os.write(2, line.encode())  # a print could be what was interrupted
+
+
+def claim(run: Path) -> IO[Any]:
+    """Lock the run's folder until the file returned is closed or the process ends; ValueError where it is locked."""
+    file = (run / ".lock").open("a")
+    if not lock(file):
+        file.close()
+        raise ValueError(f"--run.output_dir {run} is in use by another run: wait for it, or choose another folder")
+    return file
+
+
+def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
+    """The folder of the run to go on with; None where there is none and a new one is to be started.
+
+    Raises ValueError where --run.output_dir holds something else, or --run.resume names no run, or another than that.
+    """
+    output = None if output_dir is None else Path(output_dir)
+    if resume in ("auto", "never"):
+        if output is None or not output.is_dir() or not set(os.listdir(output)) - {".lock"}:
+            return None
+        if resume == "never" or not (output / "config.yaml").is_file():
+            raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
+        return output
+    path = Path(resume)
+    run = path.absolute().parent.parent if path.absolute().parent.name == "checkpoints" else path
+    if not path.is_dir() or not (run / "config.yaml").is_file():
+        raise ValueError(f"--run.resume {resume} is neither a run's folder nor one of its checkpoints, auto or never")
+    if output is not None and output.absolute() != run.absolute():
+        raise ValueError(f"--run.resume {resume} is not in --run.output_dir {output}: leave one of them out")
+    return output or run
+
+
+def changes(run: Path, resolved: str) -> list[str]:
+    """What is different from the run's config.yaml and may be, as text; ValueError names what may not be."""
+    old, new = (flat(yaml.safe_load(text)) for text in ((run / "config.yaml").read_text(encoding="utf-8"), resolved))
+    changed = {
+        name: f"--{name} was {old[name]!r}, is {new.get(name)!r}"
+        for name in old
+        if old[name] != new.get(name) and name not in ("run.output_dir", "run.resume")
+    }
+    if refused := [line for name, line in changed.items() if name not in FREE | ROUNDING]:
+        raise ValueError(
+            f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another folder, or the "
+            "same switches to go on with it"
+        )
+    return [f"{line} (other rounding)" if name in ROUNDING else line for name, line in changed.items()]
+
+
+def record_changes(run: Path, resolved: str) -> None:
+    """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again."""
+    config = yaml.safe_load(resolved)
+    config["run"] |= {"output_dir": str(run), "resume": "auto"}
+    write_text(run / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+
+def find_checkpoint(run: Path, resume: str) -> Path | None:
+    """The newest checkpoint that verifies, or the one that --run.resume names; None where none was saved yet.
+
+    Damaged ones are named. What is newer than the one found leaves the run: those steps are taken again.
+    """
+    tidy(run)
+    every = checkpoints(run)
+    named = [folder for folder in every if folder.absolute() == Path(resume).absolute()]
+    found, damage = newest_checkpoint(named or every)
+    for line in damage:
+        print(f"{line}; passed over", file=sys.stderr)
+    if found is None and every:
+        raise ValueError(f"--run.output_dir {run}: no checkpoint that could be gone on from; choose another folder")
+    for folder in every[: every.index(found)] if found else []:
+        remove(folder)
+    return found
+
+
+def go_on(
+    config: TrainConfig, run: Path, policy: PreTrainedModel, stateful: dict[str, Any], fresh: Progress
+) -> tuple[int, Progress]:
+    """Put policy, optimizer, schedule, random generators and the run's folder back to where a checkpoint was taken.
+
+    Returns the optimizer steps taken and the progress; 0 and ``fresh`` where nothing was saved yet. Raises ValueError
+    where the run is of other problems than ``fresh``.
+    """
+    steps, progress, checkpoint = 0, fresh, find_checkpoint(run, config.run.resume)
+    if checkpoint:
+        saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), policy.device)
+        policy.load_state_dict(saved.state_dict())  # into the tensors that are there: the same memory, the same sums
+        steps, progress = load_checkpoint(checkpoint, stateful, policy.device)
+    if progress.problems != fresh.problems:
+        raise ValueError(f"--run.output_dir {run} is of other problems under the same name: choose another folder")
+    if progress.best:
+        progress.best = best_of(run, progress.best["step"])
+    cut_back(run, steps)
+    print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
+    return steps, progress
+
+
+def best_of(run: Path, step: int) -> dict[str, Any]:
+    """The validation of the model in ``best/``: the one that was best by this step, or one found later.
+
+    A later one may stay: on its way there the run finds nothing better, and there it finds the same numbers. Where
+    numbers do not repeat (on a GPU), it is still what its validation.json says.
+    """
+    file = run / "best" / "validation.json"
+    best = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"step": -1}
+    if best["step"] < step:
+        raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
+    return best
+
+
+def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
+    """The summary of the run that is there already; {} where there is none, or it is not finished."""
+    run = run_to_resume(config.resume, config.output_dir)
+    if run is None or not (run / "summary.json").exists():
+        return {}
+    changes(run, resolved)
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def cut_back(run: Path, steps: int) -> None:
+    """Take what came after this step out of the run's records, a line that was cut short included."""
+    for path in (run / "metrics.jsonl", run / "samples.jsonl"):
+        if path.exists():
+            write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= steps))
