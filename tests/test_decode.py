@@ -181,10 +181,19 @@ def exact_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum())
 
 
-@pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])
-@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.85, 1.0])
-@pytest.mark.parametrize(("vocabulary", "spread"), [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)])
-def test_sampled_frequencies_are_the_exact_nucleus(vocabulary, spread, top_p, sampler):
+SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabulary, spread of the logits
+
+
+@pytest.mark.parametrize(
+    ("sampler", "vocabulary", "spread", "top_p"),
+    [
+        *((_sample_by_rejection, *shape, top_p) for shape in SHAPES for top_p in (0.3, 0.85, 1.0)),
+        (_sample_by_rejection, 400, 0.3, 0.05),
+        *((_sample_sorted, *shape, 0.85) for shape in SHAPES),
+        *((_sample_sorted, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
+    ],
+)
+def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, top_p):
     torch.manual_seed(vocabulary)
     logits = spread * torch.randn(vocabulary)
     expected = exact_nucleus(logits, top_p)
