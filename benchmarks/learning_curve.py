@@ -11,14 +11,12 @@ way share their luck.)
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.methods import run
 from pspo.losses import PSPO
 
 
@@ -37,30 +35,17 @@ WAYS = {
 }
 
 
-def run(way: str, seed: int, output: Path, switches: list[str]) -> None:
-    folder = output / f"{way}-{seed}"
-    if (folder / "summary.json").exists():
-        return
-    command = [sys.executable, "-m", "pspo.train", *WAYS[way], f"--run.seed={seed}", f"--run.output_dir={folder}"]
-    done = subprocess.run(
-        [*command, "--run.test_limit=0", *switches],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(f"{way} seed {seed} failed:\n{done.stderr[-2000:]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("runs/learning-curve"))
     options, switches = parser.parse_known_args()  # further switches go to every run
-    switches = ["--run.max_steps=30", "--run.validate_every=6", *switches]
+    switches = ["--run.test_limit=0", "--run.max_steps=30", "--run.validate_every=6", *switches]
     with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(lambda job: run(*job, options.output, switches), [(w, s) for s in options.seeds for w in WAYS]))
+        for seed in options.seeds:
+            for way, own in WAYS.items():
+                pool.submit(run, way, seed, options.output, [*own, *switches])
 
     # way -> quantity -> step -> one value a seed
     curves: dict[str, dict[str, dict[int, list[float]]]] = {way: {"training": {}, "greedy": {}} for way in WAYS}

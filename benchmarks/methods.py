@@ -21,19 +21,15 @@ from pspo.results import percent
 METHODS = ("PSPO", "NoClip", "Clip", "P3O", "SAPO", "TOPR")
 
 
-def run(method: str, seed: int, output: Path, switches: list[str]) -> None:
-    folder = output / f"{method}-{seed}"
+def run(name: str, seed: int, output: Path, switches: list[str]) -> None:
+    """Train into <output>/<name>-<seed> with one thread, unless that is done."""
+    folder = output / f"{name}-{seed}"
     if (folder / "summary.json").exists():
         return
-    command = [sys.executable, "-m", "pspo.train", "--algorithm.surrogate", method, "--run.seed", str(seed)]
-    done = subprocess.run(
-        [*command, "--run.output_dir", str(folder), *switches],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pspo.train", *switches, f"--run.seed={seed}", f"--run.output_dir={folder}"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
-        print(f"{method} seed {seed} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+        print(f"{name} seed {seed} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
 
 
 def main() -> None:
@@ -46,7 +42,7 @@ def main() -> None:
     with ThreadPoolExecutor(options.workers) as pool:
         for seed in options.seeds:
             for method in options.methods:
-                pool.submit(run, method, seed, options.output, switches)
+                pool.submit(run, method, seed, options.output, [f"--algorithm.surrogate={method}", *switches])
 
     print("| method | accuracy after, by seed | mean | lowest 95% bound | validation reward at a fifth of the run |")
     print("|---|---|---|---|---|")

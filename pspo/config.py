@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Literal, TypeVar, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -362,14 +362,6 @@ class EvaluateConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = EvalRunConfig()
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration as YAML has it, by switch."""
-    values = {}
-    for name, value in config.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return values
 
 
 C = TypeVar("C")

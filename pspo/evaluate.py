@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.metrics import append_jsonl, check_output, environment, read_jsonl, to_jsonl, write_json, write_text
+from pspo.metrics import append_jsonl, check_output, environment, flat, read_jsonl, to_jsonl, write_json, write_text
 from pspo.model import autocast, load_model_config, load_policy, load_tokenizer, stop_token_ids
 from pspo.results import Evaluation, render, summarise
 from pspo.rollout import Sampling, encode_prompts, generate
@@ -202,10 +202,7 @@ def fingerprint_of_problems(prompts: Prompts) -> str:
 
 def refuse_other_switches(output: Path, resolved: str) -> None:
     """Raise ValueError where the folder holds an evaluation with other switches, naming those that differ."""
-    old, new = (
-        {f"{section}.{name}": value for section, part in yaml.safe_load(text).items() for name, value in part.items()}
-        for text in ((output / "config.yaml").read_text(encoding="utf-8"), resolved)
-    )
+    old, new = (flat(yaml.safe_load(text)) for text in ((output / "config.yaml").read_text(encoding="utf-8"), resolved))
     changed = [name for name in new if old.get(name) != new[name] and name != "run.output_dir"]
     if changed:
         differences = ", ".join(f"--{name} is {old.get(name)!r} there and {new[name]!r} here" for name in changed)

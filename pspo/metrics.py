@@ -92,6 +92,14 @@ def peak_memory_gb(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration as YAML has it, by switch."""
+    values = {}
+    for name, value in config.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values
+
+
 def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
     """One line a record; what is not finite becomes null, for JSON knows no NaN."""
     records = (

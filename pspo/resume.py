@@ -13,8 +13,8 @@ import yaml
 from transformers import PreTrainedModel
 
 from pspo.checkpoint import Progress, checkpoints, load_checkpoint, newest_checkpoint, remove, tidy
-from pspo.config import RunConfig, TrainConfig, flat
-from pspo.metrics import lock, read_jsonl, to_jsonl, write_text
+from pspo.config import RunConfig, TrainConfig
+from pspo.metrics import flat, lock, read_jsonl, to_jsonl, write_text
 from pspo.model import load_policy
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pspo.metrics import t_interval, wilson
+from pspo.metrics import flat, t_interval, wilson
 
 DIAGNOSTICS = ("ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm")
 OF_A_SEED = ("run.seed", "run.output_dir")
@@ -23,7 +23,7 @@ SURROGATE = "algorithm.surrogate."
 SEEDS_FOR_AN_INTERVAL = 3
 ACCURACIES = {"true_accuracy": "true_accuracy_ci95", "accuracy": "ci95"}  # and their intervals in a summary
 
-Config = dict[str, Any]  # flat: {"algorithm.epochs": 2}
+Config = dict[str, Any]  # flat: {"algorithm.epochs": 2}; lists as their text
 Measured = tuple[float, tuple[float, float]]  # a share and its 95% interval over problems
 
 
@@ -146,20 +146,15 @@ def _read_results(path: Path) -> dict[str, Any]:
 def _read_config(folder: Path) -> Config | None:
     path, needed = folder / "config.yaml", {"model.name_or_path", "data.name", "run.seed"}
     try:
-        config = _flat(yaml.safe_load(path.read_text(encoding="utf-8")))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = flat(content) if isinstance(content, dict) else {}
+        config = {name: str(value) if isinstance(value, list) else value for name, value in values.items()}
         if needed <= config.keys():
             return config
         warn(f"{folder}: config.yaml says nothing of {', '.join(sorted(needed - config.keys()))}; left out")
     except (OSError, ValueError, yaml.YAMLError) as error:
         warn(f"{folder}: no readable config.yaml ({' '.join(str(error).split())}); left out")
     return None
-
-
-def _flat(config: Any, prefix: str = "") -> Config:
-    """Nested sections as {"algorithm.epochs": 2}; lists as their text."""
-    if not isinstance(config, dict):
-        return {prefix.rstrip("."): str(config) if isinstance(config, list) else config}
-    return {name: leaf for key, value in config.items() for name, leaf in _flat(value, f"{prefix}{key}.").items()}
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

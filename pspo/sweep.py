@@ -47,8 +47,8 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from pspo.config import EvaluateConfig, TrainConfig, flat, parse, user_errors
-from pspo.metrics import check_output, lock, write_json, write_text
+from pspo.config import EvaluateConfig, TrainConfig, parse, user_errors
+from pspo.metrics import check_output, flat, lock, write_json, write_text
 from pspo.resume import EXIT_STOPPED
 
 Switches = dict[str, Any]
