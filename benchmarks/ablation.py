@@ -22,11 +22,10 @@ import torch
 import pspo.model
 import pspo.rollout.decode
 import pspo.train
-from benchmarks.vs_trl import TOKENS, WORKLOADS, model_folder, problems_for, reward_of
-from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from benchmarks.vs_trl import WORKLOADS, advantages_of, model_folder, set_up_pspo
+from pspo.config import TrainConfig
 from pspo.losses import Clip
-from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.rollout import Sampling, encode_prompts, generate, group_relative_advantages
+from pspo.rollout import generate
 from pspo.train import Learner, update
 
 
@@ -97,30 +96,16 @@ def main() -> None:
     parser.add_argument("--data", help="GSM8K's folder for gsm8k")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
+    options.rollouts, options.dtype = 0, "fp32"
     torch.set_num_threads(1)
     for name in options.workloads:
         workload = WORKLOADS[name]
         with tempfile.TemporaryDirectory() as scratch:
-            model = ModelConfig(model_folder(workload, options.model, Path(scratch)), autocast="none")
-            tokenizer, policy = load_tokenizer(model), load_policy(model, torch.device("cpu"))
-        problems = problems_for(workload, 0, options.data)
-        prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
-        sampling = Sampling(
-            stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 0.6, 0.85, max_completion_tokens=TOKENS,
-            min_completion_tokens=TOKENS if workload.forced else 0,
-        )  # fmt: skip
-        budget = workload.microbatch // workload.group_size * max(map(len, prompts)) + workload.microbatch * TOKENS
-        config = TrainConfig(
-            model=model,
-            rollout=RolloutConfig(prompts=workload.prompts, group_size=workload.group_size),
-            algorithm=AlgorithmConfig(surrogate=Clip()),
-            optimizer=OptimizerConfig(microbatch_tokens=budget),
-        )
+            folder = model_folder(workload, options.model, Path(scratch))
+            config, tokenizer, policy, sampling, problems, prompts = set_up_pspo(workload, folder, options)
         torch.manual_seed(0)
         rollout = generate(policy, tokenizer, prompts, sampling, workload.group_size)
-        golds = [problem.answer for problem in problems for _ in range(workload.group_size)]
-        rewards = [reward_of(t, gold, workload.forced) for t, gold in zip(rollout.texts, golds, strict=True)]
-        advantages = group_relative_advantages(torch.tensor(rewards), workload.group_size)
+        advantages = advantages_of(workload, rollout, problems)
 
         training: dict[str, list[float]] = {variant: [] for variant in TRAINING}
         generation: dict[str, list[float]] = {variant: [] for variant in GENERATION}

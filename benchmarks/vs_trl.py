@@ -117,7 +117,8 @@ def problems_for(workload: Workload, rollouts: int, data: str | None):
     return load_problems(workload.data, "train", data, limit=(rollouts + 1) * workload.prompts)
 
 
-def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> list[dict]:
+def set_up_pspo(workload: Workload, folder: str, options: argparse.Namespace):
+    """Configuration, tokenizer, policy, sampling, problems and encoded prompts of a workload."""
     import torch
 
     from pspo.config import (
@@ -130,12 +131,11 @@ def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> li
         TrainConfig,
     )
     from pspo.losses import Clip
-    from pspo.model import autocast, load_policy, load_tokenizer, stop_token_ids
-    from pspo.rollout import Sampling, encode_prompts, generate, group_relative_advantages
-    from pspo.train import Learner, update
+    from pspo.model import load_policy, load_tokenizer, stop_token_ids
+    from pspo.rollout import Sampling, encode_prompts
 
     model = ModelConfig(folder, autocast="bf16" if options.dtype == "bf16" else "none")
-    tokenizer = load_tokenizer(model)
+    tokenizer, policy = load_tokenizer(model), load_policy(model, torch.device("cpu"))
     problems = problems_for(workload, options.rollouts, options.data)
     prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
     longest = max(map(len, prompts))
@@ -149,26 +149,44 @@ def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> li
         ),
         run=RunConfig(max_steps=10**9),
     )
-    device = torch.device("cpu")
-    policy = load_policy(config.model, device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's
-    learner = Learner(policy, None, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
     sampling = Sampling(
         stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 0.6, 0.85, max_completion_tokens=TOKENS,
         min_completion_tokens=TOKENS if workload.forced else 0,
     )  # fmt: skip
+    return config, tokenizer, policy, sampling, problems, prompts
+
+
+def advantages_of(workload: Workload, rollout, problems):
+    """(B,) float32, of a rollout over these problems."""
+    import torch
+
+    from pspo.rollout import group_relative_advantages
+
+    golds = [problem.answer for problem in problems for _ in range(workload.group_size)]
+    rewards = [reward_of(text, gold, workload.forced) for text, gold in zip(rollout.texts, golds, strict=True)]
+    return group_relative_advantages(torch.tensor(rewards), workload.group_size)
+
+
+def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> list[dict]:
+    import torch
+
+    from pspo.model import autocast
+    from pspo.rollout import generate
+    from pspo.train import Learner, update
+
+    config, tokenizer, policy, sampling, problems, prompts = set_up_pspo(workload, folder, options)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's
+    learner = Learner(policy, None, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
     torch.manual_seed(0)
     records = []
     loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for first in range(0, len(prompts), workload.prompts):
         clock = Clock()
-        rows = range(first, first + workload.prompts)
+        rows = slice(first, first + workload.prompts)
         with clock("total"):
-            with clock("generate"), autocast(config.model.autocast, device):
-                rollout = generate(policy, tokenizer, [prompts[i] for i in rows], sampling, workload.group_size)
-            golds = [problems[i].answer for i in rows for _ in range(workload.group_size)]
-            rewards = [reward_of(t, gold, workload.forced) for t, gold in zip(rollout.texts, golds, strict=True)]
-            advantages = group_relative_advantages(torch.tensor(rewards), workload.group_size)
+            with clock("generate"), autocast(config.model.autocast, policy.device):
+                rollout = generate(policy, tokenizer, prompts[rows], sampling, workload.group_size)
+            advantages = advantages_of(workload, rollout, problems[rows])
             with clock("train"):
                 update(learner, rollout, advantages, config)
         records.append(clock.seconds | {"old log-probs": 0.0, "tokens": rollout.tokens, "loaded_kb": loaded})
