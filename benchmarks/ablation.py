@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+import pspo.linear
 import pspo.model
 import pspo.rollout.decode
 import pspo.train
@@ -47,6 +48,7 @@ def in_order(rows, key):
     return list(rows)
 
 
+PLAIN_PRODUCTS = mock.patch.object(pspo.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
 TRAINING = {  # what is off: surrogate, and what is patched
     "everything on": (Clip(), contextlib.nullcontext),
     "head recomputed, not in one pass": (Recomputing(), contextlib.nullcontext),
@@ -58,12 +60,14 @@ TRAINING = {  # what is off: surrogate, and what is patched
         lambda: mock.patch.object(pspo.train, "sorted", in_order, create=True),
     ),
     "AdamW not fused": (Clip(), contextlib.nullcontext),
+    "PyTorch's own float32 products": (Clip(), lambda: PLAIN_PRODUCTS),
 }
 SORTED = mock.patch.object(pspo.rollout.decode, "_sample_by_rejection", pspo.rollout.decode._sample_sorted)
 GENERATION = {
     "everything on": ("pspo", contextlib.nullcontext()),
     "vocabulary sorted for the nucleus": ("pspo", SORTED),
     "fixed shapes, no row dropped": ("graphs", contextlib.nullcontext()),
+    "PyTorch's own float32 products": ("pspo", PLAIN_PRODUCTS),
     "the library's loop": ("hf", contextlib.nullcontext()),
 }
 

@@ -21,6 +21,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from pspo.linear import use_onednn
+
 transformers.utils.logging.disable_progress_bar()  # a bar for loading weights, on top of our own
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
         if loading["missing_keys"]:  # they would be random
             raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
     policy = policy.to(device).eval()
+    use_onednn(policy)
     if config.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
         policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
