@@ -111,6 +111,7 @@ def main() -> None:
         rollout = generate(policy, tokenizer, prompts, sampling, workload.group_size)
         advantages = advantages_of(workload, rollout, problems)
 
+        train_seconds("everything on", policy, rollout, advantages, config)  # a warm-up
         training: dict[str, list[float]] = {variant: [] for variant in TRAINING}
         generation: dict[str, list[float]] = {variant: [] for variant in GENERATION}
         for _ in range(options.turns):
