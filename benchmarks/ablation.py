@@ -22,12 +22,12 @@ import torch
 import pspo.linear
 import pspo.model
 import pspo.rollout.decode
-import pspo.train
+import pspo.update
 from benchmarks.vs_trl import WORKLOADS, advantages_of, model_folder, set_up_pspo
 from pspo.config import TrainConfig
 from pspo.losses import Clip
 from pspo.rollout import generate
-from pspo.train import Learner, update
+from pspo.update import Learner, update
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ TRAINING = {  # what is off: surrogate, and what is patched
     "prompts computed per row": (Clip(), None),
     "microbatches not sorted by length": (
         Clip(),
-        lambda: mock.patch.object(pspo.train, "sorted", in_order, create=True),
+        lambda: mock.patch.object(pspo.update, "sorted", in_order, create=True),
     ),
     "AdamW not fused": (Clip(), contextlib.nullcontext),
     "PyTorch's own float32 products": (Clip(), lambda: PLAIN_PRODUCTS),

@@ -172,7 +172,7 @@ def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> li
 
     from pspo.model import autocast
     from pspo.rollout import generate
-    from pspo.train import Learner, update
+    from pspo.update import Learner, update
 
     config, tokenizer, policy, sampling, problems, prompts = set_up_pspo(workload, folder, options)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's

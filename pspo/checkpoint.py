@@ -40,6 +40,7 @@ class Progress:
         prompts: training prompts drawn, the place in their order.
         tokens: of the rollouts.
         skipped: optimizer steps skipped in a row, up to now.
+        microbatch_limit: `Learner.microbatch_limit`, so that a run that goes on computes in the same shapes.
         seconds: spent training and evaluating.
         before: `Evaluation.record` of the base model; {} where it is not measured, None until it could be.
         validated: the last validation and its "step"; {} without validation.
@@ -50,6 +51,7 @@ class Progress:
     prompts: int = 0
     tokens: int = 0
     skipped: int = 0
+    microbatch_limit: int | None = None
     seconds: float = 0.0
     before: dict[str, Any] | None = None
     validated: dict[str, Any] = field(default_factory=dict)

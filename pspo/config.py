@@ -211,6 +211,7 @@ class OptimizerConfig:
         max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
         microbatch_tokens: tokens per forward and backward pass, padding included, a group's prompt counted once;
             changes memory and speed, not the result.
+        halve_on_oom: where memory runs out, repeat the step with microbatches half as large, and keep to those.
         max_skipped: a step whose loss, log-probs or gradient are not finite is skipped; so many in a row end the run.
     """
 
@@ -224,6 +225,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = 1.0
     microbatch_tokens: int = 4096
+    halve_on_oom: bool = True
     max_skipped: int = 10
 
     def __post_init__(self) -> None:

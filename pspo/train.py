@@ -3,7 +3,7 @@
     problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
 
-`train` is that line, top to bottom; `update` is its second half: the off-policy schedule over one rollout.
+`train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update`.
 """
 
 import copy
@@ -29,15 +29,12 @@ from pspo.card import model_card
 from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
-from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import (
     autocast,
-    backward_in_one_pass,
     load_policy,
     load_tokenizer,
     stop_token_ids,
-    token_logprobs,
 )
 from pspo.results import percent, table
 from pspo.resume import (
@@ -53,27 +50,15 @@ from pspo.resume import (
     run_to_resume,
 )
 from pspo.rollout import (
-    Batch,
     Rollout,
     Sampling,
     check_decoder,
     generate,
     group_relative_advantages,
-    to_device,
 )
 from pspo.tasks import Problem, total_rewards, without_unknown
 from pspo.trackers import Tracker, check_tracker, start_tracker
-
-
-@dataclass
-class Learner:
-    """What an optimizer step changes, and the reference model that it leaves alone (None where beta is 0)."""
-
-    policy: PreTrainedModel
-    reference: PreTrainedModel | None
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    steps: int = 0
+from pspo.update import Learner, out_of_memory, update
 
 
 @dataclass(frozen=True)
@@ -122,6 +107,7 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
                 steps = update(learner, rollout, advantages, config)
             progress.prompts += len(chosen)
             progress.tokens += rollout.tokens
+            progress.microbatch_limit = learner.microbatch_limit
 
             metrics = rollout_metrics(rollout, rewards, rewards_by_name, advantages)
             metrics |= steps[-1]  # the last: most off-policy
@@ -175,149 +161,6 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
     write_json(output / "summary.json", summary)
     setup.tracker.finish()
     return summary
-
-
-def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
-    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
-
-    Old log-probs cost no pass of their own where they need none: rows first visited before any step use that
-    visit's detached log-probs. A row stays in its microbatch, so that its old and new log-probs come from identical
-    shapes.
-
-    Args:
-        rollout: B rows.
-        advantages: (B,) float32.
-
-    Returns:
-        The metrics of each step, in order; ratios and the like are those of the tokens with A != 0.
-    """
-    algorithm = config.algorithm
-    if algorithm.mask_truncated:
-        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-
-    minibatches = split_minibatches(rollout, advantages, config)
-    with torch.no_grad(), autocast(config.model.autocast, advantages.device):
-        for m, (_, batches) in enumerate(minibatches):
-            for i, batch in enumerate(batches):
-                inputs = (*batch.rollout.token_ids, config.rollout.temperature)
-                # Only rows first visited after a step need a pass now, while the policy is still the old one.
-                old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference else None
-                batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-
-    steps: list[dict[str, float]] = []
-    for counts, batches in minibatches * algorithm.epochs:
-        if learner.steps == config.run.max_steps:
-            break
-        loss, kl_reference, seen = torch.zeros((), device=advantages.device), 0.0, []
-        for i, batch in enumerate(batches):
-            share, logprobs = backward(learner.policy, batch, counts, config)
-            if batch.old_logprobs is None:
-                batch = batches[i] = replace(batch, old_logprobs=logprobs)
-            loss += share
-            mask, row_advantages = batch.rollout.completion_mask, batch.advantages[:, None]  # (b, t), (b, 1)
-            if batch.ref_logprobs is not None:
-                kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator)
-                kl_reference += kl.sum() / max(counts.tokens, 1)
-            weights = token_weights(algorithm.surrogate, logprobs, batch.old_logprobs, row_advantages, mask)
-            values = (logprobs, batch.old_logprobs, row_advantages, weights)
-            seen.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
-
-        seen = torch.cat(seen, dim=1)  # (4, N)
-        max_norm = config.optimizer.max_grad_norm or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm)
-        lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + seen[0].sum()))
-        if finite:  # numbers gone bad never reach the weights
-            learner.optimizer.step()
-        learner.scheduler.step()
-        learner.optimizer.zero_grad()
-        learner.steps += 1
-        steps.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)})
-        if learner.reference is not None:
-            steps[-1]["kl_reference"] = float(kl_reference)
-        steps[-1] |= diagnose(*seen, mask=seen[2] != 0)  # the same tokens for every method: those with an advantage
-    return steps
-
-
-def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Accumulate the gradient of a microbatch's share of the minibatch's loss.
-
-    Returns:
-        The share, a scalar, and the policy's log-probs, (b, t); both without gradient.
-    """
-    algorithm, completion_mask = config.algorithm, batch.rollout.completion_mask  # (b, t)
-    token_local = algorithm.surrogate.token_local
-
-    def laid_out(values: Tensor) -> Tensor:
-        """A token-local loss may see the unmasked tokens alone, as (N, 1): then the head needs one pass only."""
-        return values.expand_as(completion_mask)[completion_mask][:, None] if token_local else values
-
-    mask, advantages = laid_out(completion_mask), laid_out(batch.advantages[:, None])
-    divisors = laid_out(token_divisors(completion_mask, algorithm.aggregation, counts))
-    old = None if batch.old_logprobs is None else laid_out(batch.old_logprobs)
-    ref = None if batch.ref_logprobs is None else laid_out(batch.ref_logprobs)
-    share = torch.zeros((), device=mask.device)
-
-    def loss(logprobs: Tensor, part: slice = slice(None)) -> Tensor:
-        old_logprobs = logprobs.detach() if old is None else old[part]
-        per_token_loss = algorithm.surrogate(logprobs, old_logprobs, advantages[part], mask[part])
-        if ref is not None:
-            kl = kl_estimate(logprobs, ref[part], mask[part], algorithm.kl_estimator)
-            per_token_loss = per_token_loss + algorithm.beta * kl
-        total = divided_sum(per_token_loss, mask[part], divisors[part])
-        share.add_(total.detach())
-        return total
-
-    with autocast(config.model.autocast, mask.device):
-        inputs = (policy, *batch.rollout.token_ids, config.rollout.temperature)
-        if token_local:
-            return share, backward_in_one_pass(*inputs, loss)
-        logprobs = token_logprobs(*inputs)
-    loss(logprobs).backward()
-    return share, logprobs.detach()
-
-
-def split_minibatches(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[tuple[Counts, list[Batch]]]:
-    """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
-
-    Rows that cannot move the loss (no unmasked token, or advantage 0 where surrogate and KL are silent then) are left
-    out but counted: the denominators are the full minibatch's, so loss and gradient stay what they were. The groups of
-    a minibatch are sorted by length, so that microbatches hold little padding; a group is split only where it is over
-    --optimizer.microbatch_tokens alone.
-    """
-    algorithm, group_size = config.algorithm, config.rollout.group_size
-    moving = rollout.completion_mask.any(dim=1)  # (B,)
-    if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
-        moving &= advantages != 0
-    moving = moving.tolist()
-    prompt_lengths, lengths = (mask.sum(dim=1).tolist() for mask in (rollout.prompt_mask, rollout.completion_mask))
-
-    def tokens(rows: list[int]) -> int:
-        """What the forward pass computes, padding included; `token_logprobs` computes a group's prompt once."""
-        prompts = rows if config.model.gradient_checkpointing else {row // group_size for row in rows}
-        return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
-
-    minibatches = []
-    for numbers in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
-        groups = [range(number * group_size, (number + 1) * group_size) for number in numbers.tolist()]
-        counts = Counts(
-            tokens=sum(lengths[row] for group in groups for row in group),
-            sequences=len(groups) * group_size,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-        )
-        kept = [[row for row in group if moving[row]] for group in groups]
-        kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        if not kept:  # a row whose gradient is 0: a step without any gradient would stop AdamW's momentum, too
-            kept = [[groups[0][0]]]
-        microbatches: list[list[int]] = [[]]
-        for rows in kept:
-            for part in [rows] if tokens(rows) <= config.optimizer.microbatch_tokens else [[row] for row in rows]:
-                if microbatches[-1] and tokens(microbatches[-1] + part) > config.optimizer.microbatch_tokens:
-                    microbatches.append([])
-                microbatches[-1] += part
-        indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
-        minibatches.append((counts, [Batch(rollout.rows(rows), advantages[rows]) for rows in indices]))
-    return minibatches
 
 
 def prompt_order(n: int, seed: int) -> Iterator[int]:
@@ -471,6 +314,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     progress = Progress({split: fingerprint_of_problems(prompts[split]) for split in prompts})
     if lock:
         learner.steps, progress = go_on(config, output, policy, stateful, progress)
+        learner.microbatch_limit = progress.microbatch_limit
         if changed:
             record_changes(output, resolved)
     else:
@@ -513,6 +357,16 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(EXIT_STOPPED if isinstance(stopped, Stopped) else EXIT_INTERRUPTED) from None
     except RunFailed as error:
         print(f"\npspo.train: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        print(
+            f"\npspo.train: out of memory: {str(error).strip().partition(chr(10))[0]}\nLower "
+            "--optimizer.microbatch_tokens (training), --rollout.max_rows (rollouts) or --run.validation_limit, or set "
+            "--model.gradient_checkpointing true; the same command goes on from the last checkpoint",
+            file=sys.stderr,
+        )
         raise SystemExit(1) from None
     report(config, summary)
 

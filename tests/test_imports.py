@@ -15,7 +15,7 @@ METHODS = {"Clip", "NoClip", "PSPO", "P3O", "SAPO", "TOPR"}
 
 LEAVES = ("config", "losses", "tasks", "metrics", "distributed", "model", "rollout.types", "rollout.advantages")
 EVERY_PART = {"config", "losses", "tasks", "metrics", "distributed", "model", "rollout", "checkpoint", "evaluate",
-              "results", "card", "trackers", "resume"}  # fmt: skip
+              "results", "card", "trackers", "resume", "update"}  # fmt: skip
 ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands read configuration and write metrics
     "losses": {"losses"},
     "tasks": {"tasks"},
@@ -31,6 +31,7 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "resume": {"checkpoint", "config", "metrics", "model"},
     "results": {"metrics", "tasks"},
     "evaluate": {"rollout", "tasks", "model", "distributed", "config", "metrics", "results"},
+    "update": {"config", "losses", "model", "rollout"},
     "card": {"__version__", "config", "model", "results", "tasks"},
     "trackers": set(),
     "train": EVERY_PART,

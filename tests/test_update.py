@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import reference
 import torch
 
 import pspo.train
+import pspo.update
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -25,7 +27,8 @@ from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, log_rati
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.tasks import load_problems
-from pspo.train import Learner, crossed, prepare, prompt_order, split_minibatches, update
+from pspo.train import crossed, prepare, prompt_order
+from pspo.update import Learner, split_minibatches, update
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
 SURROGATES = [Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR()]
@@ -391,7 +394,7 @@ def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatch
         return counted
 
     for name in ("token_logprobs", "backward_in_one_pass"):
-        monkeypatch.setattr(pspo.train, name, counting(getattr(pspo.train, name)))
+        monkeypatch.setattr(pspo.update, name, counting(getattr(pspo.update, name)))
     update(learner, rollout, advantages, config)
     B = len(rollout)
     assert passes == {
@@ -518,17 +521,77 @@ def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     assert torch.equal(weights(holder[0].policy), expected)
 
 
+# ---------------------------------------------------------------- memory that runs out
+
+
+def fails_above(function, rows: int, calls: list[int]):
+    """A pass that works, gradient and all, and only then finds no memory, where its batch has more rows."""
+
+    def wrapper(first, batch, *args):
+        result = function(first, batch, *args)
+        calls.append(len(batch.rollout))
+        if calls[-1] > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return result
+
+    return wrapper
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@every_surrogate
+def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy, monkeypatch, capsys, surrogate, rows):
+    rollout, advantages = make_rollout()
+    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.1, optimizer={"lr": 3e-3})
+    expected, expected_metrics = run(policy, rollout, advantages, config)
+    calls: list[int] = []
+    monkeypatch.setattr(pspo.update, "backward", fails_above(pspo.update.backward, rows, calls))
+    actual, metrics = run(policy, rollout, advantages, config)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+    assert len(metrics) == len(expected_metrics) == 4
+    for step, expected_step in zip(metrics, expected_metrics, strict=True):
+        assert step == pytest.approx(expected_step, abs=1e-4)
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 4
+    assert all(line.startswith("out of memory: the step is repeated, with microbatches of at most") for line in lines)
+    assert calls[-1] <= rows < max(calls)
+
+
+def test_the_smaller_microbatches_stay(policy, monkeypatch, capsys):
+    rollout, advantages = make_rollout()
+    calls: list[int] = []
+    monkeypatch.setattr(pspo.update, "backward", fails_above(pspo.update.backward, 4, calls))
+    learner = make_learner(policy, make_config(epochs=1))
+    update(learner, rollout, advantages, make_config(epochs=1))
+    said = capsys.readouterr().err.count("out of memory")
+    assert said >= 1
+    limit, tried = learner.microbatch_limit, len(calls)
+    update(learner, rollout, advantages, make_config(epochs=1))
+    assert learner.microbatch_limit == limit
+    assert max(calls[tried:]) <= 4
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("how", ["one row", "switched off", "another error"])
+def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, how):
+    rollout, advantages = make_rollout()
+    config = make_config(optimizer={"halve_on_oom": how != "switched off"})
+    error = ValueError("no") if how == "another error" else torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(pspo.update, "backward", mock.Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        run(policy, rollout, advantages, config)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_a_step_with_a_log_prob_that_is_not_finite_is_skipped(policy, monkeypatch, value):
     """Whatever loss and gradient are."""
-    backward = pspo.train.backward
+    backward = pspo.update.backward
 
     def broken(*args):
         share, logprobs = backward(*args)
         return share, logprobs.index_fill(1, torch.tensor([0]), value)
 
-    monkeypatch.setattr(pspo.train, "backward", broken)
+    monkeypatch.setattr(pspo.update, "backward", broken)
     end, (metrics,) = run(policy, *make_rollout(), make_config(epochs=1))
     assert metrics["step_skipped"] == 1
     assert math.isfinite(metrics["loss"] + metrics["grad_norm"])

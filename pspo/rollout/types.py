@@ -81,3 +81,10 @@ class Batch:
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+
+    def rows(self, indices: Tensor) -> "Batch":
+        """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
+        rollout = self.rollout.rows(indices)
+        width = rollout.completion_ids.shape[1]
+        old, ref = (None if part is None else part[indices, :width] for part in (self.old_logprobs, self.ref_logprobs))
+        return Batch(rollout, self.advantages[indices], old, ref)
