@@ -1,0 +1,141 @@
+"""The embedded default under random faults, against the same runs left in peace: bit-equal, or this script fails.
+
+    python -m benchmarks.soak --minutes 30
+
+Round after round, with a seed each, until the time is up: the run of ``configs/tiny.yaml`` once undisturbed, and once
+started again and again until it finishes, while after random times it is killed (SIGKILL), told to stop (SIGTERM,
+SIGINT), told twice, or joined by a second run in the same folder, and while between two starts its newest checkpoint is
+damaged (a bit flipped, a file cut short, a file gone). At the end weights, best model, metrics (but for seconds) and
+samples have to be the same to the last byte. After every start the run has to go on from the newest checkpoint that is
+whole, and the metrics may hold no step twice and miss none. Switches after ``--`` go to both runs.
+"""
+
+import argparse
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from pspo.checkpoint import checkpoints, newest_checkpoint
+from pspo.resume import EXIT_INTERRUPTED, EXIT_STOPPED
+
+MEAN_SECONDS = 12  # from a start to a fault
+FAULTS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "second run")
+
+
+def command(output: Path, seed: int, switches: list[str]) -> list[str]:
+    switches = ["--run.save_every=4", "--run.keep=3", *switches, f"--run.seed={seed}", f"--run.output_dir={output}"]
+    return [sys.executable, "-m", "pspo.train", *switches]
+
+
+def start(output: Path, seed: int, switches: list[str]) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    return subprocess.Popen(command(output, seed, switches), **pipes)
+
+
+def contents(run: Path) -> dict[str, object]:
+    """What has to be equal: models and samples by their bytes, metrics and summary without times and memory."""
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run / "summary.json").read_text())
+    same = ("before", "after", "tokens", "optimizer_steps", "best_step")
+    return {
+        "metrics.jsonl": [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in metrics],
+        "summary.json": {name: summary[name] for name in same},
+        **{f: (run / f).read_bytes() for f in ("samples.jsonl", "final/model.safetensors", "best/model.safetensors")},
+    }
+
+
+def damage(run: Path, dice: random.Random) -> str:
+    """Damage the newest checkpoint in one of three ways; the one before it stays whole."""
+    file = dice.choice(sorted(path for path in checkpoints(run)[0].iterdir() if path.stat().st_size > 0))
+    how, content = dice.choice(("bit flipped", "file cut short", "file gone")), bytearray(file.read_bytes())
+    if how == "file gone":
+        file.unlink()
+        return how
+    place = dice.randrange(len(content))
+    if how == "bit flipped":
+        content[place] ^= 1 << dice.randrange(8)
+    file.write_bytes(content if how == "bit flipped" else content[:place])
+    return how
+
+
+def strike(process: subprocess.Popen, fault: str, output: Path, seed: int, switches: list[str]) -> int:
+    """Do it to the running process and wait for its end; returns its exit code."""
+    if fault == "second run":
+        second = start(output, seed, switches)
+        second.communicate()
+        assert second.returncode == 2 or process.poll() is not None, f"a second run ended with {second.returncode}"
+        return process.wait()
+    signals = {"SIGINT twice": [signal.SIGINT] * 2}.get(fault) or [signal.Signals[fault]]
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.2)
+    return process.wait()
+
+
+def disturbed(output: Path, seed: int, switches: list[str], dice: random.Random, counts: Counter) -> None:
+    """Run to the end, whatever happens on the way."""
+    while True:
+        whole, _ = newest_checkpoint(checkpoints(output))
+        known = (output / "config.yaml").exists()
+        process = start(output, seed, switches)
+        counts["starts"] += 1
+        fault = None
+        try:
+            process.wait(timeout=dice.expovariate(1 / MEAN_SECONDS))
+        except subprocess.TimeoutExpired:
+            fault = dice.choice(FAULTS)
+            strike(process, fault, output, seed, switches)
+        said, code = process.stdout.read(), process.returncode
+        going_on = re.search(r"^going on with \S+ from (the start|step-\d+)", said, re.MULTILINE)
+        if going_on and known:
+            expected = whole.name if whole else "the start"
+            assert going_on[1] == expected, f"went on from {going_on[1]}, not {expected}"
+        expected = {"SIGKILL": {-9}, "SIGINT twice": {EXIT_STOPPED, EXIT_INTERRUPTED}}.get(fault, {EXIT_STOPPED})
+        early = {-signal.SIGTERM, -signal.SIGINT, 1, 130}  # before the run listens to signals; nothing is saved then
+        assert code == 0 or code in expected | (early if not said else set()), f"exit code {code} after {fault}"
+        counts[fault or "none, it finished"] += 1
+        if (output / "summary.json").exists():
+            return
+        lines = (output / "metrics.jsonl").read_text().splitlines(True) if (output / "metrics.jsonl").exists() else []
+        steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]  # a kill may cut the last one short
+        assert steps == sorted(set(steps)), f"steps out of order: {steps}"
+        whole, _ = newest_checkpoint(checkpoints(output))
+        newest = int(whole.name.removeprefix("step-")) if whole else 0
+        counts["steps taken again after a fault"] += max(0, (steps[-1] if steps else 0) - newest)
+        if len(checkpoints(output)) > 1 and newest_checkpoint(checkpoints(output)[1:2])[0] and dice.random() < 0.3:
+            counts[damage(output, dice)] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("switches", nargs="*", help="for pspo.train, after --")
+    options = parser.parse_args()
+    dice, counts, began, rounds = random.Random(options.seed), Counter(), time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as scratch:
+        while time.monotonic() - began < 60 * options.minutes:
+            peace, trouble = (Path(scratch) / f"{name}-{rounds}" for name in ("peace", "trouble"))
+            subprocess.run(command(peace, rounds, options.switches), check=True, capture_output=True)
+            disturbed(trouble, rounds, options.switches, dice, counts)
+            expected, actual = contents(peace), contents(trouble)
+            for name in expected:
+                assert actual[name] == expected[name], f"round {rounds}: {name} differs"
+            rounds += 1
+            print(f"round {rounds}: equal after {counts['starts']} starts in all", flush=True)
+    print(
+        f"\n{rounds} runs, {(time.monotonic() - began) / 60:.0f} minutes, each bit-equal to the same run left in peace"
+    )
+    for name, count in sorted(counts.items()):
+        print(f"{count:6}  {name}")
+
+
+if __name__ == "__main__":
+    main()
