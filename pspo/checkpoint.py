@@ -274,6 +274,8 @@ def unreadable_is_damaged(folder: Path, what: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of what is refused in the next line
             yield
+    except torch.OutOfMemoryError:  # a RuntimeError, too, and no fault of the checkpoint
+        raise
     except (*kinds, pickle.UnpicklingError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
         raise DamagedError(f"{folder} is damaged: {what} is not what a run saves ({reason})") from error
