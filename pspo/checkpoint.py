@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import random
 import shutil
 import warnings
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -276,7 +276,7 @@ def unreadable_is_damaged(folder: Path, what: str) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError:  # a RuntimeError, too, and no fault of the checkpoint
         raise
-    except (*kinds, pickle.UnpicklingError) as error:
+    except (*kinds, UnpicklingError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
         raise DamagedError(f"{folder} is damaged: {what} is not what a run saves ({reason})") from error
 
