@@ -8,13 +8,16 @@ generators), ``config.yaml``, and ``manifest.json``, which vouches for the other
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -250,30 +253,77 @@ def verify(folder: Path) -> None:
             raise DamagedError(f"{folder} is damaged: {name} is not what was saved (SHA-256)")
 
 
-def newest_checkpoint(folders: Sequence[Path]) -> tuple[Path | None, list[str]]:
-    """The first of the checkpoints that verifies, and what is wrong with those before it."""
+def newest_checkpoint(
+    folders: Sequence[Path], load: Callable[[Path], None] = lambda folder: None
+) -> tuple[Path | None, list[str]]:
+    """The first of the checkpoints that verifies and loads, and what is wrong with those before it."""
     damage = []
     for folder in folders:
         try:
             verify(folder)
+            load(folder)
             return folder, damage
         except DamagedError as error:
             damage.append(str(error))
     return None, damage
 
 
+@contextlib.contextmanager
+def unreadable_is_damaged(folder: Path, what: str) -> Iterator[None]:
+    """Raise DamagedError, with the reason, for what files raise that are whole but not what a run saves."""
+    kinds = (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of what is refused in the next line
+            yield
+    except torch.OutOfMemoryError:  # a RuntimeError, too, and no fault of the checkpoint
+        raise
+    except (*kinds, UnpicklingError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
+        raise DamagedError(f"{folder} is damaged: {what} is not what a run saves ({reason})") from error
+
+
 def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device) -> tuple[int, Progress]:
-    """Put back everything but the model's weights; returns the optimizer steps taken, and the run's progress."""
-    torch_state = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
-    for name, part in stateful.items():
-        part.load_state_dict(torch_state[name])
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    steps, generators = state.pop("steps"), state.pop("random")
-    version, internal, gauss = generators["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = generators["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(torch_state["random"])
-    if device.type == "cuda" and "random_cuda" in torch_state:
-        torch.cuda.set_rng_state(torch_state["random_cuda"], device)
-    return steps, Progress(**state)
+    """Put back everything but the model's weights; returns the optimizer steps taken, and the run's progress.
+
+    Raises DamagedError where the files hold something else; what was put back until then stays.
+    """
+    with unreadable_is_damaged(folder, "training.pt"):
+        torch_state = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        for name, part in stateful.items():
+            if torch_state[name].keys() != part.state_dict().keys():  # a scheduler would take any
+                raise ValueError(f"the {name} has {', '.join(torch_state[name])}")
+            part.load_state_dict(torch_state[name])
+        for parameter, moments in stateful["optimizer"].state.items():
+            if any(value.ndim > 0 and value.shape != parameter.shape for value in moments.values()):
+                raise ValueError("the optimizer is of another model")
+        torch.set_rng_state(torch_state["random"])
+        if device.type == "cuda" and "random_cuda" in torch_state:
+            torch.cuda.set_rng_state(torch_state["random_cuda"], device)
+    with unreadable_is_damaged(folder, "state.json"):
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        steps, generators = state.pop("steps"), state.pop("random")
+        version, internal, gauss = generators["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, *rest = generators["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+        progress = Progress(**state)
+        check_progress(steps, progress)
+    return steps, progress
+
+
+def check_progress(steps: int, progress: Progress) -> None:
+    """Raise ValueError for what no run's progress can be."""
+    counts = {"steps": steps} | {name: getattr(progress, name) for name in ("prompts", "tokens", "skipped")}
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r:.40}")
+    if not (isinstance(progress.seconds, int | float) and 0 <= progress.seconds < math.inf):
+        raise ValueError(f"seconds is {progress.seconds!r:.40}")
+    for name in ("problems", "before", "validated", "best"):
+        value = getattr(progress, name)
+        if not isinstance(value, dict) and (name != "before" or value is not None):
+            raise ValueError(f"{name} is {value!r:.40}")
+    for validation in (progress.validated, progress.best):
+        if validation and not all(isinstance(validation[name], int | float) for name in ("step", "validation_reward")):
+            raise ValueError(f"a validation is {validation!r:.80}")

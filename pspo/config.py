@@ -112,7 +112,7 @@ class RewardConfig:
         require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
         finite = all(map(math.isfinite, self.weights or []))
         require(finite, "reward.weights", "must be finite", self.weights)
-        require(0 <= self.timeout < math.inf, "reward.timeout", "must be at least 0 and finite", self.timeout)
+        require(0 <= self.timeout < 2**31, "reward.timeout", "must be at least 0 and below 2^31", self.timeout)
 
 
 @dataclass(frozen=True)
@@ -389,13 +389,14 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
             namespace = parser.parse_args(args)
         except SyntaxError as error:  # of the module that a class is imported from
             raise ValueError(f"--algorithm.surrogate or --reward.functions: {error}") from error
+        except (AttributeError, OverflowError, RecursionError) as error:  # PyYAML's of !!timestamp x, float's of 9...9
+            raise ValueError(f"a switch's value cannot be read ({error}): {' '.join(args):.200}") from error
         _refuse_nulls(config_class, namespace)
         try:
             values = parser.instantiate(namespace)
-        except ValueError as error:
-            own = [
-                name for name in re.findall(r"class_path='([\w.]+)'", repr(namespace)) if not name.startswith("pspo.")
-            ]
+        except (TypeError, ValueError) as error:
+            classes = re.findall(r"class_path='([\w.]+)'", repr(namespace))
+            own = [name for name in classes if isinstance(error, TypeError) or not name.startswith("pspo.")]
             if not own or str(error).startswith("--"):
                 raise
             raise ValueError(f"{' or '.join(own)} refused its arguments: {error}") from error
@@ -404,18 +405,29 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
 
 def _check_yaml(file: Path) -> None:
-    """jsonargparse's own messages do not name the file."""
+    """jsonargparse's own messages do not name the file; and one that refers to itself it reads for ever."""
     if file.is_file():
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # all of these are PyYAML's
             raise ValueError(f"--config {file} is not a YAML file: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"--config {file} must hold sections such as model, data and run, not {content!r:.40}")
+        parts, seen = [(content, 0)], 0
+        while parts:
+            value, depth = parts.pop()
+            seen += 1
+            if depth > 20 or seen > 100_000:
+                raise ValueError(f"--config {file} is nested too deeply, holds too much or refers to itself")
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            parts += [(part, depth + 1) for part in inner]
 
 
 def _refuse_nulls(config_class: type, namespace: Namespace, prefix: str = "") -> None:
-    """jsonargparse takes null, and anything for a section, where a file says so; ValueError names the field."""
+    """jsonargparse takes null, and anything for a section, where a file says so; ValueError names the field.
+
+    So it does for numbers and texts that nothing behind it can take.
+    """
     hints = get_type_hints(config_class)
     for part in fields(config_class):
         value, hint, name = namespace[part.name], hints[part.name], f"{prefix}{part.name}"
@@ -424,6 +436,9 @@ def _refuse_nulls(config_class: type, namespace: Namespace, prefix: str = "") ->
             _refuse_nulls(hint, value, f"{name}.")
         else:
             require(value is not None or type(None) in get_args(hint), name, "must not be null", value)
+            require(not isinstance(value, int) or abs(value) < 2**63, name, "must be below 2^63", value)
+            odd = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
+            require(not odd, name, "must be UTF-8 text without NUL", value)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.metrics import append_jsonl, check_output, environment, flat, read_jsonl, to_jsonl, write_json, write_text
+from pspo.metrics import (
+    append_jsonl,
+    check_output,
+    environment,
+    flat,
+    read_config,
+    read_json,
+    read_jsonl,
+    to_jsonl,
+    write_json,
+    write_text,
+)
 from pspo.model import autocast, load_model_config, load_policy, load_tokenizer, stop_token_ids
 from pspo.results import Evaluation, render, summarise
 from pspo.rollout import Sampling, encode_prompts, generate
@@ -202,7 +213,7 @@ def fingerprint_of_problems(prompts: Prompts) -> str:
 
 def refuse_other_switches(output: Path, resolved: str) -> None:
     """Raise ValueError where the folder holds an evaluation with other switches, naming those that differ."""
-    old, new = (flat(yaml.safe_load(text)) for text in ((output / "config.yaml").read_text(encoding="utf-8"), resolved))
+    old, new = flat(read_config(output / "config.yaml")), flat(yaml.safe_load(resolved))
     changed = [name for name in new if old.get(name) != new[name] and name != "run.output_dir"]
     if changed:
         differences = ", ".join(f"--{name} is {old.get(name)!r} there and {new[name]!r} here" for name in changed)
@@ -232,7 +243,7 @@ def prepare(
     policy = load_policy(config.model, device)
     about = fingerprint(policy, prompts)
     if known.exists():
-        old = json.loads(known.read_text(encoding="utf-8"))
+        old = read_json(known)
         if changed := [name for name in about if old.get(name) != about[name]]:
             raise ValueError(
                 f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
@@ -254,9 +265,10 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo.evaluate"):
         policy, tokenizer, prompts = prepare(config, resolved, device)
         done = read_jsonl(kept)
-    if finished.exists():
+        results = read_json(finished, ("temperatures",)) if finished.exists() else {}
+    if results:
         print(f"finished before, nothing to do: {finished}\n")
-        print(render(json.loads(finished.read_text(encoding="utf-8"))))
+        print(render(results))
         return
     if done:
         print(f"going on with {output}: {len(done):,} completions are there")

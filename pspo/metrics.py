@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+import yaml
 
 
 def wilson(successes: float, n: int, z: float = 1.959963984540054) -> tuple[float, float]:
@@ -129,6 +130,28 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in whole.splitlines()]  # of bytes: splits at ASCII line ends only
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); delete it to start again") from error
+
+
+def read_json(path: Path, names: Sequence[str] = ()) -> dict[str, Any]:
+    """The record of a file that `write_json` wrote; raises ValueError where it is damaged or lacks one of the names."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); choose another folder") from error
+    if not isinstance(record, dict) or not set(names) <= record.keys():
+        raise ValueError(f"{path} is damaged (no {', '.join(names) or 'record'}); choose another folder")
+    return record
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration that a run or an evaluation wrote; raises ValueError where it is damaged."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); choose another folder") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged (no sections); choose another folder")
+    return config
 
 
 def lock(file: IO[Any]) -> bool:

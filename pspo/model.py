@@ -1,13 +1,13 @@
 """Load a policy and its tokenizer, and compute the log-probs that everything else is made of."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -122,9 +122,16 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
 @contextlib.contextmanager
 def _load_errors(config: "ModelConfig") -> Iterator[None]:
     try:
-        yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of what is refused in the next line
+            yield
+    except Exception as error:  # a model folder is somebody else's data, of which the library raises what it likes
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        if "custom code" in reason or "remote code" in reason:
+            raise ValueError(
+                f"--model.trust_remote_code is off, and {config.name_or_path} needs the Python code in it: "
+                "read that code and set --model.trust_remote_code true if you trust it, or use another model"
+            ) from error
         if isinstance(error, ImportError) or "attention implementation" in reason or "attn_implementation" in reason:
             raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
         raise ValueError(
@@ -310,10 +317,16 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a completion: those of the model's generation config and the tokenizer's eos."""
+    """The tokens that end a completion: those of the model's generation config and the tokenizer's eos.
+
+    Raises ValueError where one is no token of the model.
+    """
     stops = model.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
-    return sorted({*stops, tokenizer.eos_token_id} - {None})
+    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id]
+    for stop in stops:
+        if stop is not None and not (isinstance(stop, int) and 0 <= stop < model.config.get_text_config().vocab_size):
+            raise ValueError(f"--model.name_or_path: eos_token_id {stop!r} of its generation_config.json is no token")
+    return sorted({*stops} - {None})
 
 
 def autocast(mode: str, device: torch.device) -> torch.autocast:

@@ -1,9 +1,9 @@
 """Going on with a run: whose folder it is, what may have changed meanwhile, where it goes on from, what stops it."""
 
-import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -12,9 +12,17 @@ from typing import IO, Any
 import yaml
 from transformers import PreTrainedModel
 
-from pspo.checkpoint import Progress, checkpoints, load_checkpoint, newest_checkpoint, remove, tidy
+from pspo.checkpoint import (
+    Progress,
+    checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    remove,
+    tidy,
+    unreadable_is_damaged,
+)
 from pspo.config import RunConfig, TrainConfig
-from pspo.metrics import flat, lock, read_jsonl, to_jsonl, write_text
+from pspo.metrics import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
 from pspo.model import load_policy
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
@@ -85,7 +93,7 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
 
 def changes(run: Path, resolved: str) -> list[str]:
     """What is different from the run's config.yaml and may be, as text; ValueError names what may not be."""
-    old, new = (flat(yaml.safe_load(text)) for text in ((run / "config.yaml").read_text(encoding="utf-8"), resolved))
+    old, new = flat(read_config(run / "config.yaml")), flat(yaml.safe_load(resolved))
     changed = {
         name: f"--{name} was {old[name]!r}, is {new.get(name)!r}"
         for name in old
@@ -106,15 +114,15 @@ def record_changes(run: Path, resolved: str) -> None:
     write_text(run / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-def find_checkpoint(run: Path, resume: str) -> Path | None:
-    """The newest checkpoint that verifies, or the one that --run.resume names; None where none was saved yet.
+def find_checkpoint(run: Path, resume: str, load: Callable[[Path], None] = lambda folder: None) -> Path | None:
+    """The newest checkpoint that verifies and loads, or the one that --run.resume names; None where none was saved yet.
 
     Damaged ones are named. What is newer than the one found leaves the run: those steps are taken again.
     """
     tidy(run)
     every = checkpoints(run)
     named = [folder for folder in every if folder.absolute() == Path(resume).absolute()]
-    found, damage = newest_checkpoint(named or every)
+    found, damage = newest_checkpoint(named or every, load)
     for line in damage:
         print(f"{line}; passed over", file=sys.stderr)
     if found is None and every:
@@ -132,11 +140,16 @@ def go_on(
     Returns the optimizer steps taken and the progress; 0 and ``fresh`` where nothing was saved yet. Raises ValueError
     where the run is of other problems than ``fresh``.
     """
-    steps, progress, checkpoint = 0, fresh, find_checkpoint(run, config.run.resume)
-    if checkpoint:
-        saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), policy.device)
-        policy.load_state_dict(saved.state_dict())  # into the tensors that are there: the same memory, the same sums
-        steps, progress = load_checkpoint(checkpoint, stateful, policy.device)
+    loaded = [(0, fresh)]
+
+    def load(folder: Path) -> None:
+        with unreadable_is_damaged(folder, "the model"):
+            saved = load_policy(replace(config.model, name_or_path=str(folder), revision=None), policy.device)
+            policy.load_state_dict(saved.state_dict())  # into the tensors that are there: the same memory, same sums
+        loaded.append(load_checkpoint(folder, stateful, policy.device))
+
+    checkpoint = find_checkpoint(run, config.run.resume, load)
+    steps, progress = loaded[-1]
     if progress.problems != fresh.problems:
         raise ValueError(f"--run.output_dir {run} is of other problems under the same name: choose another folder")
     if progress.best:
@@ -153,7 +166,7 @@ def best_of(run: Path, step: int) -> dict[str, Any]:
     numbers do not repeat (on a GPU), it is still what its validation.json says.
     """
     file = run / "best" / "validation.json"
-    best = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"step": -1}
+    best = read_json(file, ("step", "validation_reward")) if file.is_file() else {"step": -1}
     if best["step"] < step:
         raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
     return best
@@ -165,7 +178,7 @@ def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
     if run is None or not (run / "summary.json").exists():
         return {}
     changes(run, resolved)
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return read_json(run / "summary.json", ("before", "after", "best_model", "best_step", "tokens", "optimizer_steps"))
 
 
 def cut_back(run: Path, steps: int) -> None:

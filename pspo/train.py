@@ -343,7 +343,7 @@ def main(args: Sequence[str] | None = None) -> None:
     policy, stops = setup.learner.policy, setup.tokenizer.convert_ids_to_tokens(setup.sampling.stop_ids)
     sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in setup.prompts.items())
     print(f"model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters on {policy.device}")
-    print(f"data    {config.data.name}: {sizes} problems; completions end at {' or '.join(stops)}")
+    print(f"data    {config.data.name}: {sizes} problems; completions end at {' or '.join(map(str, stops))}")
     print(f"method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x "
           f"{config.algorithm.minibatches} minibatches per rollout of "
           f"{config.rollout.prompts} x {config.rollout.group_size}")  # fmt: skip

@@ -184,5 +184,9 @@ def test_nothing_unsafe(file):
             assert node.type is not None, f"{file.name}:{node.lineno}: bare except"
             caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
             catch_alls += bool(caught & {"Exception", "BaseException"})
-    assert catch_alls == (name_of(file) in ("rollout.generate", "tasks.rewards"))  # users' code may raise anything
-    assert not {module for module, _, _ in imports(file)} & {"pickle", "marshal", "shelve", "sympy"}
+    # Users' rewards, a model maker's chat template and what a library makes of a model folder may raise anything.
+    assert catch_alls == (name_of(file) in ("model", "rollout.generate", "tasks.rewards"))
+    modules = {
+        module for module, name, _ in imports(file) if name != "UnpicklingError"
+    }  # what weights_only=True raises
+    assert not modules & {"pickle", "marshal", "shelve", "sympy"}

@@ -79,6 +79,10 @@ def encode_prompts(
             f"--model.name_or_path: the chat template of {tokenizer.name_or_path} failed ({error}); "
             "if it knows no system turn, set --data.system_prompt ''"
         ) from error
+    if not all(encoded["input_ids"]):
+        raise ValueError(
+            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} makes a prompt of nothing"
+        )
     return encoded["input_ids"]
 
 

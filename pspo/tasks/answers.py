@@ -28,7 +28,7 @@ TOLERANCE = Fraction(1, _INVERSE_TOLERANCE)  # |prediction - gold| up to this is
 MAX_DIGITS = 1000  # below Python's own limit of 4,300 for int(str), beyond which it raises
 MAX_EXPONENT_DIGITS = 4
 
-_DIGITS = r"(?:[1-9][0-9]{0,2}(?:(?:,(?:\\! ?)?|\{,\})[0-9]{3}(?![0-9]))++|[0-9]++)"
+_DIGITS = r"(?>[1-9][0-9]{0,2}(?:(?:,(?:\\! ?)?|\{,\})[0-9]{3}(?![0-9]))++|[0-9]++)"  # (?> never gives a comma back
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"
 _ARGUMENT = rf"(?:\{{ *+[-+]?{_DIGITS} *+\}}|[0-9])"
 _NUMBER = re.compile(
@@ -135,8 +135,8 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     number = None if line is None else next(find_numbers(line), None)
     if number is None:
         text = completion.replace("\u2212", "-")
-        starts = [match.start() for match in _NUMBER.finditer(text)]  # to keep the matches would cost seconds
-        numbers = (_read(_NUMBER.match(text, start)) for start in reversed(starts))
+        last = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # of each spelling; a match is large
+        numbers = (_read(_NUMBER.match(text, start)) for start in sorted(last.values(), reverse=True))
         number = next((number for number in numbers if number is not None), None)
     return None if number is None else number.value()
 

@@ -28,9 +28,9 @@ import random
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -67,8 +67,10 @@ class Row:
         problem = None
         if value is None or (isinstance(value, str) and not value.strip()):
             problem = "is empty"
-        elif isinstance(value, bool | list | dict):
+        elif isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
             problem = f"is a {type(value).__name__}, not text or a number"
+        elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # JSON can spell these, UTF-8 cannot
+            problem = "holds half of a surrogate pair, which no tokenizer takes"
         elif isinstance(value, float | Decimal) and not math.isfinite(value):
             problem = f"is {value}"
         if problem:
@@ -338,10 +340,31 @@ def _read_text(path: Path) -> str:
 
 
 def _parse_json(text: str, where: str) -> Any:
+    def record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice([name for name, _ in pairs], where)
+        return dict(pairs)
+
     try:
-        return json.loads(text, parse_float=Decimal)
+        return json.loads(text, parse_float=_decimal, object_pairs_hook=record)
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply") from error
     except ValueError as error:
+        if str(error).startswith(where):
+            raise
         raise ValueError(f"{where}: not valid JSON ({error})") from error
+
+
+def _decimal(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation as error:
+        raise ValueError(f"the exponent of {text:.40} is out of range") from error
+
+
+def _refuse_twice(columns: Sequence[str], where: str) -> None:
+    """Of two columns of one name the last would count, silently."""
+    if len(set(columns)) < len(columns) and (twice := [name for name in columns if name and columns.count(name) > 1]):
+        raise ValueError(f"{where}: column {twice[0]!r} comes twice; keep one of them")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -359,6 +382,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
 def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
     try:
+        _refuse_twice(reader.fieldnames or [], f"{path} line 1")
         for record in reader:
             if None in record:
                 raise ValueError(f"{path} line {reader.line_num}: more cells than columns; quote cells with commas")
@@ -372,20 +396,25 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns, records = file.schema_arrow.names, file.read().to_pylist()
+    except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # the last two: dates that Python has not
         raise ValueError(f"{path}: not valid parquet ({error})") from error
+    _refuse_twice(columns, str(path))
     yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         root = ElementTree.parse(path).getroot()
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # the last two: of an unknown encoding
         raise ValueError(f"{path}: not valid XML ({error})") from error
-    for problem in root.iter("Problem"):
-        record = {child.tag.lower().replace("-", "_"): child.text for child in problem}  # the hub's column names
-        yield f"problem {problem.get('ID')}", record | {"grade": problem.get("Grade", "")}
+    for number, problem in enumerate(root.iter("Problem"), 1):
+        where = f"problem {problem.get('ID', number)}"
+        columns = [child.tag.lower().replace("-", "_") for child in problem]  # the hub's names
+        _refuse_twice(columns, f"{path} {where}")
+        texts = ("".join(child.itertext()) for child in problem)
+        yield where, dict(zip(columns, texts, strict=True)) | {"grade": problem.get("Grade", "")}
 
 
 _READERS = {

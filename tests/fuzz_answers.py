@@ -1,0 +1,305 @@
+r"""Fuzz the answer extractor for a given time: ``python tests/fuzz_answers.py --seconds 600``.
+
+Every text is read twice, by `pspo.tasks` and by the scanner below, which goes through the grammar of
+`pspo/tasks/answers.py` character by character, without a regular expression; the two must agree. Now and then the text
+is repeated to a hundred thousand characters and timed.
+
+With atheris (``pip install atheris``; pspo itself does not need it) the texts are libFuzzer's, guided by the coverage
+of the package; without it, or with ``--engine own``, they are mutations that are kept where they are read in a new way.
+"""
+
+import argparse
+import collections
+import importlib.util
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+PIECES = (
+    *"0123456789.,/-+eE#$%£{}()<>* \t\n\r=x:", "####", "#### ", "\n#### ", "\\$", "\\frac{", "\\dfrac", "\\tfrac1",
+    "}{", "\\boxed{", ",\\!", ",\\! ", "{,}", "1,234", ",567", "1/2", "3/0", "e-3", "e9999", "e12345", ".5", "5.", "-$",
+    "007", "\u2212", "\u0665", "\uff15", "\u00b2", "\u00bd", "\u2028", "\x85", "\x0b", "\x1c", "\x00", "\ud800",
+    "\U0001f600", "inf", "nan", "The answer is ", "apples", "9" * 999, "0" * 1001,
+)  # fmt: skip
+GOLDS = (0, 5, -50, 1234, Fraction(1, 2), Fraction(1, 3), Fraction(-355, 113))
+TOLERANCE = Fraction(1, 10**6)
+MAX_LENGTH = 4096
+LONG = 100_000
+
+# --- the scanner ------------------------------------------------------------------------------------------------------
+
+
+def is_digit(text: str, i: int) -> bool:
+    return 0 <= i < len(text) and text[i] in "0123456789"
+
+
+def skip(text: str, i: int, characters: str) -> int:
+    while i < len(text) and text[i] in characters:
+        i += 1
+    return i
+
+
+def one_of(text: str, i: int, words: tuple[str, ...]) -> int:
+    """The end of the first of the words that stands at i, or i."""
+    return next((i + len(word) for word in words if text.startswith(word, i)), i)
+
+
+def digits(text: str, i: int) -> int:
+    """The end of the digits at i, with the commas that join exactly three to one to three; i where there are none."""
+    end = skip(text, i, "0123456789")
+    if 1 <= end - i <= 3 and text[i] != "0":
+        while (start := one_of(text, end, (",\\! ", ",\\!", ",", "{,}"))) > end:
+            if skip(text, start, "0123456789") - start != 3:
+                break
+            end = start + 3
+    return end
+
+
+def decimal(text: str, i: int) -> int:
+    if text.startswith(".", i):
+        glued = i > 0 and (text[i - 1].isalnum() or text[i - 1] in "_.")
+        return i if glued or not is_digit(text, i + 1) else skip(text, i + 1, "0123456789")
+    end = digits(text, i)
+    return skip(text, end + 1, "0123456789") if end > i and text.startswith(".", end) else end
+
+
+def argument(text: str, i: int) -> int:
+    """The end of a LaTeX argument at i: a digit, or an integer in braces."""
+    if is_digit(text, i):
+        return i + 1
+    if not text.startswith("{", i):
+        return i
+    start = one_of(text, skip(text, i + 1, " "), ("-", "+"))
+    close = skip(text, digits(text, start), " ")
+    return close + 1 if is_digit(text, start) and text.startswith("}", close) else i
+
+
+def scan_one(text: str, i: int) -> tuple[int, Fraction | None] | None:
+    """The end and the value (None where it has none) of the number that starts at i; None where none starts."""
+    negative, body = False, i
+    if text[i] in "+-":
+        if i > 0 and (text[i - 1].isalnum() or text[i - 1] == ")"):
+            return None
+        negative, body = text[i] == "-", i + 1
+        currency = one_of(text, body, ("\\",))
+        body = currency + 1 if currency < len(text) and text[currency] in "$£€¥₹" else body
+    sign = -1 if negative else 1
+    fraction = one_of(text, body, ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"))
+    if fraction > body:
+        over = skip(text, fraction, " ")
+        middle = argument(text, over)
+        under = skip(text, middle, " ")
+        end = argument(text, under)
+        if middle == over or end == under:
+            return None
+        return end, quotient(text[over:middle].strip("{ }"), text[under:end].strip("{ }"), sign)
+    middle = decimal(text, body)
+    if middle == body:
+        return None
+    first_of_chain = not (is_digit(text, body - 2) and text[body - 1] == "/")
+    if first_of_chain and text.startswith("/", middle):
+        end = decimal(text, middle + 1)
+        if end > middle + 1 and not (text.startswith("/", end) and is_digit(text, end + 1)):
+            return end, quotient(text[body:middle], text[middle + 1 : end], sign)
+    power = one_of(text, middle + 1, ("-", "+")) if text[middle : middle + 1] in ("e", "E") else len(text)
+    if not is_digit(text, power):
+        return middle, quotient(text[body:middle], "1", sign)
+    end = skip(text, power, "0123456789")
+    value = quotient(text[body:middle], "1", sign)
+    return end, None if end - power > 4 or value is None else value * Fraction(10) ** int(text[middle + 1 : end])
+
+
+def quotient(over: str, under: str, sign: int) -> Fraction | None:
+    values = []
+    for part in (over, under):
+        plain = "".join(character for character in part if character in "0123456789.-")
+        if sum(character not in ".-" for character in plain) > 1000:
+            return None
+        values.append(Fraction(plain))
+    return sign * values[0] / values[1] if values[1] else None
+
+
+def scan(text: str) -> Iterator[Fraction]:
+    i, text = 0, text.replace("\u2212", "-")
+    while i < len(text):
+        found = scan_one(text, i)
+        if found and found[1] is not None:
+            yield found[1]
+        i = found[0] if found else i + 1
+
+
+def marked_line(text: str) -> str | None:
+    """What follows the last run of exactly four `#`, to the end of its line."""
+    i, end = 0, None
+    while i < len(text):
+        run = skip(text, i, "#") - i
+        end = i + 4 if run == 4 else end
+        i += max(run, 1)
+    return None if end is None else (text[end:].splitlines() or [""])[0]
+
+
+def oracle(text: str) -> tuple[Fraction | None, bool, list[Fraction]]:
+    """The answer, whether it is in the format, and all numbers of the text."""
+    line, numbers = marked_line(text), list(scan(text))
+    answer = next(scan(line), None) if line is not None else None
+    if answer is None:
+        answer = numbers[-1] if numbers else None
+    bare = (line or "").strip(" \t")
+    bare = (bare[:-1] if bare.endswith(".") else bare).replace("\u2212", "-")
+    # the whole is one number: it ends where the line does. A `.` that ends the line may be the number's own, or not.
+    found = scan_one(bare, 0) if bare and not set(bare) & set("$£€¥₹") else None
+    return answer, found is not None and found[0] == len(bare) and found[1] is not None, numbers
+
+
+# --- the properties ---------------------------------------------------------------------------------------------------
+
+
+def check(text: str) -> tuple[object, ...]:
+    """Raise AssertionError where pspo reads the text otherwise than the scanner; returns how the text was read."""
+    from pspo.tasks import contains_answer, extract_answer, matches_format, math_reward
+
+    answer, formatted, numbers = oracle(text)
+    assert extract_answer(text) == answer, f"answer {extract_answer(text)!r}, not {answer!r}"
+    assert matches_format(text) is formatted, f"format {not formatted}, not {formatted}"
+    for gold in (*GOLDS, *({answer} - {None})):
+        found = any(abs(number - gold) <= TOLERANCE for number in numbers)
+        assert contains_answer(text, gold) is found, f"contains {gold}: {not found}, not {found}"
+        right = answer is not None and abs(answer - gold) <= TOLERANCE
+        assert math_reward(text, gold) == (1.0 if right else 0.05 if formatted else 0.0), f"reward for gold {gold}"
+    kinds = {(number < 0, number.denominator > 1, abs(number) > 10**6) for number in numbers}
+    return answer is None, formatted, min(len(numbers), 6), frozenset(kinds), "####" in text, len(text).bit_length()
+
+
+class Campaign:
+    """Counts of a run, and what it found."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began, self.seconds = time.monotonic(), seconds
+        self.executions = self.characters = self.timed = 0
+        self.slowest, self.slowest_text = 0.0, ""
+        self.findings: dict[str, str] = {}
+        self.seen: collections.Counter[tuple[object, ...]] = collections.Counter()
+
+    def run(self, text: str) -> bool:
+        """Check one text; True where it is read in a way that none was before."""
+        self.executions += 1
+        self.characters += len(text)
+        try:
+            kind = check(text)
+        except Exception as error:  # any is a finding
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            if self.findings.setdefault(what, text) is text:
+                print(f"FINDING {what}\n  in {text[:500]!r}", flush=True)
+            return False
+        self.seen[kind] += 1
+        if text and self.executions % 50 == 0:
+            self.time(text)
+        return self.seen[kind] == 1
+
+    def time(self, text: str) -> None:
+        from pspo.tasks import contains_answer, math_reward
+
+        long = text * (LONG // len(text) + 1)
+        self.timed += 1
+        start = time.process_time()
+        math_reward(long, 5)
+        contains_answer(long, 5)
+        per_character = (time.process_time() - start) / len(long)
+        if per_character > self.slowest:
+            self.slowest, self.slowest_text = per_character, text
+        if per_character > 1e-5:
+            self.findings.setdefault(f"slow: {per_character * 1e6:.1f} us a character", text)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self.began > self.seconds
+
+    def report(self, engine: str, corpus: int) -> None:
+        print(f"\nengine             {engine}, {time.monotonic() - self.began:.0f} s")
+        print(f"executions         {self.executions:,} texts of {self.characters:,} characters")
+        print(f"corpus             {corpus:,}; {len(self.seen):,} ways of being read")
+        print(f"slowest repeated   {self.slowest * 1e6:.2f} us a character (reward and true accuracy, CPU), of "
+              f"{self.timed:,} timed: {self.slowest_text[:60]!r}")  # fmt: skip
+        print(f"findings           {len(self.findings)}")
+        for what, text in self.findings.items():
+            print(f"  {what}\n    {text[:500]!r}")
+
+
+def mutate(rng: random.Random, corpus: list[str]) -> str:
+    """Another text: pieces put in, parts taken out, doubled, swapped or joined."""
+    text = rng.choice(corpus)
+    for _ in range(rng.randint(1, 4)):
+        i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+        text = rng.choice((
+            text[:i] + rng.choice(PIECES) + text[i:],
+            text[:i] + rng.choice(PIECES) + text[j:],
+            text[:i] + chr(rng.choice((rng.randrange(128), rng.randrange(0x110000)))) + text[i + 1 :],
+            text[:i] + text[j:],
+            text[:j] + text[i:],
+            text[:i] + rng.choice(corpus)[i:],
+            "".join(rng.choices(PIECES, k=rng.randint(1, 12))),
+        ))  # fmt: skip
+    return text[:MAX_LENGTH]
+
+
+def run_own(campaign: Campaign, seed: int) -> int:
+    rng, corpus = random.Random(seed), [*PIECES]
+    while not campaign.over:
+        text = mutate(rng, corpus)
+        if campaign.run(text):
+            corpus.append(text)
+    campaign.report("own", len(corpus))
+    return bool(campaign.findings)
+
+
+def run_atheris(campaign: Campaign, seed: int) -> None:
+    import atheris
+
+    with atheris.instrument_imports(include=["pspo"]):
+        import pspo.tasks.answers
+        import pspo.tasks.rewards  # noqa: F401
+
+    corpus = Path(tempfile.mkdtemp(prefix="fuzz-answers-")) / "corpus"
+    corpus.mkdir()
+    for n, piece in enumerate(PIECES):
+        (corpus / f"piece-{n}").write_bytes(piece.encode("utf-8", "surrogatepass"))
+    words = corpus.with_suffix(".dict")
+    hexed = ("".join(f"\\x{byte:02x}" for byte in piece.encode("utf-8", "surrogatepass")) for piece in PIECES)
+    words.write_text("".join(f'"{word}"\n' for word in hexed if len(word) < 4 * 64))
+
+    def one(data: bytes) -> None:
+        campaign.run(data.decode("utf-8", "surrogateescape"))
+        if campaign.over:
+            campaign.report("atheris", len(list(corpus.iterdir())))
+            sys.stdout.flush()
+            shutil.rmtree(corpus.parent)
+            os._exit(bool(campaign.findings))  # libFuzzer's own end takes no exit code
+
+    options = [f"-dict={words}", f"-seed={seed + 1}", f"-max_len={MAX_LENGTH}", "-timeout=60", "-verbosity=0"]
+    atheris.Setup([sys.argv[0], *options, str(corpus)], one)
+    atheris.Fuzz()
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("atheris", "own"))
+    args = parser.parse_args()
+    there = importlib.util.find_spec("atheris") is not None
+    if args.engine == "atheris" and not there:
+        parser.error("atheris is not installed: pip install atheris, or --engine own")
+    if args.engine is None and not there:
+        print("atheris is not installed (pip install atheris): going on with --engine own", file=sys.stderr)
+    run = run_atheris if args.engine != "own" and there else run_own
+    return run(Campaign(args.seconds), args.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
