@@ -318,6 +318,9 @@ def check_progress(steps: int, progress: Progress) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} is {value!r:.40}")
+    limit = progress.microbatch_limit
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f"microbatch_limit is {limit!r:.40}")
     if not (isinstance(progress.seconds, int | float) and 0 <= progress.seconds < math.inf):
         raise ValueError(f"seconds is {progress.seconds!r:.40}")
     for name in ("problems", "before", "validated", "best"):
