@@ -25,6 +25,19 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pspo.distributed import (
+    barrier,
+    gather,
+    highest,
+    is_main,
+    is_sharded,
+    local,
+    rank,
+    save_shards,
+    state_dict,
+    world_size,
+)
+
 
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason of its own; what was saved is still there."""
@@ -76,10 +89,13 @@ def save_model(
     Args:
         write_more: puts further files into the folder that it is given.
     """
-    with saving(folder) as temporary:
-        write_model(policy, tokenizer, temporary, card)
-        write_more(temporary)
-        publish(temporary, folder)
+    weights = state_dict(policy)
+    if is_main():
+        with saving(folder) as temporary:
+            write_model(policy, tokenizer, temporary, card, weights)
+            write_more(temporary)
+            publish(temporary, folder)
+    barrier()
 
 
 @contextlib.contextmanager
@@ -92,10 +108,17 @@ def saving(folder: Path) -> Iterator[Path]:
         raise RunFailed(f"cannot save {folder}: {error}") from error
 
 
-def write_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+def write_model(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: str,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Model, tokenizer and card into a new folder; ``weights`` in place of the model's own, where these are shards."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    policy.save_pretrained(folder)
+    policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -149,6 +172,7 @@ class Saver:
     ) -> None:
         self.run, self.keep, self.policy, self.tokenizer, self.stateful = run, keep, policy, tokenizer, stateful
         self.pending: Future[None] | None = None
+        self.saved: int | None = None  # the step of the last save
 
     def __enter__(self) -> "Saver":
         return self
@@ -166,36 +190,64 @@ class Saver:
     def save(self, steps: int, card: str, progress: Progress) -> None:
         """Save all that the run's future depends on, as it is now."""
         self.wait()
-        if not all(parameter.isfinite().all() for parameter in self.policy.parameters()):
+        if highest(not all(bool(local(parameter).isfinite().all()) for parameter in self.policy.parameters())):
             raise RunFailed(
                 f"the weights are no longer finite at step {steps}, and were not saved: lower --optimizer.lr"
             )
+        if steps == self.saved:
+            return
+        self.saved = steps
         torch_state = {name: on_cpu(part.state_dict()) for name, part in self.stateful.items()}
-        torch_state["random"] = torch.get_rng_state()
-        if self.policy.device.type == "cuda":
-            torch_state["random_cuda"] = torch.cuda.get_rng_state(self.policy.device)
-        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
-        generators = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-        state = json.dumps(asdict(progress) | {"steps": steps, "random": generators})
+        own = random_state(self.policy.device)
+        every_rank = gather(own)
+        torch_state |= {"random": [state.pop("torch") for state in every_rank]}
+        state = json.dumps(asdict(progress) | {"steps": steps, "random": every_rank})
         folder = self.run / "checkpoints" / f"step-{steps:06d}"
         with saving(folder) as temporary:
-            write_model(self.policy, self.tokenizer, temporary, card)
-        pool = ThreadPoolExecutor(1)
-        self.pending = pool.submit(self._finish, folder, torch_state, state)
-        pool.shutdown(wait=False)
+            if is_sharded(self.policy):
+                if is_main():
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    temporary.mkdir(parents=True)
+                barrier()
+                save_shards(temporary / "shards", self.policy, self.stateful["optimizer"].optimizer)
+            elif is_main():
+                write_model(self.policy, self.tokenizer, temporary, card)
+        if is_main():
+            pool = ThreadPoolExecutor(1)
+            self.pending = pool.submit(self._finish, folder, torch_state, state)
+            pool.shutdown(wait=False)
 
     def _finish(self, folder: Path, torch_state: dict[str, Any], state: str) -> None:
         with saving(folder) as temporary:
             torch.save(torch_state, temporary / "training.pt")
             (temporary / "state.json").write_text(state, encoding="utf-8")
             shutil.copyfile(self.run / "config.yaml", temporary / "config.yaml")
-            files = {path.name: describe(path) for path in sorted(temporary.iterdir())}
+            paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+            files = {str(path.relative_to(temporary)): describe(path) for path in paths}
             (temporary / "manifest.json").write_text(json.dumps(files, indent=2), encoding="utf-8")
             for file in self.run.glob("*.jsonl"):
                 sync(file)
             publish(temporary, folder)
             for old in checkpoints(self.run)[self.keep :]:
                 remove(old)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where this process's generators stand: python's, numpy's, and under "torch" a list of torch's."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
+    generators = [torch.get_rng_state()]
+    if device.type == "cuda":
+        generators.append(torch.cuda.get_rng_state(device))
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": generators}
+
+
+def set_torch_generators(of_ranks: list[list[torch.Tensor]], device: torch.device) -> None:
+    """Put torch's generators back to where this rank's were; other numbers of ranks draw other numbers."""
+    if len(of_ranks) != world_size():
+        return
+    torch.set_rng_state(of_ranks[rank()][0])
+    if device.type == "cuda" and len(of_ranks[rank()]) > 1:
+        torch.cuda.set_rng_state(of_ranks[rank()][1], device)
 
 
 def on_cpu(value: Any) -> Any:
@@ -297,16 +349,15 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
         for parameter, moments in stateful["optimizer"].state.items():
             if any(value.ndim > 0 and value.shape != parameter.shape for value in moments.values()):
                 raise ValueError("the optimizer is of another model")
-        torch.set_rng_state(torch_state["random"])
-        if device.type == "cuda" and "random_cuda" in torch_state:
-            torch.cuda.set_rng_state(torch_state["random_cuda"], device)
+        set_torch_generators(torch_state["random"], device)
     with unreadable_is_damaged(folder, "state.json"):
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         steps, generators = state.pop("steps"), state.pop("random")
-        version, internal, gauss = generators["python"]
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, *rest = generators["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+        if len(generators) == world_size():
+            version, internal, gauss = generators[rank()]["python"]
+            random.setstate((version, tuple(internal), gauss))
+            kind, keys, *rest = generators[rank()]["numpy"]
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
         progress = Progress(**state)
         check_progress(steps, progress)
     return steps, progress

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from pspo.distributed import Strategy
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
 from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
@@ -286,6 +287,29 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes, one per GPU, started by torchrun.
+
+    Args:
+        strategy: none for one process; ddp, every rank holds the model; fsdp2, weights, gradients and optimizer state
+            are spread over the ranks.
+        rollout: with fsdp2, gathered: all weights are on every GPU during rollouts, in the forward passes' dtype; or
+            synced, for models too large for that: they are gathered layer by layer for every token, all ranks in step,
+            by the library's loop.
+        timeout: seconds after which a rank gives up waiting for the others.
+    """
+
+    strategy: Strategy = "none"
+    rollout: Literal["gathered", "synced"] = "gathered"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.timeout < 2**31, "distributed.timeout", "must be above 0 and below 2^31", self.timeout)
+        fits = self.rollout == "gathered" or self.strategy == "fsdp2"
+        require(fits, "distributed.rollout", "must be gathered unless distributed.strategy is fsdp2", self.rollout)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Everything that `python -m pspo.train` needs."""
 
@@ -295,6 +319,7 @@ class TrainConfig:
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = OptimizerConfig()
+    distributed: DistributedConfig = DistributedConfig()
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:

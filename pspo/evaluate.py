@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
+from pspo.distributed import is_main, pool, rank, world_size
 from pspo.metrics import (
     append_jsonl,
     check_output,
@@ -143,44 +144,65 @@ def evaluate(
     """
     completions = {(record["problem"], record["sample"]): record for record in done}
     lengths = [len(ids) for ids in prompts.ids]
+    parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens)))
     devices = [policy.device] if policy.device.type == "cuda" else []
-    total = len(prompts) * samples
-    with torch.random.fork_rng(devices), tqdm(total=total, desc=bar, leave=False, disable=not bar) as progress:
-        for number, chunk in enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens)):
-            keys = [(i, sample) for i in chunk.problems for sample in chunk.samples]
-            if not completions.keys() >= set(keys):
-                torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                ids = [prompts.ids[i] for i in chunk.problems]
-                rollout = generate(policy, tokenizer, ids, sampling, len(chunk.samples))
-                problems = [prompts.problems[i] for i, _ in keys]
-                totals, _ = total_rewards(
-                    reward.functions, reward.weights, rollout.texts, problems, reward.timeout, reward.on_error
-                )
-                ended, tokens = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
-                records = []
-                for row, (i, sample) in enumerate(keys):
-                    text, gold = rollout.texts[row], problems[row].answer
-                    answer = extract_answer(text)
-                    records.append(
-                        {
-                            "temperature": sampling.temperature,
-                            "problem": i,
-                            "sample": sample,
-                            "prompt": problems[row].prompt,
-                            "gold": str(gold),
-                            "completion": text,
-                            "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
-                            "contains_gold": contains_answer(text, gold),
-                            "format": matches_format(text),
-                            "reward": 0.0 if math.isnan(totals[row]) else totals[row],  # --reward.on_error none
-                            "tokens": tokens[row],
-                            "truncated": not ended[row],
-                        }
-                    )
+    bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "disable": not bar or not is_main()}
+    # The ranks take turns, unless they have to decode in step: then all do the same.
+    turns, turn = (1, 0) if sampling.synced else (world_size(), rank())
+    with torch.random.fork_rng(devices), tqdm(**bar_of) as progress:
+        for first in range(0, len(parts), turns):
+            records = []
+            for number, chunk in parts[first : first + turns][turn : turn + 1]:
+                keys = {(i, sample) for i in chunk.problems for sample in chunk.samples}
+                if not completions.keys() >= keys:
+                    torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
+                    records = complete(policy, tokenizer, prompts, chunk, sampling, reward)
+            if turns > 1:
+                (records,) = pool(records)
+            if records and is_main():
                 save(records)
-                completions |= zip(keys, records, strict=True)
-            progress.update(len(keys))
+            completions |= {(record["problem"], record["sample"]): record for record in records}
+            progress.update(sum(len(c.problems) * len(c.samples) for _, c in parts[first : first + turns]))
     return summarise(prompts.problems, [completions[key] for key in sorted(completions)], samples)
+
+
+def complete(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    chunk: Chunk,
+    sampling: Sampling,
+    reward: RewardConfig,
+) -> list[dict[str, Any]]:
+    """Draw a chunk's completions; one record for each, with what is to be said of it."""
+    keys = [(i, sample) for i in chunk.problems for sample in chunk.samples]
+    rollout = generate(policy, tokenizer, [prompts.ids[i] for i in chunk.problems], sampling, len(chunk.samples))
+    problems = [prompts.problems[i] for i, _ in keys]
+    totals, _ = total_rewards(
+        reward.functions, reward.weights, rollout.texts, problems, reward.timeout, reward.on_error
+    )
+    ended, tokens = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
+    records = []
+    for row, (i, sample) in enumerate(keys):
+        text, gold = rollout.texts[row], problems[row].answer
+        answer = extract_answer(text)
+        records.append(
+            {
+                "temperature": sampling.temperature,
+                "problem": i,
+                "sample": sample,
+                "prompt": problems[row].prompt,
+                "gold": str(gold),
+                "completion": text,
+                "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
+                "contains_gold": contains_answer(text, gold),
+                "format": matches_format(text),
+                "reward": 0.0 if math.isnan(totals[row]) else totals[row],  # --reward.on_error none
+                "tokens": tokens[row],
+                "truncated": not ended[row],
+            }
+        )
+    return records
 
 
 def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:

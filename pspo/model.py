@@ -331,5 +331,9 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def autocast(mode: str, device: torch.device) -> torch.autocast:
     """The context of every forward pass for --model.autocast auto, bf16 or none."""
-    auto = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.autocast(device.type, torch.bfloat16, enabled=mode == "bf16" or (mode == "auto" and auto))
+    return torch.autocast(device.type, torch.bfloat16, enabled=autocasts(mode, device))
+
+
+def autocasts(mode: str, device: torch.device) -> bool:
+    """Whether that context casts anything."""
+    return mode == "bf16" or (mode == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import torch
 import yaml
 from transformers import PreTrainedModel
 
@@ -21,9 +22,10 @@ from pspo.checkpoint import (
     tidy,
     unreadable_is_damaged,
 )
-from pspo.config import RunConfig, TrainConfig
+from pspo.config import ModelConfig, RunConfig, TrainConfig
+from pspo.distributed import from_main, is_main, is_sharded, load_shards, shard
 from pspo.metrics import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
-from pspo.model import load_policy
+from pspo.model import autocasts, load_policy
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
 EXIT_INTERRUPTED = 130  # stopped at once
@@ -119,17 +121,25 @@ def find_checkpoint(run: Path, resume: str, load: Callable[[Path], None] = lambd
 
     Damaged ones are named. What is newer than the one found leaves the run: those steps are taken again.
     """
-    tidy(run)
-    every = checkpoints(run)
+    every = from_main(lambda: tidy(run) or checkpoints(run))
     named = [folder for folder in every if folder.absolute() == Path(resume).absolute()]
     found, damage = newest_checkpoint(named or every, load)
-    for line in damage:
+    for line in damage if is_main() else []:
         print(f"{line}; passed over", file=sys.stderr)
     if found is None and every:
         raise ValueError(f"--run.output_dir {run}: no checkpoint that could be gone on from; choose another folder")
-    for folder in every[: every.index(found)] if found else []:
-        remove(folder)
+    newer = every[: every.index(found)] if found else []
+    from_main(lambda: [remove(folder) for folder in newer] and None)
     return found
+
+
+def load_across_ranks(config: TrainConfig, model: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """A model as --distributed.strategy has it: whole on every rank, or sharded."""
+    if config.distributed.strategy != "fsdp2":
+        return load_policy(model, device)
+    policy = load_policy(model, torch.device("cpu"))
+    shard(policy, torch.bfloat16 if autocasts(model.autocast, device) else None)
+    return policy
 
 
 def go_on(
@@ -144,8 +154,11 @@ def go_on(
 
     def load(folder: Path) -> None:
         with unreadable_is_damaged(folder, "the model"):
-            saved = load_policy(replace(config.model, name_or_path=str(folder), revision=None), policy.device)
-            policy.load_state_dict(saved.state_dict())  # into the tensors that are there: the same memory, same sums
+            if is_sharded(policy):
+                load_shards(folder / "shards", policy, stateful["optimizer"].optimizer)
+            else:
+                saved = load_policy(replace(config.model, name_or_path=str(folder), revision=None), policy.device)
+                policy.load_state_dict(saved.state_dict())  # into the tensors that are there: same memory, same sums
         loaded.append(load_checkpoint(folder, stateful, policy.device))
 
     checkpoint = find_checkpoint(run, config.run.resume, load)
@@ -154,7 +167,7 @@ def go_on(
         raise ValueError(f"--run.output_dir {run} is of other problems under the same name: choose another folder")
     if progress.best:
         progress.best = best_of(run, progress.best["step"])
-    cut_back(run, steps)
+    from_main(lambda: cut_back(run, steps))
     print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     return steps, progress
 

@@ -6,17 +6,17 @@
 `train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update`.
 """
 
-import copy
+import contextlib
 import math
 import random
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from pspo.card import model_card
 from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
+from pspo.distributed import (
+    Scalars,
+    from_main,
+    gathered,
+    highest,
+    is_main,
+    is_sharded,
+    own,
+    pool,
+    seed_of_rank,
+    share,
+    start,
+    world_size,
+)
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import (
     autocast,
-    load_policy,
     load_tokenizer,
     stop_token_ids,
 )
@@ -46,6 +59,7 @@ from pspo.resume import (
     claim,
     finished,
     go_on,
+    load_across_ranks,
     record_changes,
     run_to_resume,
 )
@@ -70,10 +84,17 @@ class Setup:
     sampling: Sampling
     prompts: dict[str, Prompts]  # by split
     output: Path
-    lock: IO[Any]  # on the output folder, while it is open
+    lock: contextlib.ExitStack  # on the output folder, while it is open; rank 0's
     progress: Progress
     saver: Saver
     tracker: Tracker
+
+    def log(self, metrics: dict[str, Any], samples: Iterable[dict[str, Any]]) -> None:
+        """Write down what one rollout came to."""
+        if is_main():
+            append_jsonl(self.output / "metrics.jsonl", metrics)
+            append_jsonl(self.output / "samples.jsonl", *samples)
+            self.tracker.log(metrics)
 
 
 def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) -> dict[str, Any]:
@@ -92,12 +113,17 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
             progress.best = progress.validated = {"step": 0} | validate(config, setup)
             save_best(config, setup)
 
-    with tqdm(total=config.run.max_steps, initial=learner.steps, desc="train", unit="step") as bar:
-        while not stop.received and learner.steps < config.run.max_steps and progress.tokens < max_tokens:
+    bar_of = {"total": config.run.max_steps, "initial": learner.steps, "unit": "step", "disable": not is_main()}
+    with tqdm(desc="train", **bar_of) as bar:
+        while (
+            not (stopped := highest(stop.received is not None))  # by a signal to any rank
+            and learner.steps < config.run.max_steps
+            and progress.tokens < max_tokens
+        ):
             watch, first_step = Stopwatch(), learner.steps
 
-            chosen = list(islice(order, config.rollout.prompts))
-            with watch("generate"), autocast(config.model.autocast, device):
+            chosen = share(list(islice(order, config.rollout.prompts)), config.algorithm.minibatches)
+            with watch("generate"), rolling_out(config, learner.policy):
                 ids = [prompts.ids[i] for i in chosen]
                 rollout = generate(learner.policy, setup.tokenizer, ids, setup.sampling, group_size)
             with watch("reward"):
@@ -105,7 +131,10 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
                 rewards, rewards_by_name, advantages = reward(config, rollout, problems)
             with watch("train"):
                 steps = update(learner, rollout, advantages, config)
-            progress.prompts += len(chosen)
+            rollout, problems, rewards, rewards_by_name, advantages = pool(
+                rollout.cpu(), problems, rewards, rewards_by_name, advantages.cpu()
+            )  # from here on of all ranks
+            progress.prompts += config.rollout.prompts
             progress.tokens += rollout.tokens
             progress.microbatch_limit = learner.microbatch_limit
 
@@ -124,30 +153,29 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
 
             seconds = {f"seconds/{phase}": round(spent, 4) for phase, spent in watch.seconds.items()}
             line = {"step": learner.steps, "tokens": progress.tokens} | metrics | seconds
-            append_jsonl(output / "metrics.jsonl", line)
-            setup.tracker.log(line)
             shown = range(0, len(rollout), group_size)[: config.run.samples]
-            append_jsonl(output / "samples.jsonl", *(
+            samples = (
                 {"step": learner.steps, "prompt": problems[i].prompt, "gold": str(problems[i].answer),
                  "completion": rollout.texts[i], "reward": rewards[i]} for i in shown
-            ))  # fmt: skip
+            )  # fmt: skip
+            setup.log(line, samples)
             count_skipped(steps, config, setup)
             progress.seconds = time.perf_counter() - start
-            if not stop.received and (done or crossed(config.run.save_every, first_step, learner.steps)):
+            if done or crossed(config.run.save_every, first_step, learner.steps):
                 setup.saver.save(learner.steps, card(config, setup), progress)
             bar.update(learner.steps - first_step)
             rate = rollout.tokens / (watch.seconds["generate"] + watch.seconds["train"])
             length = metrics["completion_tokens"]
             bar.set_postfix_str(f"reward {metrics['reward']:.3f}, length {length:.0f}, {rate:,.0f} tokens/s")
 
-    if stop.received:
+    if stopped:
         setup.saver.save(learner.steps, card(config, setup), progress)
         raise Stopped
     setup.saver.wait()
     save_model(learner.policy, setup.tokenizer, output / "final", card(config, setup))
     returned = output / ("best" if progress.best else "final")
     best = replace(config.model, name_or_path=str(returned))
-    policy = load_policy(best, device) if progress.best else learner.policy
+    policy = load_across_ranks(config, best, device) if progress.best else learner.policy
     summary = {
         "before": progress.before,
         "after": test_accuracy(config, setup, policy, "test after"),
@@ -158,8 +186,9 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
         "best_model": str(returned),
         "best_step": progress.best.get("step", learner.steps),
     }
-    write_json(output / "summary.json", summary)
-    setup.tracker.finish()
+    if is_main():
+        write_json(output / "summary.json", summary)
+        setup.tracker.finish()
     return summary
 
 
@@ -180,10 +209,18 @@ def reward(
     """Total rewards, those of each function, and advantages (B,): 0 where --reward.on_error none left no reward."""
     r, group_size = config.reward, config.rollout.group_size
     rewards, by_name = total_rewards(r.functions, r.weights, rollout.texts, problems, r.timeout, r.on_error)
-    filled = torch.tensor(without_unknown(rewards, group_size), device=rollout.completion_ids.device)
-    advantages = group_relative_advantages(filled, group_size, config.algorithm.advantage_scale)
+    (everyones,) = pool(rewards)
+    filled = torch.tensor(without_unknown(everyones, group_size), device=rollout.completion_ids.device)
+    advantages = own(group_relative_advantages(filled, group_size, config.algorithm.advantage_scale))
     unknown = torch.tensor(rewards, device=filled.device).isnan()
     return rewards, by_name, advantages.where(~unknown, 0.0)
+
+
+@contextlib.contextmanager
+def rolling_out(config: TrainConfig, policy: PreTrainedModel) -> Iterator[None]:
+    """What completions are drawn in: weights where they are needed, in the forward passes' dtype."""
+    with gathered(policy, config.distributed.rollout), autocast(config.model.autocast, policy.device):
+        yield
 
 
 def rollout_metrics(
@@ -242,7 +279,7 @@ def card(config: TrainConfig, setup: Setup) -> str:
 def validate(config: TrainConfig, setup: Setup) -> dict[str, float]:
     """Mean reward under the training sampling, and greedy accuracy, on the validation problems."""
     prompts, policy = setup.prompts["validation"], setup.learner.policy
-    with autocast(config.model.autocast, policy.device):
+    with rolling_out(config, policy):
         sampled = evaluate(policy, setup.tokenizer, prompts, setup.sampling, config.reward, bar="validate")
         greedy = evaluate(policy, setup.tokenizer, prompts, greedily(setup.sampling), config.reward, bar="validate")
     return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
@@ -253,7 +290,7 @@ def test_accuracy(config: TrainConfig, setup: Setup, policy: PreTrainedModel, ba
     if config.run.test_limit == 0:
         return {}
     prompts = setup.prompts["test"]
-    with autocast(config.model.autocast, policy.device):
+    with rolling_out(config, policy):
         return evaluate(policy, setup.tokenizer, prompts, greedily(setup.sampling), config.reward, bar=bar).record()
 
 
@@ -264,12 +301,10 @@ def greedily(sampling: Sampling) -> Sampling:
 
 def prepare(config: TrainConfig, resolved: str) -> Setup:
     """Load everything, the cheap and fallible first; the output folder is made last, so that no error leaves one."""
-    old = run_to_resume(config.run.resume, config.run.output_dir)
-    output = old or Path(config.run.output_dir or default_output(config))
-    check_output(output)
-    lock, changed = (claim(old), changes(old, resolved)) if old else (None, [])
-    for line in changed:
-        print(f"going on with a change: {line}", file=sys.stderr)
+    device = start(config.distributed.strategy, config.distributed.timeout)
+    check_even(config)
+    lock = contextlib.ExitStack()
+    output, going_on, changed = from_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
 
     tokenizer = load_tokenizer(config.model)
@@ -282,11 +317,12 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     prompts = {split: load_prompts(config.data, tokenizer, split, limit, room) for split, limit in limits.items()}
 
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
-        seeded(config.run.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_policy(config.model, device)
+        seeded(seed_of_rank(config.run.seed))
+    policy = load_across_ranks(config, config.model, device)
     check_decoder(policy, config.rollout.decoder)
-    reference = copy.deepcopy(policy).requires_grad_(False) if config.algorithm.beta > 0 else None
+    reference = (
+        load_across_ranks(config, config.model, device).requires_grad_(False) if config.algorithm.beta > 0 else None
+    )
     o = config.optimizer
     if o.name == "sgd":
         optimizer = torch.optim.SGD(policy.parameters(), lr=o.lr, weight_decay=o.weight_decay)
@@ -308,23 +344,53 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         min_completion_tokens=r.min_completion_tokens,
         max_rows=r.max_rows,
         decoder=r.decoder,
+        synced=config.distributed.rollout == "synced",
     )
     learner = Learner(policy, reference, optimizer, scheduler)
-    stateful = {"optimizer": optimizer, "scheduler": scheduler}
+    stateful = {"optimizer": Scalars(optimizer) if is_sharded(policy) else optimizer, "scheduler": scheduler}
     progress = Progress({split: fingerprint_of_problems(prompts[split]) for split in prompts})
-    if lock:
+    if going_on:
         learner.steps, progress = go_on(config, output, policy, stateful, progress)
         learner.microbatch_limit = progress.microbatch_limit
-        if changed:
-            record_changes(output, resolved)
+        from_main(lambda: record_changes(output, resolved) if changed else None)
     else:
-        output.mkdir(parents=True, exist_ok=True)
-        lock = claim(output)
-        write_text(output / "config.yaml", resolved)
-        write_json(output / "environment.json", environment(str(device)))
-    tracker = start_tracker(config.run.tracker, output, yaml.safe_load(resolved), learner.steps)
+        from_main(lambda: begin(output, resolved, device, lock))
+    tracker = start_tracker(
+        config.run.tracker if is_main() else "none", output, yaml.safe_load(resolved), learner.steps
+    )
     saver = Saver(output, config.run.keep, policy, tokenizer, stateful)
     return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, saver, tracker)
+
+
+def check_even(config: TrainConfig) -> None:
+    """Raise ValueError where a minibatch's prompts cannot be dealt out evenly among the ranks."""
+    parts = config.algorithm.minibatches * world_size()
+    if world_size() > 1 and config.rollout.prompts % parts:
+        raise ValueError(
+            f"--rollout.prompts {config.rollout.prompts} must be a multiple of algorithm.minibatches x ranks ({parts})"
+        )
+
+
+def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool, list[str]]:
+    """The run's folder, whether it holds a run to go on with (locked now), and what has changed since then."""
+    old = run_to_resume(config.run.resume, config.run.output_dir)
+    output = old or Path(config.run.output_dir or default_output(config))
+    check_output(output)
+    if old is None:
+        return output, False, []
+    lock.enter_context(claim(old))
+    changed = changes(old, resolved)
+    for line in changed:
+        print(f"going on with a change: {line}", file=sys.stderr)
+    return output, True, changed
+
+
+def begin(output: Path, resolved: str, device: torch.device, lock: contextlib.ExitStack) -> None:
+    """Make the run's folder, and lock it."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock.enter_context(claim(output))
+    write_text(output / "config.yaml", resolved)
+    write_json(output / "environment.json", environment(str(device)))
 
 
 def default_output(config: TrainConfig) -> str:

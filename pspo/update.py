@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
+from pspo.distributed import as_forward, concatenate, highest, is_sharded, sum_gradients, total, whole
 from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
 from pspo.model import autocast, backward_in_one_pass, token_logprobs
 from pspo.rollout import Batch, Rollout, to_device
@@ -39,24 +40,26 @@ class Learner:
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
-    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
+    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches and ranks.
 
     Old log-probs cost no pass of their own where they need none: rows first visited before any step use that
     visit's detached log-probs. A row stays in its microbatch, so that its old and new log-probs come from identical
     shapes.
 
     Args:
-        rollout: B rows.
+        rollout: B rows, this rank's.
         advantages: (B,) float32.
 
     Returns:
-        The metrics of each step, in order; ratios and the like are those of the tokens with A != 0.
+        The metrics of each step, in order, of all ranks' rows; ratios and the like are those of the tokens with A != 0.
     """
     algorithm = config.algorithm
     if algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
 
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
+    if is_sharded(learner.policy):
+        even_out(minibatches)
     with_room(partial(add_fixed_logprobs, learner, minibatches, config), learner, minibatches, config)
 
     steps: list[dict[str, float]] = []
@@ -65,8 +68,11 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
             break
         gradient = partial(accumulate, learner, batches, counts, config)
         loss, kl_reference, seen = with_room(gradient, learner, minibatches, config)
+        sum_gradients(learner.policy)
+        loss, kl_reference = total(torch.stack([loss, kl_reference]))
+        seen = concatenate(seen, dim=1)  # (4, N)
         max_norm = config.optimizer.max_grad_norm or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm)
+        grad_norm = whole(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
         lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + seen[0].sum()))
         if finite:  # numbers gone bad never reach the weights
             learner.optimizer.step()
@@ -87,8 +93,8 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[tuple[Counts, list[Ba
             for i, batch in enumerate(batches):
                 inputs = (*batch.rollout.token_ids, config.rollout.temperature)
                 # Only rows first visited after a step need old ones.
-                old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference else None
+                old_logprobs = as_forward(token_logprobs, learner.policy, *inputs) if m > 0 else None
+                ref_logprobs = as_forward(token_logprobs, learner.reference, *inputs) if learner.reference else None
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
@@ -118,6 +124,14 @@ def accumulate(
     return loss, kl_reference, torch.cat(seen, dim=1)
 
 
+def even_out(minibatches: list[tuple[Counts, list[Batch]]]) -> None:
+    """Add microbatches without a single unmasked token, so that every rank takes the same number of passes."""
+    for _, batches in minibatches:
+        row = batches[0].rows(torch.zeros(1, dtype=torch.long, device=batches[0].advantages.device))
+        rollout = replace(row.rollout, completion_mask=torch.zeros_like(row.rollout.completion_mask))
+        batches += [replace(row, rollout=rollout)] * (highest(len(batches)) - len(batches))
+
+
 def with_room(
     work: Callable[[], T], learner: Learner, minibatches: list[tuple[Counts, list[Batch]]], config: TrainConfig
 ) -> T:
@@ -132,7 +146,8 @@ def with_room(
         except RuntimeError as error:
             batches = [batch for _, batches in minibatches for batch in batches]
             rows = max(len(batch.rollout) for batch in batches)
-            if not (out_of_memory(error) and config.optimizer.halve_on_oom and rows > 1):
+            mendable = out_of_memory(error) and config.optimizer.halve_on_oom and rows > 1
+            if not mendable or is_sharded(learner.policy):  # whose ranks have to take the same number of passes
                 raise
         # Out of the except block, whose error holds on to the tensors of the pass that failed.
         learner.optimizer.zero_grad()
@@ -199,8 +214,8 @@ def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: Trai
     with autocast(config.model.autocast, mask.device):
         inputs = (policy, *batch.rollout.token_ids, config.rollout.temperature)
         if token_local:
-            return share, backward_in_one_pass(*inputs, loss)
-        logprobs = token_logprobs(*inputs)
+            return share, as_forward(backward_in_one_pass, *inputs, loss)
+        logprobs = as_forward(token_logprobs, *inputs)
     loss(logprobs).backward()
     return share, logprobs.detach()
 
@@ -225,17 +240,16 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """What the forward pass computes, padding included; `token_logprobs` computes a group's prompt once."""
-        prompts = rows if config.model.gradient_checkpointing else {row // group_size for row in rows}
+        alone = config.model.gradient_checkpointing or config.distributed.strategy == "fsdp2"
+        prompts = rows if alone else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []
     for numbers in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
         groups = [range(number * group_size, (number + 1) * group_size) for number in numbers.tolist()]
-        counts = Counts(
-            tokens=sum(lengths[row] for group in groups for row in group),
-            sequences=len(groups) * group_size,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-        )
+        own = [sum(lengths[row] for group in groups for row in group), len(groups) * group_size]
+        in_all = total(torch.tensor(own, device=advantages.device)).tolist()
+        counts = Counts(*in_all, config.rollout.max_completion_tokens)
         kept = [[row for row in group if moving[row]] for group in groups]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
         if not kept:  # a row whose gradient is 0: a step without any gradient would stop AdamW's momentum, too

@@ -28,10 +28,10 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "rollout.advantages": set(),
     "rollout": {"rollout", "model"},
     "checkpoint": {"distributed"},
-    "resume": {"checkpoint", "config", "metrics", "model"},
+    "resume": {"checkpoint", "config", "distributed", "metrics", "model"},
     "results": {"metrics", "tasks"},
     "evaluate": {"rollout", "tasks", "model", "distributed", "config", "metrics", "results"},
-    "update": {"config", "losses", "model", "rollout"},
+    "update": {"config", "distributed", "losses", "model", "rollout"},
     "card": {"__version__", "config", "model", "results", "tasks"},
     "trackers": set(),
     "train": EVERY_PART,
@@ -43,7 +43,7 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "__init__": set(),
 }
 # Signatures in the configuration are types of other parts: classes and Literals, nothing that computes.
-TYPES_ONLY = {"config": {"losses", "rollout", "tasks"}, "model": {"config"}}
+TYPES_ONLY = {"config": {"distributed", "losses", "rollout", "tasks"}, "model": {"config"}}
 
 
 def name_of(file: Path) -> str:

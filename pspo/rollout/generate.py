@@ -26,6 +26,7 @@ class Sampling:
         decoder: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), or
             "hf" for the library's own loop, the reference; a repetition penalty always takes the latter.
         logprobs: keep the log-probs that the tokens were sampled with; not with the library's own loop.
+        synced: all ranks decode until the last one's rows have ended, by the library's own loop.
     """
 
     stop_ids: Sequence[int]
@@ -39,10 +40,16 @@ class Sampling:
     max_rows: int = 256
     decoder: Decoder = "pspo"
     logprobs: bool = False
+    synced: bool = False
 
     def __post_init__(self) -> None:
-        if self.logprobs and (self.decoder == "hf" or self.repetition_penalty != 1):
+        if self.logprobs and self.library:
             raise ValueError("logprobs are not to be had from the library's own loop (decoder hf, repetition_penalty)")
+
+    @property
+    def library(self) -> bool:
+        """Whether the library's own loop decodes; the penalty's masks are made for rows that stay."""
+        return self.decoder == "hf" or self.repetition_penalty != 1 or self.synced
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0
@@ -148,7 +155,7 @@ def _complete(
 ) -> tuple[Tensor, Tensor | None]:
     """(N, P) prompts to (N * group_size, T) completions, padded after their stop token, and their log-probs."""
     config = sampling.generation_config()
-    if sampling.decoder != "hf" and sampling.repetition_penalty == 1:  # the penalty's masks are made for fixed rows
+    if not sampling.library:
         config.top_p = 1.0  # ours; the rest is done by the library's processors
         loop = partial(
             decode,
@@ -161,7 +168,9 @@ def _complete(
         )
         return model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config, custom_generate=loop)
     prompt_ids, attention_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, attention_mask))
-    rows = model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config)
+    rows = model.generate(
+        prompt_ids, attention_mask=attention_mask, generation_config=config, synced_gpus=sampling.synced
+    )
     return rows[:, prompt_ids.shape[1] :], None
 
 

@@ -1,10 +1,12 @@
 """What a rollout is made of."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Decoder = Literal["pspo", "graphs", "hf"]
 
@@ -54,6 +56,21 @@ class Rollout:
             [self.texts[i] for i in indices.tolist()],
             None if self.sampler_logprobs is None else self.sampler_logprobs[indices, :width],
         )
+
+    def cpu(self) -> "Rollout":
+        parts = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **parts)
+
+    @staticmethod
+    def join(rollouts: Sequence["Rollout"]) -> "Rollout":
+        """The rows of all, one rollout after the other; without `sampler_logprobs`."""
+        P, T = max(r.prompt_ids.shape[1] for r in rollouts), max(r.completion_ids.shape[1] for r in rollouts)
+        prompts = ([pad(part, (P - part.shape[1], 0)) for part in (r.prompt_ids, r.prompt_mask)] for r in rollouts)
+        completions = (
+            [pad(part, (0, T - part.shape[1])) for part in (r.completion_ids, r.completion_mask)] for r in rollouts
+        )
+        tensors = (*zip(*prompts, strict=True), *zip(*completions, strict=True), [r.terminated for r in rollouts])
+        return Rollout(*map(torch.cat, tensors), [text for r in rollouts for text in r.texts])
 
     @property
     def token_ids(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
