@@ -10,7 +10,7 @@
 * seconds: a rollout and its two optimizer steps, with this CPU's measured matrix products and bandwidth in place of a
   GPU's, against the clock and against `benchmarks.floor`, which has its own sums.
 * lag: how far the policy is from the one that made a rollout, by optimizer steps in between: what asynchronous rollouts
-  train on. The embedded model in its default training.
+  train on. The embedded model, 32 x 4, two epochs, Clip.
 """
 
 import argparse
