@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from pspo.config import EvaluateConfig, TrainConfig, parse
+from pspo.plan import PlanConfig
 from pspo.sweep import SweepConfig
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
-CLASSES = {"train": TrainConfig, "evaluate": EvaluateConfig, "sweep": SweepConfig}
+CLASSES = {"train": TrainConfig, "evaluate": EvaluateConfig, "sweep": SweepConfig, "plan": PlanConfig}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_parses(page, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     commands = re.findall(
-        r"^python -m pspo\.(train|evaluate|sweep) (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        r"^python -m pspo\.(train|evaluate|sweep|plan) (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
     )
     for name, switches in commands:
         args = [f"{word}=true" if word == "--dry_run" else word for word in shlex.split(switches)]

@@ -36,6 +36,8 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "trackers": set(),
     "train": EVERY_PART,
     "sweep": {"config", "metrics", "resume"},
+    "shapes": set(),
+    "plan": {"config", "model", "results", "shapes"},
     "report": {"runs", "tables", "figures", "metrics"},  # files alone: no model, no configuration classes
     "runs": {"metrics"},  # intervals
     "tables": {"runs"},

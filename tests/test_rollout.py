@@ -239,7 +239,7 @@ class Scripted:
     def train(self, mode):
         pass
 
-    def generate(self, input_ids, attention_mask, generation_config):
+    def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
         part, self.rows = self.rows[: len(input_ids)], self.rows[len(input_ids) :]
         self.seen.append((input_ids, attention_mask))
         width = max(map(len, part))
