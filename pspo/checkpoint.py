@@ -56,6 +56,7 @@ class Progress:
         prompts: training prompts drawn, the place in their order.
         tokens: of the rollouts.
         skipped: optimizer steps skipped in a row, up to now.
+        ranks: that took part in the last rollout; 0 before it.
         microbatch_limit: `Learner.microbatch_limit`, so that a run that goes on computes in the same shapes.
         seconds: spent training and evaluating.
         before: `Evaluation.record` of the base model; {} where it is not measured, None until it could be.
@@ -67,6 +68,7 @@ class Progress:
     prompts: int = 0
     tokens: int = 0
     skipped: int = 0
+    ranks: int = 0
     microbatch_limit: int | None = None
     seconds: float = 0.0
     before: dict[str, Any] | None = None
@@ -365,7 +367,7 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
 
 def check_progress(steps: int, progress: Progress) -> None:
     """Raise ValueError for what no run's progress can be."""
-    counts = {"steps": steps} | {name: getattr(progress, name) for name in ("prompts", "tokens", "skipped")}
+    counts = {"steps": steps} | {name: getattr(progress, name) for name in ("prompts", "tokens", "skipped", "ranks")}
     for name, value in counts.items():
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} is {value!r:.40}")

@@ -17,11 +17,11 @@ The strategies:
 
 import contextlib
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from pickle import Unpickler, UnpicklingError
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -37,31 +37,47 @@ T = TypeVar("T")
 Strategy = Literal["none", "ddp", "fsdp2"]
 
 
-def start(strategy: Strategy, timeout: float) -> torch.device:
-    """Join the other processes, if torchrun started this one; returns this one's device.
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if launched() else torch.device("cuda")
+
+
+def start(strategy: Strategy, timeout: float) -> None:
+    """Join the other processes, if torchrun started this one.
 
     Args:
         timeout: seconds after which a rank gives up waiting for the others.
 
     Raises ValueError where strategy and launcher do not fit.
     """
-    gpu = torch.cuda.is_available()
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not launched():
         if strategy != "none":
             raise ValueError(
                 f"--distributed.strategy {strategy} needs torchrun: torchrun --nproc-per-node N -m pspo.train ..."
             )
-        return torch.device("cuda" if gpu else "cpu")
+        return
     if strategy == "none" and int(os.environ["WORLD_SIZE"]) > 1:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 where a GPU is too small")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        torch.cuda.set_device(own_device())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open for as long as the process is there)
-    return device
+
+
+def stop() -> None:
+    """Leave the other processes, when all are done."""
+    if dist.is_initialized():
+        barrier()
+        dist.destroy_process_group()
 
 
 def rank() -> int:
@@ -273,7 +289,7 @@ class TensorReader(checkpoint.FileSystemReader):
             return _MetadataUnpickler(file).load()
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(Unpickler):
     """Knows what describes tensors, and no other name."""
 
     KNOWN: ClassVar = {
@@ -290,7 +306,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in self.KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} in the metadata of a distributed checkpoint")
+            raise UnpicklingError(f"{module}.{name} in the metadata of a distributed checkpoint")
         return super().find_class(module, name)
 
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.distributed import is_main, pool, rank, world_size
+from pspo.distributed import from_main, is_main, launched, own_device, pool, rank, start, stop, world_size
 from pspo.metrics import (
     append_jsonl,
     check_output,
@@ -42,6 +42,7 @@ from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.tasks import Problem, contains_answer, extract_answer, load_problems, matches_format, total_rewards
 from pspo.tasks.answers import TOLERANCE
 
+FINGERPRINT = "fingerprint.json"  # of an evaluation's files the last to be written, so that it vouches for the others
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
 
@@ -253,40 +254,51 @@ def prepare(
     Raises ValueError where it holds another, before the model is loaded where the switches tell.
     """
     output = Path(config.run.output_dir)
-    known = output / "fingerprint.json"  # of those files the last, so that it vouches for the others
-    check_output(output)
-    if known.exists():
-        refuse_other_switches(output, resolved)
-    elif any((output / name).exists() for name in ("completions.jsonl", "results.json")):
-        raise ValueError(f"--run.output_dir {output} holds results of something else; choose another folder")
+    from_main(lambda: check_folder(output, resolved))
     tokenizer = load_tokenizer(config.model)
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
     policy = load_policy(config.model, device)
     about = fingerprint(policy, prompts)
-    if known.exists():
-        old = read_json(known)
-        if changed := [name for name in about if old.get(name) != about[name]]:
-            raise ValueError(
-                f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
-                "name: choose another folder"
-            )
-    else:
+    from_main(lambda: begin(output, resolved, about, device))
+    return policy, tokenizer, prompts
+
+
+def check_folder(output: Path, resolved: str) -> None:
+    """Raise ValueError where the folder holds something else, as far as the switches tell."""
+    check_output(output)
+    if (output / FINGERPRINT).exists():
+        refuse_other_switches(output, resolved)
+    elif any((output / name).exists() for name in ("completions.jsonl", "results.json")):
+        raise ValueError(f"--run.output_dir {output} holds results of something else; choose another folder")
+
+
+def begin(output: Path, resolved: str, about: dict[str, str], device: torch.device) -> None:
+    """Make the folder; raise ValueError where it is there and of another model or other problems."""
+    known = output / FINGERPRINT
+    if not known.exists():
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / "config.yaml", resolved)
         write_json(output / "environment.json", environment(str(device)))
         write_json(known, about)
-    return policy, tokenizer, prompts
+        return
+    old = read_json(known)
+    if changed := [name for name in about if old.get(name) != about[name]]:
+        raise ValueError(
+            f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
+            "name: choose another folder"
+        )
 
 
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    start("ddp" if launched() else "none", timeout=600)
+    device = own_device()
     output = Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
         policy, tokenizer, prompts = prepare(config, resolved, device)
-        done = read_jsonl(kept)
+        done = from_main(lambda: read_jsonl(kept))
         results = read_json(finished, ("temperatures",)) if finished.exists() else {}
     if results:
         print(f"finished before, nothing to do: {finished}\n")
@@ -325,6 +337,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on with {output}", file=sys.stderr)
         raise SystemExit(130) from None
+    if not is_main():
+        stop()
+        return
     write_text(kept, to_jsonl(completions))  # in order, where a chunk that was cut short left some twice
     summary = {
         "model": config.model.name_or_path,
@@ -340,6 +355,7 @@ def main(args: Sequence[str] | None = None) -> None:
     write_json(finished, summary)
     print(render(summary))
     print(f"\nresults: {finished}")
+    stop()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 def use_onednn(model: nn.Module) -> None:
     """Let the linear layers of a model compute their float32 products by oneDNN, where it is there and has AVX-512."""
     if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        # By itself oneDNN keeps code for 1,024 shapes, which with rows of all lengths is 200 MB. It reads this once.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+        # By themselves oneDNN and PyTorch's layer above it each keep what they made for 1,024 shapes, which with rows of
+        # all lengths is hundreds of MB. Both read this once, when they are first used.
+        for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(capacity, "16")
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = OneDNNLinear

@@ -23,7 +23,7 @@ from pspo.checkpoint import (
     unreadable_is_damaged,
 )
 from pspo.config import ModelConfig, RunConfig, TrainConfig
-from pspo.distributed import from_main, is_main, is_sharded, load_shards, shard
+from pspo.distributed import from_main, is_main, is_sharded, load_shards, shard, world_size
 from pspo.metrics import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
 from pspo.model import autocasts, load_policy
 
@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130  # stopped at once
 
 # What a run may have changed when it goes on. Any other change makes another experiment of it, and is refused.
 FREE = {  # changes no number of the run
-    "data.path", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error", "reward.timeout", "run.keep",
+    "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error", "reward.timeout", "run.keep",
     "run.output_dir", "run.resume", "run.samples", "run.save_every", "run.tracker",
 }  # fmt: skip
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens"}
@@ -168,6 +168,12 @@ def go_on(
     if progress.best:
         progress.best = best_of(run, progress.best["step"])
     from_main(lambda: cut_back(run, steps))
+    if 0 < progress.ranks != world_size() and is_main():
+        print(
+            f"the checkpoint is of {progress.ranks} ranks, this is {world_size()}: the same weights and optimizer, but "
+            "from here on other tokens are drawn than would have been",
+            file=sys.stderr,
+        )
     print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     return steps, progress
 

@@ -30,16 +30,19 @@ from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.distributed import (
     Scalars,
+    barrier,
     from_main,
     gathered,
     highest,
     is_main,
     is_sharded,
     own,
+    own_device,
     pool,
     seed_of_rank,
     share,
     start,
+    stop,
     world_size,
 )
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
@@ -97,14 +100,14 @@ class Setup:
             self.tracker.log(metrics)
 
 
-def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) -> dict[str, Any]:
+def train(config: TrainConfig, setup: Setup, signals: StopSignals | None = None) -> dict[str, Any]:
     """The loop, from the progress that there is. Returns the run's summary, as written to ``summary.json``.
 
-    Raises Stopped, all saved, where ``stop`` received a signal; RunFailed after too many skipped steps in a row.
+    Raises Stopped, all saved, where ``signals`` received a signal; RunFailed after too many skipped steps in a row.
     """
     learner, prompts, output, progress = setup.learner, setup.prompts["train"], setup.output, setup.progress
     device, group_size, max_tokens = learner.policy.device, config.rollout.group_size, config.run.max_tokens or math.inf
-    start, stop = time.perf_counter() - progress.seconds, stop or StopSignals()
+    began, signals = time.perf_counter() - progress.seconds, signals or StopSignals()
     order = islice(prompt_order(len(prompts), config.run.seed), progress.prompts, None)
 
     if progress.before is None:
@@ -116,7 +119,7 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
     bar_of = {"total": config.run.max_steps, "initial": learner.steps, "unit": "step", "disable": not is_main()}
     with tqdm(desc="train", **bar_of) as bar:
         while (
-            not (stopped := highest(stop.received is not None))  # by a signal to any rank
+            not (stopped := highest(signals.received is not None))  # by a signal to any rank
             and learner.steps < config.run.max_steps
             and progress.tokens < max_tokens
         ):
@@ -136,7 +139,7 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
             )  # from here on of all ranks
             progress.prompts += config.rollout.prompts
             progress.tokens += rollout.tokens
-            progress.microbatch_limit = learner.microbatch_limit
+            progress.ranks, progress.microbatch_limit = world_size(), learner.microbatch_limit
 
             metrics = rollout_metrics(rollout, rewards, rewards_by_name, advantages)
             metrics |= steps[-1]  # the last: most off-policy
@@ -160,7 +163,7 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
             )  # fmt: skip
             setup.log(line, samples)
             count_skipped(steps, config, setup)
-            progress.seconds = time.perf_counter() - start
+            progress.seconds = time.perf_counter() - began
             if done or crossed(config.run.save_every, first_step, learner.steps):
                 setup.saver.save(learner.steps, card(config, setup), progress)
             bar.update(learner.steps - first_step)
@@ -170,6 +173,8 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
 
     if stopped:
         setup.saver.save(learner.steps, card(config, setup), progress)
+        setup.saver.wait()
+        barrier()  # the launcher ends all ranks with the first that ends
         raise Stopped
     setup.saver.wait()
     save_model(learner.policy, setup.tokenizer, output / "final", card(config, setup))
@@ -181,7 +186,7 @@ def train(config: TrainConfig, setup: Setup, stop: StopSignals | None = None) ->
         "after": test_accuracy(config, setup, policy, "test after"),
         "tokens": progress.tokens,
         "optimizer_steps": learner.steps,
-        "seconds": round(time.perf_counter() - start, 2),
+        "seconds": round(time.perf_counter() - began, 2),
         "peak_memory_gb": round(peak_memory_gb(device), 3),
         "best_model": str(returned),
         "best_step": progress.best.get("step", learner.steps),
@@ -301,7 +306,7 @@ def greedily(sampling: Sampling) -> Sampling:
 
 def prepare(config: TrainConfig, resolved: str) -> Setup:
     """Load everything, the cheap and fallible first; the output folder is made last, so that no error leaves one."""
-    device = start(config.distributed.strategy, config.distributed.timeout)
+    device = own_device()
     check_even(config)
     lock = contextlib.ExitStack()
     output, going_on, changed = from_main(lambda: find_output(config, resolved, lock))
@@ -401,9 +406,11 @@ def default_output(config: TrainConfig) -> str:
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train"):
-        if summary := finished(config.run, resolved):
+        start(config.distributed.strategy, config.distributed.timeout)
+        if summary := from_main(lambda: finished(config.run, resolved)):
             print(f"finished before, nothing to do: {Path(summary['best_model']).parent / 'summary.json'}\n")
             report(config, summary)
+            stop()
             return
         setup = prepare(config, resolved)
     policy, stops = setup.learner.policy, setup.tokenizer.convert_ids_to_tokens(setup.sampling.stop_ids)
@@ -416,10 +423,11 @@ def main(args: Sequence[str] | None = None) -> None:
     print(f"output  {setup.output}")
 
     try:
-        with setup.lock, setup.saver, StopSignals() as stop:
-            summary = train(config, setup, stop)
+        with setup.lock, setup.saver, StopSignals() as signals:
+            summary = train(config, setup, signals)
     except (Stopped, KeyboardInterrupt) as stopped:
-        print(f"\nstopped; the same command with --run.output_dir {setup.output} goes on", file=sys.stderr)
+        if is_main():
+            print(f"\nstopped; the same command with --run.output_dir {setup.output} goes on", file=sys.stderr)
         raise SystemExit(EXIT_STOPPED if isinstance(stopped, Stopped) else EXIT_INTERRUPTED) from None
     except RunFailed as error:
         print(f"\npspo.train: {error}", file=sys.stderr)
@@ -435,6 +443,7 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         raise SystemExit(1) from None
     report(config, summary)
+    stop()
 
 
 def report(config: TrainConfig, summary: dict[str, Any]) -> None:

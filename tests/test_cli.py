@@ -727,7 +727,7 @@ def test_bad_configuration_stops_before_any_loading(here, capsys, monkeypatch, a
     )
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(pspo.train, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
-    monkeypatch.setattr(pspo.train, "load_policy", lambda *args: pytest.fail("loaded a model"))
+    monkeypatch.setattr(pspo.train, "load_across_ranks", lambda *args: pytest.fail("loaded a model"))
     line = refused(capsys, pspo.train, "--run.output_dir=out", *args)
     assert all(part in line for part in named), line
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.checkpoint import RunFailed, checkpoints
 from pspo.config import TrainConfig, parse
+from pspo.model import ASSETS
 from pspo.train import prepare
 
 TINY = (
@@ -83,7 +84,7 @@ def metrics() -> list[dict]:
 
 
 def start() -> dict[str, torch.Tensor]:
-    return load_file(pspo.train.load_policy.__globals__["ASSETS"] / "tiny-base/model.safetensors")
+    return load_file(ASSETS / "tiny-base/model.safetensors")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

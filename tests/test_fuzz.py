@@ -362,7 +362,7 @@ TAMPERED = {
     "training.pt: no scheduler": lambda f: change_training(f, lambda state: state.pop("scheduler")),
     "training.pt: a method of the scheduler": lambda f: change_training(f, lambda s: s["scheduler"].update(step=5)),
     "training.pt: other moments": lambda f: change_training(f, thin_moments),
-    "training.pt: short random state": lambda f: change_training(f, lambda s: s.update(random=torch.zeros(3))),
+    "training.pt: short random state": lambda f: change_training(f, lambda s: s.update(random=[[torch.zeros(3)]])),
     "model.safetensors: a pickle": lambda f: (f / "model.safetensors").write_bytes(pickle.dumps(Payload())),
     "pytorch_model.bin in its place": pickled_model,
     "model.safetensors: other shapes": other_shapes,
@@ -378,9 +378,9 @@ TAMPERED = {
     "state.json: seconds": lambda f: change_state(f, seconds=None),
     "state.json: best": lambda f: change_state(f, best={"step": "x"}),
     "state.json: validated": lambda f: change_state(f, validated=[1]),
-    "state.json: random": lambda f: change_state(f, random={"python": [3, [1, 2], None], "numpy": []}),
+    "state.json: random": lambda f: change_state(f, random=[{"python": [3, [1, 2], None], "numpy": []}]),
     "state.json: random of numpy": lambda f: change_state(
-        f, random={"python": [3, list(random.getstate()[1]), None], "numpy": ["MT19937", [-1], 0, 0, 0.0]}),
+        f, random=[{"python": [3, list(random.getstate()[1]), None], "numpy": ["MT19937", [-1], 0, 0, 0.0]}]),
 }  # fmt: skip
 
 
