@@ -9,12 +9,14 @@ import os
 import torch
 from torch import Tensor, nn
 
+WORTHWHILE = 2**22  # multiplications of a product; for fewer, the call by itself costs more than it saves
+
 
 def use_onednn(model: nn.Module) -> None:
     """Let the linear layers of a model compute their float32 products by oneDNN, where it is there and has AVX-512."""
     if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        # By themselves oneDNN and PyTorch's layer above it each keep what they made for 1,024 shapes, which with rows of
-        # all lengths is hundreds of MB. Both read this once, when they are first used.
+        # By themselves oneDNN and PyTorch's layer above it keep what they made for 1,024 shapes each, with rows of all
+        # lengths hundreds of MB. Both read this once, when they are first used.
         for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(capacity, "16")
         for module in model.modules():
@@ -24,10 +26,11 @@ def use_onednn(model: nn.Module) -> None:
 
 class OneDNNLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        plain = input.dtype == self.weight.dtype == torch.float32 and input.device.type == "cpu" and input.numel() > 0
-        if not plain or torch.is_autocast_enabled("cpu"):
-            return super().forward(input)
-        return _Product.apply(input, self.weight, self.bias)
+        plain = input.dtype == self.weight.dtype == torch.float32 and input.device.type == "cpu"
+        large = input.numel() * self.out_features >= WORTHWHILE
+        if plain and large and not torch.is_autocast_enabled("cpu"):
+            return _Product.apply(input, self.weight, self.bias)
+        return super().forward(input)
 
 
 class _Product(torch.autograd.Function):

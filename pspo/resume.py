@@ -32,8 +32,8 @@ EXIT_INTERRUPTED = 130  # stopped at once
 
 # What a run may have changed when it goes on. Any other change makes another experiment of it, and is refused.
 FREE = {  # changes no number of the run
-    "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error", "reward.timeout", "run.keep",
-    "run.output_dir", "run.resume", "run.samples", "run.save_every", "run.tracker",
+    "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
+    "reward.timeout", "run.keep", "run.output_dir", "run.resume", "run.samples", "run.save_every", "run.tracker",
 }  # fmt: skip
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens"}
 

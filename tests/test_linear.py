@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import pspo.linear
 from pspo.config import ModelConfig
 from pspo.linear import OneDNNLinear, use_onednn
 from pspo.model import load_policy
@@ -18,8 +19,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def layers():
+def layers(monkeypatch):
     """Makes a layer as PyTorch has it, and the same by oneDNN: layers(inputs, outputs, bias, dtype)."""
+
+    monkeypatch.setattr(pspo.linear, "WORTHWHILE", 1)
 
     def make(inputs, outputs, bias=True, dtype=torch.float32):
         torch.manual_seed(0)
