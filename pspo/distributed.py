@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
@@ -190,6 +191,28 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
     type(policy).as_forward = _call
     register_fsdp_forward_method(policy, "as_forward")
     policy.train()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]:
+    """Give a sharded model on the meta device its memory, and each rank its rows of the weights in safetensors files.
+
+    Returns the names that the files lack.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()
+    for module in model.modules():
+        if next(module.buffers(recurse=False), None) is not None:  # which files do not hold: rotary frequencies
+            model._init_weights(module)
+    missing = dict(model.named_parameters())
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in missing.keys() & tensors.keys():
+                parameter = missing.pop(name)
+                size = -(-len(parameter) // world_size())  # rows of a rank; the last ones may have fewer, or none
+                rows = tensors.get_slice(name)[rank() * size : min((rank() + 1) * size, len(parameter))]
+                local(parameter).copy_(rows)
+    return sorted(missing)
 
 
 def _call(model: nn.Module, function: Callable[..., T], *args: Any) -> T:

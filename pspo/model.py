@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import huggingface_hub
 import torch
 import transformers
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -91,11 +93,7 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
         ValueError: for a model that cannot be found, or whose logits are more than its output embedding applied
             to its last hidden state (softcapping excepted, which `token_logprobs` knows).
     """
-    model_config = load_model_config(config)
-    for part in (model_config, model_config.get_text_config()):
-        for name, value in vars(part).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(part, name, 0.0)
+    model_config = _without_dropout(config)
     with _load_errors(config):
         policy, loading = AutoModelForCausalLM.from_pretrained(
             locate(config.name_or_path),
@@ -108,12 +106,49 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
         )
         if loading["missing_keys"]:  # they would be random
             raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
-    policy = policy.to(device).eval()
+    policy = _ready(policy.to(device), config)
+    check_head(policy)
+    return policy
+
+
+def empty_policy(config: "ModelConfig") -> tuple[PreTrainedModel, list[Path]]:
+    """The model as `load_policy` makes it, but for its weights: on the meta device; and the files that hold them."""
+    model_config = _without_dropout(config)
+    with _load_errors(config):
+        source = locate(config.name_or_path)
+        if not Path(source).is_dir():
+            patterns = ["*.safetensors", "*.json"]
+            source = huggingface_hub.snapshot_download(source, revision=config.revision, allow_patterns=patterns)
+        files = sorted(Path(source).glob("*.safetensors"))
+        if not files:
+            raise ValueError("it has no safetensors files")
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(
+                model_config,
+                dtype=torch.float32,
+                attn_implementation=config.attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+            )
+        if (Path(source) / "generation_config.json").exists():
+            policy.generation_config = GenerationConfig.from_pretrained(source)
+    return _ready(policy, config), files
+
+
+def _without_dropout(config: "ModelConfig") -> PretrainedConfig:
+    model_config = load_model_config(config)
+    for part in (model_config, model_config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+                setattr(part, name, 0.0)
+    return model_config
+
+
+def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
+    policy.eval()
     use_onednn(policy)
     if config.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
         policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
-    _check_head(policy)
     if config.compile:
         policy.base_model.compile(dynamic=True)
     return policy
@@ -141,7 +176,8 @@ def _load_errors(config: "ModelConfig") -> Iterator[None]:
 
 
 @torch.no_grad()
-def _check_head(policy: PreTrainedModel) -> None:
+def check_head(policy: PreTrainedModel) -> None:
+    """Raise ValueError where the logits are made in a way that `token_logprobs` does not know."""
     ids = torch.arange(4, device=policy.device)[None]
     hidden = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not torch.allclose(_logits(policy, hidden), policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3):

@@ -23,9 +23,9 @@ from pspo.checkpoint import (
     unreadable_is_damaged,
 )
 from pspo.config import ModelConfig, RunConfig, TrainConfig
-from pspo.distributed import from_main, is_main, is_sharded, load_shards, shard, world_size
+from pspo.distributed import as_forward, fill, from_main, is_main, is_sharded, load_shards, shard, world_size
 from pspo.metrics import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
-from pspo.model import autocasts, load_policy
+from pspo.model import autocasts, check_head, empty_policy, load_policy
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
 EXIT_INTERRUPTED = 130  # stopped at once
@@ -137,8 +137,14 @@ def load_across_ranks(config: TrainConfig, model: ModelConfig, device: torch.dev
     """A model as --distributed.strategy has it: whole on every rank, or sharded."""
     if config.distributed.strategy != "fsdp2":
         return load_policy(model, device)
-    policy = load_policy(model, torch.device("cpu"))
+    policy, files = from_main(lambda: empty_policy(model)[1]) and empty_policy(model)  # rank 0 downloads, if need be
     shard(policy, torch.bfloat16 if autocasts(model.autocast, device) else None)
+    if missing := fill(policy, files, device):
+        raise ValueError(
+            f"--model.name_or_path {model.name_or_path}: its files lack {', '.join(missing[:3])} ...; load it in one "
+            "process and save it with save_pretrained"
+        )
+    as_forward(check_head, policy)
     return policy
 
 

@@ -35,6 +35,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
 STRATEGIES = ("ddp", "fsdp2")
+CLOSE = {"rel": 1e-3, "abs": 1e-4}
 SMALL = (
     "--rollout.prompts=4", "--rollout.max_completion_tokens=16", "--run.max_steps=8", "--run.validate_every=4",
     "--run.validation_limit=6", "--run.test_limit=5", "--run.save_every=2", "--data.limit=50", "--run.keep=9",
@@ -98,6 +99,11 @@ CASES = {
     "P3O, grpo": make_config(P3O(), "grpo", epochs=1, minibatches=2),
     "SAPO, dr_grpo": make_config(SAPO(), "dr_grpo", epochs=2),
     "TOPR, dapo": make_config(TOPR(), "dapo", epochs=2, minibatches=2),
+    "checkpointed": replace(
+        make_config(PSPO(), "grpo", epochs=2),
+        model=ModelConfig("tiny-base", autocast="none", gradient_checkpointing=True),
+    ),
+    "bf16": replace(make_config(Clip(), "dapo", epochs=2), model=ModelConfig("tiny-base", autocast="bf16")),
 }
 
 
@@ -147,10 +153,13 @@ def test_two_ranks_take_the_steps_of_one(results, name):
     moved = max((weights[n] - start[n].detach()).abs().max() for n in weights)
     assert moved > 1e-3
     for n, expected in weights.items():
-        torch.testing.assert_close(computed[name]["weights"][n], expected, rtol=0, atol=float(moved) * 1e-4)
+        tolerance = 0.2 if name == "bf16" else 1e-4  # other layouts round otherwise
+        torch.testing.assert_close(computed[name]["weights"][n], expected, rtol=0, atol=float(moved) * tolerance)
     assert len(metrics) == len(computed[name]["metrics"])
     for step, expected in zip(computed[name]["metrics"], metrics, strict=True):
-        assert step == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert step == pytest.approx(
+            expected, rel=0.1 if name == "bf16" else 1e-3, abs=2e-2 if name == "bf16" else 1e-4
+        )
 
 
 def test_ranks_roll_out_at_their_own_pace_what_one_process_would(results):
@@ -241,10 +250,10 @@ def test_both_strategies_are_one_run(whole):
     strategy, run, _ = whole
     FIRST[strategy] = contents(run)["metrics"][0]
     for first in FIRST.values():
-        assert first == pytest.approx(FIRST[strategy], rel=1e-3, abs=1e-4)
+        assert first == pytest.approx(FIRST[strategy], **CLOSE)
 
 
-@pytest.mark.parametrize("saved", [0, 2, 6])
+@pytest.mark.parametrize("saved", [0, 6])
 def test_a_job_that_lost_a_rank_goes_on_exactly(whole, tmp_path, saved):
     """Killed where it would have gone on from each of these steps."""
     strategy, run, _ = whole
@@ -359,6 +368,8 @@ def test_a_strategy_without_torchrun_is_refused(tmp_path):
 def test_two_agents_are_one_job(whole, tmp_path):
     """As on two nodes: two launchers that meet at an address, one killed in the middle, the job gone on with."""
     strategy, run, _ = whole
+    if strategy == "ddp":
+        pytest.skip("one strategy will do")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -391,7 +402,9 @@ def test_two_agents_are_one_job(whole, tmp_path):
 
 
 def test_evaluation_uses_the_ranks(whole, tmp_path):
-    _, run, _ = whole
+    strategy, run, _ = whole
+    if strategy == "fsdp2":
+        pytest.skip("it is done the same way whatever trained the model")
     command = ["-m", "pspo.evaluate", f"--model.name_or_path={run / 'final'}", "--data.limit=30",
                "--eval.temperatures=[0.0,1.0]", "--eval.samples=3", "--eval.max_completion_tokens=16",
                "--eval.max_tokens=1500"]  # fmt: skip
