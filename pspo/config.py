@@ -71,6 +71,8 @@ class DataConfig:
         prompt_column: own data: column of the problem text.
         answer_column: own data: column of the numeric answer.
         fractions: keep MATH problems whose answer is a fraction.
+        holdout: of a source with a single split (ASDiv, SVAMP's own file), the share that is test while the rest is
+            train; problems of the same words are on one side. 0: all are test.
         system_prompt: the system turn; "" for none.
         max_prompt_tokens: problems with longer prompts are dropped at load, never cut.
     """
@@ -82,11 +84,13 @@ class DataConfig:
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     fractions: bool = True
+    holdout: float = 0.0
     system_prompt: str = SYSTEM_PROMPT
     max_prompt_tokens: int = 512
 
     def __post_init__(self) -> None:
         require(self.limit is None or self.limit > 0, "data.limit", "must be above 0", self.limit)
+        require(0 <= self.holdout < 1, "data.holdout", "must be in [0, 1)", self.holdout)
         require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "must be above 0", self.max_prompt_tokens)
 
 

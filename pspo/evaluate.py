@@ -73,6 +73,7 @@ def load_prompts(
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
         fractions=config.fractions,
+        holdout=config.holdout,
     )
     ids = encode_prompts(tokenizer, [problem.prompt for problem in problems], config.system_prompt)
     longest = min(config.max_prompt_tokens, room)

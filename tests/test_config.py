@@ -392,6 +392,7 @@ OUT_OF_RANGE = {
     "run.save_every": ["-1"],
     "run.keep": ["0", "-1"],
     "run.samples": ["-1"],
+    "data.holdout": ["-0.1", "1", ".nan"],
     "distributed.timeout": ["0", "-1", ".inf", ".nan"],
 }
 EVALUATE_OUT_OF_RANGE = {

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from pspo.tasks.answers import contains_answer, extract_answer
-from pspo.tasks.datasets import Row, boxed, load_problems, parse_gold
+from pspo.tasks.datasets import SPLITS, Row, boxed, load_problems, parse_gold
 from pspo.tasks.problem import Problem
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -469,3 +469,63 @@ def test_math_as_published(capsys):
     plain = [p for p in problems if re.fullmatch(r"-?[0-9]+", boxed(p.solution)[-1])]
     assert [p.answer for p in plain] == [int(boxed(p.solution)[-1]) for p in plain]
     assert len(plain) > 3000
+
+
+# ---------------------------------------------------------------- a single split made two
+
+
+def texts(split: str, file: Path, **how) -> list[str]:
+    return [problem.prompt for problem in load_problems("file", split, file, **how)]
+
+
+def single(tmp_path, problems: int = 400) -> Path:
+    """A file without a split in its name; every tenth problem is there twice, in other spelling."""
+    lines = [{"prompt": f"Tom has {n} apples, and eats {n % 7}.", "answer": n} for n in range(problems)]
+    again = [{"prompt": f"TOM has {n}  apples and eats {n % 7}!", "answer": n} for n in range(0, problems, 10)]
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines + again))
+    return file
+
+
+def words(prompts: list[str]) -> set[str]:
+    return {" ".join("".join(c if c.isalnum() else " " for c in prompt.lower()).split()) for prompt in prompts}
+
+
+def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path):
+    file = single(tmp_path)
+    parts = {split: texts(split, file, holdout=0.3) for split in SPLITS}
+    assert sum(map(len, parts.values())) == 440
+    assert len(parts["test"]) / 440 == pytest.approx(0.3, abs=0.07)  # three standard deviations of 440 draws
+    assert len(parts["validation"]) == (440 - len(parts["test"])) // 20
+    assert not words(parts["test"]) & words(parts["train"] + parts["validation"])
+    assert {split: texts(split, file, holdout=0.3) for split in SPLITS} == parts
+    assert set(texts("test", file, holdout=0.3, seed=1)) != set(parts["test"])
+    assert words(parts["test"]) < words(texts("test", file, holdout=0.5))  # a larger share only adds
+
+
+def test_without_holdout_all_of_it_is_test(tmp_path):
+    file = single(tmp_path)
+    assert len(load_problems("file", "test", file)) == 440
+    with pytest.raises(ValueError, match=r"--data\.holdout 0\.3 makes train and test"):
+        load_problems("file", "train", file)
+
+
+def test_holdout_leaves_published_splits_alone(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n{"prompt": "2 + 2", "answer": 4}\n')
+    assert len(load_problems("file", "test", tmp_path, holdout=0.9)) == 2
+
+
+def test_holdout_that_leaves_a_side_empty_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--data\.holdout 0\.0001 leaves no test problem"):
+        load_problems("file", "test", single(tmp_path, 10), holdout=1e-4)
+
+
+@pytest.mark.skipif(not (DATA / "asdiv").is_dir(), reason="ASDiv and SVAMP are not beside the project")
+def test_train_and_test_of_asdiv_and_svamp_share_no_problem():
+    """By words, within each and across the two: SVAMP was made from ASDiv."""
+    parts = {split: load_problems("asdiv+svamp", split, DATA, holdout=0.3) for split in SPLITS}
+    assert sum(map(len, parts.values())) == 2092 + 1000
+    seen = words([problem.prompt for split in ("train", "validation") for problem in parts[split]])
+    assert not seen & words([problem.prompt for problem in parts["test"]])
+    assert 800 < len(parts["test"]) < 1060

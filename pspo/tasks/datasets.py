@@ -18,9 +18,13 @@ val / dev / test in its name, or in its path below the folder given; **without s
 was not named for training is never trained on. Where nothing is named validation, a part of train, shuffled by the
 seed, is held out: all but 7,000 of GSM8K (473), otherwise 5% and at most 500. The part is taken before non-numeric
 answers are left out, so that it does not depend on `fractions`.
+
+Of a source that has one split alone (ASDiv; SVAMP's own file) ``holdout`` makes two: a problem is test if the hash of
+its words and the seed says so. Problems of the same words are on one side, within a source and across sources.
 """
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -81,11 +85,14 @@ class Row:
         return self.text(column) if self.record.get(column) else ""
 
 
+Reader = Callable[[Row], tuple[str, str, dict[str, str]]]  # a row's prompt, the gold answer's text, further fields
+
+
 @dataclass(frozen=True)
 class Source:
-    """How to read one published data set. `problem` maps a row to the prompt, the gold's text and further fields."""
+    """How to read one published data set."""
 
-    problem: Callable[[Row], tuple[str, str, dict[str, str]]]
+    problem: Reader
     hub_id: str
     configs: tuple[str, ...]
     hub_splits: dict[str, str]  # ours -> the hub's
@@ -140,6 +147,7 @@ def load_problems(
     prompt_column: str = "prompt",
     answer_column: str = "answer",
     fractions: bool = True,
+    holdout: float = 0.0,
 ) -> list[Problem]:
     """The problems of one split that have a numeric answer.
 
@@ -155,6 +163,7 @@ def load_problems(
         seed: of the shuffles, and of arithmetic.
         prompt_column, answer_column: for `file`. Its columns `category` and `level` are taken along if there.
         fractions: False leaves out answers written as fractions, unless they are integers.
+        holdout: of a source with a single split, the share that is test while the rest is train; 0: all are test.
 
     Raises:
         ValueError: anything wrong with arguments, files or hub, naming the file, the line or column, and the fix.
@@ -176,8 +185,10 @@ def load_problems(
         if part == "arithmetic":
             problems += islice(arithmetic.problems(split, seed), limit or ARITHMETIC_SIZES[split])
             continue
-        rows = _split_rows(part, split, _source_path(part, path, mixture=len(names) > 1), seed)
-        problems += _numeric(part, split, rows, prompt_column, answer_column, fractions)
+        to_problem = _own_columns(prompt_column, answer_column) if part == "file" else SOURCES[part].problem
+        source_path = _source_path(part, path, mixture=len(names) > 1)
+        rows = _split_rows(part, split, source_path, seed, holdout, lambda row, read=to_problem: read(row)[0])
+        problems += _numeric(part, split, rows, to_problem, fractions)
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
     return problems[:limit]
@@ -198,19 +209,38 @@ def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | No
     return path
 
 
-def _split_rows(name: str, split: str, path: Path | None, seed: int) -> list[Row]:
-    """The rows of one split, after holding validation out of train where the source has none."""
+def _own_columns(prompt_column: str, answer_column: str) -> Reader:
+    def read(row: Row) -> tuple[str, str, dict[str, str]]:
+        fields = {field: row.optional(field) for field in ("category", "level")}
+        return row.text(prompt_column), row.text(answer_column), fields
+
+    return read
+
+
+def _split_rows(
+    name: str, split: str, path: Path | None, seed: int, holdout: float, prompt: Callable[[Row], str]
+) -> list[Row]:
+    """The rows of one split, after making two of a single one, and validation of a part of train if there is none."""
     if path is None:
         published = {ours: partial(_hub_rows, name, theirs) for ours, theirs in SOURCES[name].hub_splits.items()}
     else:
         files = _files_by_split(path, SOURCES[name].skip if name in SOURCES else "")
         published = {ours: partial(_file_rows, paths) for ours, paths in files.items()}
+    if published.keys() == {"test"} and holdout > 0:
+        sides: dict[bool, list[Row]] = {True: [], False: []}
+        for row in published["test"]():
+            sides[_is_held_out(prompt(row), seed, holdout)].append(row)
+        if not all(sides.values()):
+            side = "train" if sides[True] else "test"
+            raise ValueError(f"{path or SOURCES[name].hub_id}: --data.holdout {holdout} leaves no {side} problem")
+        published = {"test": lambda: sides[True], "train": lambda: sides[False]}
     if split in published and split != "train":
         return published[split]()
     if split == "test" or "train" not in published:
         raise ValueError(
             f"{path or SOURCES[name].hub_id} has no {split} split for {name}, only {' and '.join(sorted(published))}; "
-            f"a file counts as the split that its name says ({split}.jsonl), and as test if it says none"
+            f"a file counts as the split that its name says ({split}.jsonl), and as test if it says none; "
+            "--data.holdout 0.3 makes train and test of a single split"
             + ("; to train without a test, --run.test_limit 0" if split == "test" else "")
         )
     rows = published["train"]()
@@ -225,16 +255,20 @@ def _split_rows(name: str, split: str, path: Path | None, seed: int) -> list[Row
     return rows[:-held_out] if split == "train" else rows[-held_out:]
 
 
+def _is_held_out(prompt: str, seed: int, share: float) -> bool:
+    """By the hash of the prompt's words, without case and punctuation."""
+    words = " ".join(re.findall(r"\w+", prompt.lower()))
+    return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
+
+
 def _numeric(
-    name: str, split: str, rows: list[Row], prompt_column: str, answer_column: str, fractions: bool
+    name: str,
+    split: str,
+    rows: list[Row],
+    to_problem: Reader,
+    fractions: bool,
 ) -> list[Problem]:
     """The rows as problems, without those whose gold answer is not one number."""
-
-    def own(row: Row) -> tuple[str, str, dict[str, str]]:
-        fields = {field: row.optional(field) for field in ("category", "level")}
-        return row.text(prompt_column), row.text(answer_column), fields
-
-    to_problem = SOURCES[name].problem if name in SOURCES else own
     problems = []
     for row in rows:
         prompt, gold, fields = to_problem(row)
