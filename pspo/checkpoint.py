@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form (so that it can be loaded as a model,
 too), ``training.pt`` (optimizer, schedule, torch's random generators), ``state.json`` (`Progress`, the other random
-generators), ``config.yaml``, and ``manifest.json``, which vouches for the others by size and SHA-256.
+generators), ``config.yaml``, and ``manifest.json``, which vouches for the others by size and SHA-256. Under fsdp2
+``shards/`` has weights and moments in the model's and the optimizer's place, written by every rank while the run waits.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.distributed import (
-    barrier,
+    from_main,
     gather,
     highest,
     is_main,
@@ -92,12 +93,14 @@ def save_model(
         write_more: puts further files into the folder that it is given.
     """
     weights = state_dict(policy)
-    if is_main():
+
+    def save() -> None:
         with saving(folder) as temporary:
             write_model(policy, tokenizer, temporary, card, weights)
             write_more(temporary)
             publish(temporary, folder)
-    barrier()
+
+    from_main(save)
 
 
 @contextlib.contextmanager
@@ -123,6 +126,13 @@ def write_model(
     policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def new_folder(folder: Path) -> None:
+    """An empty one in which ``folder`` is prepared."""
+    with saving(folder) as temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
 
 
 def publish(temporary: Path, folder: Path) -> None:
@@ -181,10 +191,13 @@ class Saver:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         with contextlib.suppress(*([RunFailed] if kind else [])):  # not in place of the first error
-            self.wait()
+            self._wait()
 
     def wait(self) -> None:
         """Until the save at hand is on the disk; raises RunFailed where it could not be."""
+        from_main(self._wait)
+
+    def _wait(self) -> None:
         pending, self.pending = self.pending, None
         if pending:
             pending.result()
@@ -205,19 +218,20 @@ class Saver:
         torch_state |= {"random": [state.pop("torch") for state in every_rank]}
         state = json.dumps(asdict(progress) | {"steps": steps, "random": every_rank})
         folder = self.run / "checkpoints" / f"step-{steps:06d}"
-        with saving(folder) as temporary:
-            if is_sharded(self.policy):
-                if is_main():
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    temporary.mkdir(parents=True)
-                barrier()
+        if is_sharded(self.policy):
+            from_main(lambda: new_folder(folder))
+            with saving(folder) as temporary:
                 save_shards(temporary / "shards", self.policy, self.stateful["optimizer"].optimizer)
-            elif is_main():
-                write_model(self.policy, self.tokenizer, temporary, card)
+        else:
+            from_main(lambda: self._write_model(folder, card))
         if is_main():
             pool = ThreadPoolExecutor(1)
             self.pending = pool.submit(self._finish, folder, torch_state, state)
             pool.shutdown(wait=False)
+
+    def _write_model(self, folder: Path, card: str) -> None:
+        with saving(folder) as temporary:
+            write_model(self.policy, self.tokenizer, temporary, card)
 
     def _finish(self, folder: Path, torch_state: dict[str, Any], state: str) -> None:
         with saving(folder) as temporary:
@@ -313,13 +327,22 @@ def newest_checkpoint(
     """The first of the checkpoints that verifies and loads, and what is wrong with those before it."""
     damage = []
     for folder in folders:
-        try:
-            verify(folder)
-            load(folder)
+        reason = from_main(lambda folder=folder: reason_of(verify, folder))
+        if reason is None:  # all ranks load, and agree on what came of it
+            reason = next(filter(None, gather(reason_of(load, folder))), None)
+        if reason is None:
             return folder, damage
-        except DamagedError as error:
-            damage.append(str(error))
+        damage.append(reason)
     return None, damage
+
+
+def reason_of(check: Callable[[Path], None], folder: Path) -> str | None:
+    """What a check of the folder says is damaged; None where nothing is."""
+    try:
+        check(folder)
+    except DamagedError as error:
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager

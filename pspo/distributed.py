@@ -24,11 +24,13 @@ from pathlib import Path
 from pickle import Unpickler, UnpicklingError
 from typing import Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -101,19 +103,16 @@ def barrier() -> None:
 
 
 def from_main(function: Callable[[], T]) -> T:
-    """What ``function`` returns on rank 0, for every rank; where it raises a ValueError or OSError, the others exit."""
-    outcome: list[Any] = [None, None]
-    if is_main():
-        try:
-            outcome = [function(), None]
-        except (ValueError, OSError) as error:
-            outcome = [None, error]
-    if world_size() > 1:
-        dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        if not is_main():
-            raise SystemExit(2)  # rank 0 says why
-        raise outcome[1]
+    """What ``function`` returns on rank 0, for every rank; where it raises, the others leave quietly."""
+    outcome: list[Any] = [None, False]
+    try:
+        if is_main():
+            outcome = [function(), True]
+    finally:
+        if world_size() > 1:
+            dist.broadcast_object_list(outcome)
+    if not outcome[1]:
+        raise SystemExit(2)  # rank 0 says why
     return outcome[0]
 
 
@@ -168,24 +167,24 @@ def share(prompts: list[T], minibatches: int) -> list[T]:
     return [prompt for part in parts[rank() :: world_size()] for prompt in part]
 
 
-def seed_of_rank(seed: int) -> int:
-    """The run's seed on rank 0, and one far from it and from other runs' on the others."""
-    # The generators of rank 0 are those of a run in a single process.
-    golden = 0x9E3779B97F4A7C15
-    return seed if rank() == 0 else (seed * golden + rank() * 0xBF58476D1CE4E5B9) % 2**32
+def seed_of_rank(seed: int, steps: int = 0) -> int:
+    """A seed for this rank after so many steps; for rank 0 at the start the run's own, as in a single process."""
+    parts = np.random.SeedSequence((seed, rank(), steps))
+    return seed if rank() == steps == 0 else int(parts.generate_state(1)[0])
 
 
 def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
     """Spread a model's weights over the ranks, layer by layer.
 
-    The float32 shards are what is optimized; where forward passes are autocast, weights are gathered in that dtype, and
-    gradients are summed in float32. The model stays in training mode, which without dropout changes no number: prompts
-    are not shared then, and every rank goes through every layer the same number of times.
+    The float32 shards are what is optimized. Where forward passes are autocast, weights are gathered in that dtype, and
+    norms and the residual stream are in it, too (under autocast alone they are not); gradients are reduced in float32.
+    The model stays in training mode, which without dropout changes no number: prompts are not shared then, and every
+    rank goes through every layer the same number of times.
     """
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
     layers = [module for module in policy.modules() if type(module).__name__ in policy._no_split_modules]
     for module in (*layers, policy):
-        fully_shard(module, mp_policy=precision)
+        fully_shard(module, mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, as everywhere here;
         module.set_force_sum_reduction_for_comms(True)  # which gloo does only if told so
     type(policy).as_forward = _call
@@ -202,16 +201,20 @@ def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]
     model.to_empty(device=device)
     model.tie_weights()
     for module in model.modules():
-        if next(module.buffers(recurse=False), None) is not None:  # which files do not hold: rotary frequencies
+        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies and the like
             model._init_weights(module)
-    missing = dict(model.named_parameters())
+    kept = model.state_dict().keys()  # parameters, and buffers that belong into files
+    missing = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in missing.keys() & tensors.keys():
-                parameter = missing.pop(name)
-                size = -(-len(parameter) // world_size())  # rows of a rank; the last ones may have fewer, or none
-                rows = tensors.get_slice(name)[rank() * size : min((rank() + 1) * size, len(parameter))]
-                local(parameter).copy_(rows)
+                tensor = missing.pop(name)
+                if not isinstance(tensor, DTensor):
+                    tensor.copy_(tensors.get_tensor(name))
+                    continue
+                size = -(-len(tensor) // world_size())  # rows of a rank; the last ones may have fewer, or none
+                rows = tensors.get_slice(name)[rank() * size : min((rank() + 1) * size, len(tensor))]
+                tensor.to_local().copy_(rows)
     return sorted(missing)
 
 
@@ -246,8 +249,10 @@ def gathered(model: nn.Module, how: str) -> Iterator[None]:
 def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients over the ranks; those of a sharded model were, in its backward passes."""
     if world_size() > 1 and not is_sharded(model):
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        for handle in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        for parameter in model.parameters():
+            if parameter.grad is None:  # on this rank; another may have used it
+                parameter.grad = torch.zeros_like(parameter)
+        for handle in [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]:
             handle.wait()
 
 
@@ -265,14 +270,15 @@ class Scalars:
         self.optimizer, self.state = optimizer, {}
 
     def state_dict(self) -> dict[str, Any]:
-        steps = [float(state["step"]) for state in self.optimizer.state.values() if "step" in state]
-        return {"step": steps[0] if steps else 0.0, "lr": [group["lr"] for group in self.optimizer.param_groups]}
+        step = next((float(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0.0)
+        return {"step": step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for group, lr in zip(self.optimizer.param_groups, saved["lr"], strict=True):
             group["lr"] = lr
         for state in self.optimizer.state.values():
-            state["step"].fill_(saved["step"])
+            if "step" in state:
+                state["step"].fill_(saved["step"])
 
 
 def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -281,27 +287,38 @@ def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict
     moments = {
         f"{name}.{key}": value
         for name, parameter in weights.items()
-        for key, value in optimizer.state[parameter].items()
+        for key, value in optimizer.state.get(parameter, {}).items()
         if value.ndim > 0
     }
     return {"model": weights, "optimizer": moments}
 
 
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Every rank writes its shards, by PyTorch's distributed checkpoints."""
-    checkpoint.save(shards(model, optimizer), checkpoint_id=folder)
+    """Every rank writes its shards, by PyTorch's distributed checkpoints; raises RuntimeError where one cannot."""
+    try:
+        checkpoint.save(shards(model, optimizer), checkpoint_id=folder)
+    except CheckpointException as error:  # which is no Exception
+        raise RuntimeError(_first_line(error)) from None
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put back what `save_shards` wrote, from however many ranks it did."""
+    """Put back what `save_shards` wrote, from however many ranks it did; raises RuntimeError where that fails."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # until `Scalars` are loaded
     optimizer.step()  # which moves nothing, but makes the tensors that are to be loaded
     optimizer.zero_grad()
-    with torch.no_grad():
-        checkpoint.load(shards(model, optimizer), storage_reader=TensorReader(folder))
+    try:
+        with torch.no_grad():
+            checkpoint.load(shards(model, optimizer), storage_reader=TensorReader(folder))
+    except CheckpointException as error:
+        raise RuntimeError(_first_line(error)) from None
+
+
+def _first_line(error: CheckpointException) -> str:
+    cause, *_ = error.failures.values()
+    return " ".join(str(cause[0]).split())
 
 
 class TensorReader(checkpoint.FileSystemReader):
@@ -318,6 +335,7 @@ class _MetadataUnpickler(Unpickler):
     KNOWN: ClassVar = {
         "collections": ("OrderedDict",),
         "pathlib": ("PosixPath",),
+        "pathlib._local": ("PosixPath",),  # where Python 3.13 has it
         "torch": ("Size", "float32", "bfloat16"),
         "torch.serialization": ("_get_layout",),
         "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.distributed import from_main, is_main, launched, own_device, pool, rank, start, stop, world_size
+from pspo.distributed import from_main, gather, is_main, launched, own_device, pool, rank, start, stop, world_size
 from pspo.metrics import (
     append_jsonl,
     check_output,
@@ -161,6 +161,8 @@ def evaluate(
                     records = complete(policy, tokenizer, prompts, chunk, sampling, reward)
             if turns > 1:
                 (records,) = pool(records)
+            elif world_size() > 1:
+                records = gather(records)[0]  # a reward may differ from rank to rank
             if records and is_main():
                 save(records)
             completions |= {(record["problem"], record["sample"]): record for record in records}
@@ -304,6 +306,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if results:
         print(f"finished before, nothing to do: {finished}\n")
         print(render(results))
+        stop()
         return
     if done:
         print(f"going on with {output}: {len(done):,} completions are there")

@@ -14,7 +14,8 @@ WORTHWHILE = 2**22  # multiplications of a product; for fewer, the call by itsel
 
 def use_onednn(model: nn.Module) -> None:
     """Let the linear layers of a model compute their float32 products by oneDNN, where it is there and has AVX-512."""
-    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if not on_gpu and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
         # By themselves oneDNN and PyTorch's layer above it keep what they made for 1,024 shapes each, with rows of all
         # lengths hundreds of MB. Both read this once, when they are first used.
         for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

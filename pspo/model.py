@@ -111,9 +111,8 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     return policy
 
 
-def empty_policy(config: "ModelConfig") -> tuple[PreTrainedModel, list[Path]]:
-    """The model as `load_policy` makes it, but for its weights: on the meta device; and the files that hold them."""
-    model_config = _without_dropout(config)
+def weight_files(config: "ModelConfig") -> list[Path]:
+    """The safetensors files of a local model, or of one of the hub, which are downloaded if need be."""
     with _load_errors(config):
         source = locate(config.name_or_path)
         if not Path(source).is_dir():
@@ -122,6 +121,13 @@ def empty_policy(config: "ModelConfig") -> tuple[PreTrainedModel, list[Path]]:
         files = sorted(Path(source).glob("*.safetensors"))
         if not files:
             raise ValueError("it has no safetensors files")
+        return files
+
+
+def empty_policy(config: "ModelConfig") -> PreTrainedModel:
+    """The model as `load_policy` makes it, but on the meta device: without weights."""
+    model_config = _without_dropout(config)
+    with _load_errors(config):
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(
                 model_config,
@@ -129,9 +135,10 @@ def empty_policy(config: "ModelConfig") -> tuple[PreTrainedModel, list[Path]]:
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
             )
-        if (Path(source) / "generation_config.json").exists():
-            policy.generation_config = GenerationConfig.from_pretrained(source)
-    return _ready(policy, config), files
+        folder = weight_files(config)[0].parent
+        if (folder / "generation_config.json").exists():
+            policy.generation_config = GenerationConfig.from_pretrained(folder)
+    return _ready(policy, config)
 
 
 def _without_dropout(config: "ModelConfig") -> PretrainedConfig:

@@ -1,6 +1,7 @@
 """Going on with a run: whose folder it is, what may have changed meanwhile, where it goes on from, what stops it."""
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import numpy as np
 import torch
 import yaml
 from transformers import PreTrainedModel
@@ -23,9 +25,19 @@ from pspo.checkpoint import (
     unreadable_is_damaged,
 )
 from pspo.config import ModelConfig, RunConfig, TrainConfig
-from pspo.distributed import as_forward, fill, from_main, is_main, is_sharded, load_shards, shard, world_size
+from pspo.distributed import (
+    as_forward,
+    fill,
+    from_main,
+    is_main,
+    is_sharded,
+    load_shards,
+    seed_of_rank,
+    shard,
+    world_size,
+)
 from pspo.metrics import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
-from pspo.model import autocasts, check_head, empty_policy, load_policy
+from pspo.model import autocasts, check_head, empty_policy, load_policy, weight_files
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
 EXIT_INTERRUPTED = 130  # stopped at once
@@ -121,25 +133,36 @@ def find_checkpoint(run: Path, resume: str, load: Callable[[Path], None] = lambd
 
     Damaged ones are named. What is newer than the one found leaves the run: those steps are taken again.
     """
-    every = from_main(lambda: tidy(run) or checkpoints(run))
+    every = from_main(lambda: tidied(run))
     named = [folder for folder in every if folder.absolute() == Path(resume).absolute()]
     found, damage = newest_checkpoint(named or every, load)
     for line in damage if is_main() else []:
         print(f"{line}; passed over", file=sys.stderr)
     if found is None and every:
         raise ValueError(f"--run.output_dir {run}: no checkpoint that could be gone on from; choose another folder")
-    newer = every[: every.index(found)] if found else []
-    from_main(lambda: [remove(folder) for folder in newer] and None)
+    from_main(lambda: remove_all(every[: every.index(found)] if found else []))
     return found
+
+
+def tidied(run: Path) -> list[Path]:
+    """The run's checkpoints, newest first, once what a kill cut off is finished or undone."""
+    tidy(run)
+    return checkpoints(run)
+
+
+def remove_all(folders: list[Path]) -> None:
+    for folder in folders:
+        remove(folder)
 
 
 def load_across_ranks(config: TrainConfig, model: ModelConfig, device: torch.device) -> PreTrainedModel:
     """A model as --distributed.strategy has it: whole on every rank, or sharded."""
     if config.distributed.strategy != "fsdp2":
         return load_policy(model, device)
-    policy, files = from_main(lambda: empty_policy(model)[1]) and empty_policy(model)  # rank 0 downloads, if need be
+    from_main(lambda: weight_files(model) and None)  # downloads them, if need be, before the others look
+    policy = empty_policy(model)
     shard(policy, torch.bfloat16 if autocasts(model.autocast, device) else None)
-    if missing := fill(policy, files, device):
+    if missing := fill(policy, weight_files(model), device):
         raise ValueError(
             f"--model.name_or_path {model.name_or_path}: its files lack {', '.join(missing[:3])} ...; load it in one "
             "process and save it with save_pretrained"
@@ -174,12 +197,15 @@ def go_on(
     if progress.best:
         progress.best = best_of(run, progress.best["step"])
     from_main(lambda: cut_back(run, steps))
-    if 0 < progress.ranks != world_size() and is_main():
-        print(
-            f"the checkpoint is of {progress.ranks} ranks, this is {world_size()}: the same weights and optimizer, but "
-            "from here on other tokens are drawn than would have been",
-            file=sys.stderr,
-        )
+    if 0 < progress.ranks != world_size():
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):
+            seeded(seed_of_rank(config.run.seed, steps))
+        if is_main():
+            print(
+                f"the checkpoint is of {progress.ranks} ranks, this is {world_size()}: weights and optimizer are the same, "
+                "but from here on other tokens are drawn than would have been",
+                file=sys.stderr,
+            )
     print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     return steps, progress
 

@@ -257,6 +257,7 @@ def count_skipped(steps: list[dict[str, float]], config: TrainConfig, setup: Set
         progress.skipped = progress.skipped + 1 if step["step_skipped"] else 0
         if progress.skipped == config.optimizer.max_skipped:
             setup.saver.wait()
+            barrier()
             saved = next(iter(checkpoints(setup.output)), "none yet")
             raise RunFailed(
                 f"{progress.skipped} optimizer steps in a row were skipped, for loss ({step['loss']}), gradient (norm "
@@ -357,7 +358,8 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     if going_on:
         learner.steps, progress = go_on(config, output, policy, stateful, progress)
         learner.microbatch_limit = progress.microbatch_limit
-        from_main(lambda: record_changes(output, resolved) if changed else None)
+        if changed:
+            from_main(lambda: record_changes(output, resolved))
     else:
         from_main(lambda: begin(output, resolved, device, lock))
     tracker = start_tracker(
@@ -430,7 +432,8 @@ def main(args: Sequence[str] | None = None) -> None:
             print(f"\nstopped; the same command with --run.output_dir {setup.output} goes on", file=sys.stderr)
         raise SystemExit(EXIT_STOPPED if isinstance(stopped, Stopped) else EXIT_INTERRUPTED) from None
     except RunFailed as error:
-        print(f"\npspo.train: {error}", file=sys.stderr)
+        if is_main():
+            print(f"\npspo.train: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except RuntimeError as error:
         if not out_of_memory(error):

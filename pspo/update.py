@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
-from pspo.distributed import as_forward, concatenate, highest, is_sharded, sum_gradients, total, whole
+from pspo.distributed import as_forward, concatenate, gather, highest, is_sharded, sum_gradients, total, whole
 from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
 from pspo.model import autocast, backward_in_one_pass, token_logprobs
 from pspo.rollout import Batch, Rollout, to_device
@@ -83,6 +83,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         if learner.reference is not None:
             steps[-1]["kl_reference"] = float(kl_reference)
         steps[-1] |= diagnose(*seen, mask=seen[2] != 0)  # the same tokens for every method: those with an advantage
+    learner.microbatch_limit = min(filter(None, gather(learner.microbatch_limit)), default=None)  # one for all ranks
     return steps
 
 

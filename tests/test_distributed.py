@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pspo.checkpoint import describe
 from pspo.config import (
     AlgorithmConfig,
     DistributedConfig,
@@ -303,6 +304,42 @@ def test_one_rank_that_dies_or_is_told_to_stop_ends_the_job(whole, tmp_path, num
     done = train(output, strategy)
     assert done.returncode == 0, done.stderr
     assert contents(output) == contents(run)
+
+
+def test_plain_sgd_goes_on_exactly(tmp_path):
+    """Which keeps nothing of its own."""
+    run = tmp_path / "run"
+    switches = ("--optimizer.name=sgd", "--run.max_steps=4", "--run.validate_every=0", "--run.test_limit=0")
+    assert train(run, "fsdp2", *switches).returncode == 0
+    expected = (run / "final/model.safetensors").read_bytes()
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints/step-000004")
+    done = train(run, "fsdp2", *switches)
+    assert done.returncode == 0, done.stderr
+    assert "from step-000002" in done.stdout
+    assert (run / "final/model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("what", ["metadata", "shard"])
+def test_a_damaged_sharded_checkpoint_is_named_and_passed_over(whole, tmp_path, what):
+    """Its manifest made again to match: only loading tells."""
+    strategy, run, _ = whole
+    if strategy == "ddp":
+        pytest.skip("its checkpoints are those of one process: test_fuzz.py")
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    (again / "summary.json").unlink()
+    newest = again / "checkpoints/step-000008"
+    file = newest / "shards" / (".metadata" if what == "metadata" else "__1_0.distcp")
+    file.write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest[str(file.relative_to(newest))] = describe(file)
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    done = train(again, strategy)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "passed over" in line]
+    assert "step-000008 is damaged: the model is not what a run saves" in line
+    assert contents(again) == contents(run)
 
 
 def test_another_number_of_ranks_goes_on(whole, tmp_path):
