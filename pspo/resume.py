@@ -202,8 +202,8 @@ def go_on(
             seeded(seed_of_rank(config.run.seed, steps))
         if is_main():
             print(
-                f"the checkpoint is of {progress.ranks} ranks, this is {world_size()}: weights and optimizer are the same, "
-                "but from here on other tokens are drawn than would have been",
+                f"the checkpoint is of {progress.ranks} ranks, this is {world_size()}: weights and optimizer are the "
+                "same, but from here on other tokens are drawn than would have been",
                 file=sys.stderr,
             )
     print(f"going on with {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
