@@ -108,6 +108,8 @@ def load_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
             raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
     policy = _ready(policy.to(device), config)
     check_head(policy)
+    if config.compile:
+        policy.base_model.compile(dynamic=True)
     return policy
 
 
@@ -156,8 +158,6 @@ def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
     if config.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
         policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
-    if config.compile:
-        policy.base_model.compile(dynamic=True)
     return policy
 
 

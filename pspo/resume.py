@@ -168,6 +168,8 @@ def load_across_ranks(config: TrainConfig, model: ModelConfig, device: torch.dev
             "process and save it with save_pretrained"
         )
     as_forward(check_head, policy)
+    if model.compile:
+        policy.base_model.compile(dynamic=True)
     return policy
 
 
