@@ -166,7 +166,7 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     assert full["optimizer"]["lr"] == 5e-6
     resolved, _ = parse(TrainConfig, "pspo.train", ["--config", f"out/e/{D}/seed-1.yaml"])
     assert resolved.algorithm.surrogate.epsilon == 0.2
-    assert set(full) == {"model", "data", "reward", "rollout", "algorithm", "optimizer", "run"}
+    assert set(full) == {"model", "data", "reward", "rollout", "algorithm", "optimizer", "distributed", "run"}
     evaluation = next(call["words"] for call in noted() if call["run"].endswith("seed-1/evaluation"))
     assert evaluation == [
         "pspo.evaluate", "--data.limit=4", "--eval.samples=2", f"--model.name_or_path=out/e/{D}/seed-1/best",
