@@ -194,7 +194,7 @@ class Saver:
             self._wait()
 
     def wait(self) -> None:
-        """Until the save at hand is on the disk; raises RunFailed where it could not be."""
+        """Until the save at hand, rank 0's, is on the disk, on every rank; raises RunFailed where it could not be."""
         from_main(self._wait)
 
     def _wait(self) -> None:
@@ -213,8 +213,7 @@ class Saver:
             return
         self.saved = steps
         torch_state = {name: on_cpu(part.state_dict()) for name, part in self.stateful.items()}
-        own = random_state(self.policy.device)
-        every_rank = gather(own)
+        every_rank = gather(random_state(self.policy.device))
         torch_state |= {"random": [state.pop("torch") for state in every_rank]}
         state = json.dumps(asdict(progress) | {"steps": steps, "random": every_rank})
         folder = self.run / "checkpoints" / f"step-{steps:06d}"

@@ -17,6 +17,7 @@ The strategies:
 
 import contextlib
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -167,10 +168,15 @@ def share(prompts: list[T], minibatches: int) -> list[T]:
     return [prompt for part in parts[rank() :: world_size()] for prompt in part]
 
 
-def seed_of_rank(seed: int, steps: int = 0) -> int:
-    """A seed for this rank after so many steps; for rank 0 at the start the run's own, as in a single process."""
+def seed_generators(seed: int, steps: int = 0) -> None:
+    """Seed python's, numpy's and torch's by the run's seed and the steps taken, on every rank in another way.
+
+    On rank 0 at the start it is the run's seed, as in a single process.
+    """
     parts = np.random.SeedSequence((seed, rank(), steps))
-    return seed if rank() == steps == 0 else int(parts.generate_state(1)[0])
+    own_seed = seed if rank() == steps == 0 else int(parts.generate_state(1)[0])
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(own_seed)
 
 
 def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:

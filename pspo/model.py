@@ -126,8 +126,8 @@ def weight_files(config: "ModelConfig") -> list[Path]:
         return files
 
 
-def empty_policy(config: "ModelConfig") -> PreTrainedModel:
-    """The model as `load_policy` makes it, but on the meta device: without weights."""
+def empty_policy(config: "ModelConfig", folder: Path) -> PreTrainedModel:
+    """The model as `load_policy` makes it, but on the meta device: without the weights that lie in ``folder``."""
     model_config = _without_dropout(config)
     with _load_errors(config):
         with torch.device("meta"):
@@ -137,7 +137,6 @@ def empty_policy(config: "ModelConfig") -> PreTrainedModel:
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
             )
-        folder = weight_files(config)[0].parent
         if (folder / "generation_config.json").exists():
             policy.generation_config = GenerationConfig.from_pretrained(folder)
     return _ready(policy, config)

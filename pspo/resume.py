@@ -1,7 +1,6 @@
 """Going on with a run: whose folder it is, what may have changed meanwhile, where it goes on from, what stops it."""
 
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-import numpy as np
 import torch
 import yaml
 from transformers import PreTrainedModel
@@ -32,7 +30,7 @@ from pspo.distributed import (
     is_main,
     is_sharded,
     load_shards,
-    seed_of_rank,
+    seed_generators,
     shard,
     world_size,
 )
@@ -160,9 +158,10 @@ def load_across_ranks(config: TrainConfig, model: ModelConfig, device: torch.dev
     if config.distributed.strategy != "fsdp2":
         return load_policy(model, device)
     from_main(lambda: weight_files(model) and None)  # downloads them, if need be, before the others look
-    policy = empty_policy(model)
+    files = weight_files(model)
+    policy = empty_policy(model, files[0].parent)
     shard(policy, torch.bfloat16 if autocasts(model.autocast, device) else None)
-    if missing := fill(policy, weight_files(model), device):
+    if missing := fill(policy, files, device):
         raise ValueError(
             f"--model.name_or_path {model.name_or_path}: its files lack {', '.join(missing[:3])} ...; load it in one "
             "process and save it with save_pretrained"
@@ -200,8 +199,7 @@ def go_on(
         progress.best = best_of(run, progress.best["step"])
     from_main(lambda: cut_back(run, steps))
     if 0 < progress.ranks != world_size():
-        for seeded in (random.seed, np.random.seed, torch.manual_seed):
-            seeded(seed_of_rank(config.run.seed, steps))
+        seed_generators(config.run.seed, steps)
         if is_main():
             print(
                 f"the checkpoint is of {progress.ranks} ranks, this is {world_size()}: weights and optimizer are the "

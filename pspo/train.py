@@ -8,7 +8,6 @@
 
 import contextlib
 import math
-import random
 import shlex
 import sys
 import time
@@ -30,7 +29,6 @@ from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
 from pspo.config import EvalConfig, TrainConfig, parse, user_errors
 from pspo.distributed import (
     Scalars,
-    barrier,
     from_main,
     gathered,
     highest,
@@ -39,7 +37,7 @@ from pspo.distributed import (
     own,
     own_device,
     pool,
-    seed_of_rank,
+    seed_generators,
     share,
     start,
     stop,
@@ -47,11 +45,7 @@ from pspo.distributed import (
 )
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
-from pspo.model import (
-    autocast,
-    load_tokenizer,
-    stop_token_ids,
-)
+from pspo.model import autocast, load_tokenizer, stop_token_ids
 from pspo.results import percent, table
 from pspo.resume import (
     EXIT_INTERRUPTED,
@@ -66,13 +60,7 @@ from pspo.resume import (
     record_changes,
     run_to_resume,
 )
-from pspo.rollout import (
-    Rollout,
-    Sampling,
-    check_decoder,
-    generate,
-    group_relative_advantages,
-)
+from pspo.rollout import Rollout, Sampling, check_decoder, generate, group_relative_advantages
 from pspo.tasks import Problem, total_rewards, without_unknown
 from pspo.trackers import Tracker, check_tracker, start_tracker
 from pspo.update import Learner, out_of_memory, update
@@ -173,8 +161,7 @@ def train(config: TrainConfig, setup: Setup, signals: StopSignals | None = None)
 
     if stopped:
         setup.saver.save(learner.steps, card(config, setup), progress)
-        setup.saver.wait()
-        barrier()  # the launcher ends all ranks with the first that ends
+        setup.saver.wait()  # on every rank: the launcher ends all with the first that ends
         raise Stopped
     setup.saver.wait()
     save_model(learner.policy, setup.tokenizer, output / "final", card(config, setup))
@@ -257,7 +244,6 @@ def count_skipped(steps: list[dict[str, float]], config: TrainConfig, setup: Set
         progress.skipped = progress.skipped + 1 if step["step_skipped"] else 0
         if progress.skipped == config.optimizer.max_skipped:
             setup.saver.wait()
-            barrier()
             saved = next(iter(checkpoints(setup.output)), "none yet")
             raise RunFailed(
                 f"{progress.skipped} optimizer steps in a row were skipped, for loss ({step['loss']}), gradient (norm "
@@ -322,8 +308,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
         limits["test"] = config.run.test_limit
     prompts = {split: load_prompts(config.data, tokenizer, split, limit, room) for split, limit in limits.items()}
 
-    for seeded in (random.seed, np.random.seed, torch.manual_seed):
-        seeded(seed_of_rank(config.run.seed))
+    seed_generators(config.run.seed)
     policy = load_across_ranks(config, config.model, device)
     check_decoder(policy, config.rollout.decoder)
     reference = (
