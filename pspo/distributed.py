@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -67,21 +67,40 @@ def start(strategy: Strategy, timeout: float) -> None:
                 f"--distributed.strategy {strategy} needs torchrun: torchrun --nproc-per-node N -m pspo.train ..."
             )
         return
-    if strategy == "none" and int(os.environ["WORLD_SIZE"]) > 1:
-        raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 where a GPU is too small")
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(own_device())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open for as long as the process is there)
+    from_main(lambda: check_strategy(strategy))
 
 
-def stop() -> None:
-    """Leave the other processes, when all are done."""
-    if dist.is_initialized():
-        barrier()
-        dist.destroy_process_group()
+def check_strategy(strategy: Strategy) -> None:
+    """Raise ValueError where several processes would train the same model each on its own."""
+    if strategy == "none" and world_size() > 1:
+        raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 where a GPU is too small")
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a command and end its process, under torchrun when every rank has ended well.
+
+    There it ends without Python's shutting down: a thread of gloo may still have to let go of a collective's tensors,
+    which takes the interpreter, and PyTorch 2.13 aborts where that is no longer to be had.
+    """
+    code = 0
+    try:
+        main()
+        if dist.is_initialized():
+            barrier()
+            dist.destroy_process_group()
+    except SystemExit as ended:
+        code = ended.code or 0
+    if not launched():
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def rank() -> int:

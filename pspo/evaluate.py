@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
-from pspo.distributed import from_main, gather, is_main, launched, own_device, pool, rank, start, stop, world_size
+from pspo.distributed import from_main, gather, is_main, launched, own_device, pool, rank, run, start, world_size
 from pspo.metrics import (
     append_jsonl,
     check_output,
@@ -86,7 +86,7 @@ def load_prompts(
         )
     if len(kept) < len(ids):
         dropped = f"dropped {len(ids) - len(kept):,} of {len(ids):,} prompts over {longest} tokens"
-        print(f"{config.name} {split}: {dropped}", file=sys.stderr)
+        print(f"{config.name} {split}: {dropped}")
     return Prompts([problems[i] for i in kept], [ids[i] for i in kept])
 
 
@@ -306,7 +306,6 @@ def main(args: Sequence[str] | None = None) -> None:
     if results:
         print(f"finished before, nothing to do: {finished}\n")
         print(render(results))
-        stop()
         return
     if done:
         print(f"going on with {output}: {len(done):,} completions are there")
@@ -342,7 +341,6 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"\nstopped; the same command goes on with {output}", file=sys.stderr)
         raise SystemExit(130) from None
     if not is_main():
-        stop()
         return
     write_text(kept, to_jsonl(completions))  # in order, where a chunk that was cut short left some twice
     summary = {
@@ -359,8 +357,7 @@ def main(args: Sequence[str] | None = None) -> None:
     write_json(finished, summary)
     print(render(summary))
     print(f"\nresults: {finished}")
-    stop()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

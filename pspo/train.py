@@ -37,10 +37,10 @@ from pspo.distributed import (
     own,
     own_device,
     pool,
+    run,
     seed_generators,
     share,
     start,
-    stop,
     world_size,
 )
 from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
@@ -294,7 +294,7 @@ def greedily(sampling: Sampling) -> Sampling:
 def prepare(config: TrainConfig, resolved: str) -> Setup:
     """Load everything, the cheap and fallible first; the output folder is made last, so that no error leaves one."""
     device = own_device()
-    check_even(config)
+    from_main(lambda: check_even(config))
     lock = contextlib.ExitStack()
     output, going_on, changed = from_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
@@ -397,7 +397,6 @@ def main(args: Sequence[str] | None = None) -> None:
         if summary := from_main(lambda: finished(config.run, resolved)):
             print(f"finished before, nothing to do: {Path(summary['best_model']).parent / 'summary.json'}\n")
             report(config, summary)
-            stop()
             return
         setup = prepare(config, resolved)
     policy, stops = setup.learner.policy, setup.tokenizer.convert_ids_to_tokens(setup.sampling.stop_ids)
@@ -431,7 +430,6 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         raise SystemExit(1) from None
     report(config, summary)
-    stop()
 
 
 def report(config: TrainConfig, summary: dict[str, Any]) -> None:
@@ -463,4 +461,4 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

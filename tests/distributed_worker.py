@@ -15,9 +15,9 @@ from pspo.distributed import (
     own_device,
     pool,
     rank,
+    run,
     start,
     state_dict,
-    stop,
     whole,
 )
 from pspo.resume import load_across_ranks
@@ -84,8 +84,7 @@ def main() -> None:
     results["talk"] = talked()
     if is_main():
         torch.save(results, out)
-    stop()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -81,7 +81,7 @@ def test_gsm8k(tmp_path, capsys):
     solution = "2+3=<<2+3=5>>5 thousand\n#### 5,000"
     path = write_jsonl(tmp_path / "test.jsonl", [{"question": "How many?", "answer": solution}])
     assert load_problems("gsm8k", "test", path) == [Problem("How many?", Fraction(5000), "gsm8k", solution=solution)]
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().out == ""
 
 
 def test_math(tmp_path, capsys):
@@ -97,9 +97,9 @@ def test_math(tmp_path, capsys):
     problems = load_problems("math", "test", tmp_path)
     assert answers(problems) == [Fraction(3, 2), 3, 2, 5]
     assert problems[0] == Problem("Find $x$.", Fraction(3, 2), "math", "Algebra", "Level 3", solutions[0])
-    assert capsys.readouterr().err == "math test: 4 of 7 problems have a numeric answer\n"
+    assert capsys.readouterr().out == "math test: 4 of 7 problems have a numeric answer\n"
     assert answers(load_problems("math", "test", tmp_path, fractions=False)) == [3, 2, 5]
-    assert "math test: 3 of 7 problems have a numeric answer that is not a fraction" in capsys.readouterr().err
+    assert "math test: 3 of 7 problems have a numeric answer that is not a fraction" in capsys.readouterr().out
 
 
 def test_math_as_originally_published(tmp_path):
@@ -132,7 +132,7 @@ def test_asdiv(tmp_path, capsys):
     problems = load_problems("asdiv", "test", tmp_path)
     assert answers(problems) == [9, Fraction(5, 2), 7, 14, 6]
     assert problems[0] == Problem("B < 3. Q?", Fraction(9), "asdiv", "Sum", "2")
-    assert capsys.readouterr().err == "asdiv test: 5 of 8 problems have a numeric answer\n"
+    assert capsys.readouterr().out == "asdiv test: 5 of 8 problems have a numeric answer\n"
 
 
 # One's own files
@@ -445,7 +445,7 @@ def test_asdiv_as_published(capsys):
     problems = load_problems("asdiv", "test", DATA)
     assert len(problems) == 2092
     assert len(load_problems("asdiv", "test", DATA, fractions=False)) == 2084
-    assert "asdiv test: 2,092 of 2,305 problems have a numeric answer\n" in capsys.readouterr().err
+    assert "asdiv test: 2,092 of 2,305 problems have a numeric answer\n" in capsys.readouterr().out
     assert {problem.level for problem in problems} == set("123456")
     text = (DATA / "asdiv" / "ASDiv.xml").read_text()
     simple = re.findall(
@@ -461,7 +461,7 @@ def test_math_as_published(capsys):
     without = load_problems("math", "test", DATA, fractions=False)
     print(len(problems), len(without))
     assert (len(problems), len(without)) == (3988, 3336)
-    assert "math test: 3,988 of 5,000 problems have a numeric answer\n" in capsys.readouterr().err
+    assert "math test: 3,988 of 5,000 problems have a numeric answer\n" in capsys.readouterr().out
     assert len({problem.category for problem in problems}) == 7
     assert {problem.level for problem in problems} == {f"Level {n}" for n in range(1, 6)}
     for problem in problems:  # a model that answers just as the solution does is right

@@ -383,14 +383,26 @@ def test_a_payload_in_a_sharded_checkpoint_is_not_executed(whole, tmp_path):
 @pytest.mark.parametrize(("args", "processes", "message"), [
     (["--distributed.strategy=none"], 2, "--distributed.strategy none under torchrun"),
     (["--rollout.prompts=3"], 2, "--rollout.prompts 3 must be a multiple of algorithm.minibatches x ranks (2)"),
+    (["--rollout.prompts=0"], 2, "rollout.prompts"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path, args, processes, message):
     done = train(tmp_path / "run", "ddp", *args, processes=processes)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "pspo.train: error" in line]
-    assert said
-    assert all(message in line for line in said)
+    assert len(said) == 1
+    assert message in said[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_launched_command_ends_with_its_exit_code_and_all_it_said():
+    """It ends at once, without Python's shutting down."""
+    script = "from pspo.distributed import run; import sys; run(lambda: (print('said'), sys.exit({})))"
+    for code in (0, 3):
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(code or "")], check=False, capture_output=True, text=True,
+            env=environment() | {"TORCHELASTIC_RUN_ID": "1"},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (code, "said\n", "")
 
 
 def test_a_strategy_without_torchrun_is_refused(tmp_path):

@@ -30,7 +30,6 @@ import json
 import math
 import random
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -282,7 +281,7 @@ def _numeric(
             f"{rows[0].where} and on: none of {len(rows):,} problems has {kind}, such as 42, 1,234.5 or 3/4"
         )
     if len(problems) < len(rows):
-        print(f"{name} {split}: {len(problems):,} of {len(rows):,} problems have {kind}", file=sys.stderr)
+        print(f"{name} {split}: {len(problems):,} of {len(rows):,} problems have {kind}")
     return problems
 
 
