@@ -99,7 +99,8 @@ class SweepConfig:
         experiments: by name; see the head of pspo/sweep.py.
         output: the sweep's folder; what it holds already is not run again.
         only: names of the experiments to run; unset, all.
-        workers: runs at a time; unset, one for each GPU, or one.
+        workers: runs at a time; unset, one for each GPU (or `processes` GPUs), or one.
+        processes: of each run, started by torchrun on as many GPUs; above 1, `shared` needs a distributed.strategy.
         launcher: a command that runs another and waits for it; {command} in it is replaced by the command as one word:
             "sbatch --wait --gpus 1 --wrap {command}", "srun sh -c {command}". Unset, a run is a process started here.
         retry_failed: run failed runs again; the switch alone will do, without "true".
@@ -110,6 +111,7 @@ class SweepConfig:
     output: str
     only: list[str] | None = None
     workers: int | None = None
+    processes: int = 1
     launcher: str | None = None
     retry_failed: bool = False
     dry_run: bool = False
@@ -255,6 +257,8 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
     """Every run that the sweep may come to, its configuration checked; ValueError where one cannot be carried out."""
     if sweep.workers is not None and sweep.workers < 1:
         raise ValueError(f"--workers must be above 0, got {sweep.workers}")
+    if sweep.processes < 1 or (not sweep.launcher and 0 < len(gpus()) < sweep.processes):
+        raise ValueError(f"--processes must be from 1 to the number of GPUs ({len(gpus())}), got {sweep.processes}")
     if sweep.launcher and "{command}" not in sweep.launcher:
         raise ValueError(f"--launcher must hold {{command}}, got {sweep.launcher!r}")
     if sweep.launcher and shutil.which(shlex.split(sweep.launcher)[0]) is None:
@@ -314,6 +318,9 @@ def make_setting(sweep: SweepConfig, name: str, method: str, switches: Switches)
             raise ValueError(f"experiments.{name} must not set {taken.pop()}: it comes from seeds, names and output")
         _, text = parse(TrainConfig, f"pspo.sweep: {name}/{slug}", [*as_args(switches), f"--run.seed={min(seeds)}"])
         config, evaluate, made = yaml.safe_load(text), {}, {}
+        if ((strategy := config["distributed"]["strategy"]) == "none") != (sweep.processes == 1):
+            raise ValueError(f"experiments.{name}: distributed.strategy {strategy} with --processes {sweep.processes}: "
+                             "set ddp or fsdp2 for several processes, and none for one")  # fmt: skip
         if not stage:
             evaluate = {folder: as_args(switches) for folder, switches in experiment.evaluate.items()}
         for seed in seeds:
@@ -361,17 +368,38 @@ def commands(run: Run) -> Iterator[tuple[list[str], Path]]:
             yield ["pspo.evaluate", *switches, *own], run.folder / name / "results.json"
 
 
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        [str(i) for i in range(torch.cuda.device_count())]
+        if visible is None
+        else list(filter(None, visible.split(",")))
+    )
+
+
+def ending(exit_code: int, printed: str) -> tuple[int, str]:
+    """The exit code and the last line of a run; where torchrun tells of several, those of the first that failed."""
+    said = re.split(r"^E\d{4} .*failed \(exitcode: (-?\d+)\)", printed, flags=re.MULTILINE)
+    lines = [line for line in re.split(r"[\r\n]", said[-3 if len(said) > 1 else 0]) if not re.match(r"W\d{4} ", line)]
+    return int(said[-2]) if len(said) > 1 else exit_code, "\n".join(lines).strip().rpartition("\n")[2]
+
+
 class Workers:
     """Carries out runs, several at a time, each a process (or a launcher's) that can be stopped."""
 
     def __init__(self, sweep: SweepConfig, runs: int) -> None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
-        self.workers = sweep.workers or len(devices) or 1
+        n, devices = sweep.processes, gpus()
+        shares = [",".join(devices[i : i + n]) for i in range(0, len(devices) - n + 1, n)]
+        self.workers = sweep.workers or len(shares) or 1
         self.devices: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for i in range(self.workers):
-            self.devices.put(devices[i % len(devices)] if len(devices) > 1 and not sweep.launcher else None)
+            self.devices.put(shares[i % len(shares)] if len(devices) > 1 and not sweep.launcher else None)
         self.launcher, self.retry_failed = sweep.launcher, sweep.retry_failed
+        self.threads = max(1, (os.cpu_count() or 1) // (self.workers * n))
+        self.python = [sys.executable, "-m"]
+        if n > 1:
+            self.python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m"]
         self.failed: dict[Path, str] = {}
         self.processes: set[subprocess.Popen] = set()
         self.starting, self.stopping = threading.Lock(), threading.Event()
@@ -432,8 +460,8 @@ class Workers:
                 if self.stopping.is_set():
                     return
                 if not product.exists():
-                    printed = Path(log.name).read_text(encoding="utf-8", errors="replace").strip()
-                    last = re.split(r"[\r\n]", printed)[-1]
+                    printed = Path(log.name).read_text(encoding="utf-8", errors="replace")
+                    exit_code, last = ending(exit_code, printed)
                     ended = f"exit code {exit_code}" if exit_code else f"exit code 0, but no {product.name}"
                     self.failed[run.folder] = f"{ended}: {last}"
                     if exit_code != EXIT_STOPPED:  # that one is saved, and goes on the next time
@@ -445,12 +473,12 @@ class Workers:
 
     def launch(self, command: list[str], log: IO[bytes]) -> int | None:
         """Run one command and wait for it; None where the sweep is being stopped."""
-        words = [sys.executable, "-m", *command]
+        words = [*self.python, *command]
         environment = dict(os.environ)
         if self.launcher:
             words = [word.replace("{command}", shlex.join(words)) for word in shlex.split(self.launcher)]
         else:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.workers)))
+            environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         device = self.devices.get()
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device

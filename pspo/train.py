@@ -382,7 +382,7 @@ def begin(output: Path, resolved: str, device: torch.device, lock: contextlib.Ex
     output.mkdir(parents=True, exist_ok=True)
     lock.enter_context(claim(output))
     write_text(output / "config.yaml", resolved)
-    write_json(output / "environment.json", environment(str(device)))
+    write_json(output / "environment.json", environment(str(device)) | {"processes": world_size()})
 
 
 def default_output(config: TrainConfig) -> str:

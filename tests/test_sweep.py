@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import pspo.sweep
@@ -29,7 +30,8 @@ STAND_IN = """\
 import json, os, shlex, sys, time, yaml
 from pathlib import Path
 words = shlex.split(sys.argv[1]) if len(sys.argv) == 2 else sys.argv
-words = words[words.index("-m") + 1:]
+launched = [word for word in words if word.startswith("--nproc")]
+words = words[len(words) - words[::-1].index("-m"):]
 world = json.loads(Path("world.json").read_text())
 if words[0] == "pspo.train":
     config = yaml.safe_load(Path(words[2]).read_text())
@@ -40,7 +42,7 @@ else:
 name = "/".join(folder.parts[1:])
 def note(event):
     noted = {"event": event, "run": name, "omp": os.environ.get("OMP_NUM_THREADS"), "pid": os.getpid(),
-             "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "words": words}
+             "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "words": words, "launched": launched}
     with open("calls.jsonl", "a") as file:
         file.write(json.dumps(noted) + "\\n")
 note("start")
@@ -359,6 +361,8 @@ def test_a_bad_file_is_one_line_before_anything_runs(here, capsys, experiment, m
         (["--launcher", "srun"], "--launcher must hold {command}"),
         (["--launcher", "no-such-scheduler {command}"], "no-such-scheduler"),
         (["--workers", "0"], "--workers must be above 0"),
+        (["--processes", "0"], "--processes must be from 1"),
+        (["--processes", "2"], "experiments.e: distributed.strategy none with --processes 2: set ddp or fsdp2"),
     ],
 )
 def test_bad_switches(here, capsys, args, message):
@@ -426,6 +430,40 @@ def test_cores_and_devices_are_dealt_out_among_workers(here, monkeypatch):
         assert running <= 2
 
 
+def test_runs_of_several_processes_share_out_devices_and_cores(here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    sweep_file(seeds=[0, 1], shared={"distributed.strategy": "ddp"}, evaluate={"test": {}})
+    world(seconds={"all": 0.3})
+    assert sweep("--processes=2") == 0
+    starts = [call for call in noted() if call["event"] == "start"]
+    assert sorted(call["cuda"] for call in starts) == ["4,5"] * 8 + ["6,7"] * 8
+    assert {call["omp"] for call in starts} == {"2"}
+    assert {tuple(call["launched"]) for call in starts} == {("--nproc-per-node=2",)}
+
+
+TORCHRUN_SAID = """\
+\rtrain:  50%| 1/2\rtrain:  50%| 1/2
+pspo.train: 3 optimizer steps in a row were skipped
+W1121 17:21:38.123000 77 torch/distributed/elastic/multiprocessing/api.py:1010] Sending 79 closing signal SIGTERM
+E1121 17:21:38.456000 77 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 75) rank: 1
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+
+
+@pytest.mark.parametrize(("printed", "ended"), [
+    ("a\nb\rthe last\n\n", (3, "the last")),
+    ("", (3, "")),
+    (TORCHRUN_SAID, (75, "pspo.train: 3 optimizer steps in a row were skipped")),
+    (TORCHRUN_SAID + TORCHRUN_SAID.replace("75", "-9").replace("3 opt", "4 opt"),
+     (-9, "pspo.train: 4 optimizer steps in a row were skipped")),
+])  # fmt: skip
+def test_what_a_failed_run_is_said_to_have_ended_with(printed, ended):
+    assert pspo.sweep.ending(3, printed) == ended
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper", "tiny"])
 def test_the_sweep_files_of_the_repository(monkeypatch, name):
@@ -490,3 +528,25 @@ def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch):
     assert (written["run"]["seed"], written["optimizer"]["name"]) == (0, "sgd")
     assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4
     assert "2 steps" in run.with_suffix(".log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_a_real_sweep_of_runs_of_two_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep_file(
+        shared={"distributed.strategy": "ddp", "rollout.prompts": 4, "rollout.max_completion_tokens": 24,
+                "data.limit": 20, "run.max_steps": 2, "run.test_limit": 0, "run.validate_every": 0},
+        methods={"pspo": {}, "lost": {"model.name_or_path": "./nowhere"}},
+        evaluate={"evaluation": {"data.limit": 4}},
+    )  # fmt: skip
+    done = subprocess.run(
+        [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml", "--processes=2"], check=False,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, encoding="utf-8", timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "exit code 2: pspo.train: error: --model.name_or_path: model folder nowhere does not exist" in done.stderr
+    run = Path("out/e/pspo/seed-0")
+    assert json.loads((run / "environment.json").read_text())["processes"] == 2
+    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4
