@@ -48,7 +48,7 @@ def check_flops() -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from pspo.plan import Load
+    from pspo.plan import Load, Strategy
     from pspo.rollout import generate
     from pspo.train import Learner, update
 
@@ -70,7 +70,7 @@ def check_flops() -> None:
                 update(learner, rollout, advantages, config)
             shape, plan = planned(config, folder, prompts, rollout, advantages)
 
-        load, prompt, length = Load.of(plan, 1), plan.plan.prompt_tokens, plan.plan.completion_tokens
+        load, prompt, length = Load.of(plan, Strategy("none", 1)), plan.plan.prompt_tokens, plan.plan.completion_tokens
         steps, decoded = config.algorithm.epochs * load.microbatches, len(rollout) * (length - 1)
         n = len(prompts)
         generation = shape.flops(n * prompt, n * prompt**2, n)

@@ -301,17 +301,22 @@ class DistributedConfig:
         rollout: with fsdp2, gathered: all weights are on every GPU during rollouts, in the forward passes' dtype; or
             synced, for models too large for that: they are gathered layer by layer for every token, all ranks in step,
             by the library's loop.
+        gather: with fsdp2, how often training gathers weights and reduces gradients: layer by layer for every
+            microbatch; or once per optimizer step, which sends less and holds both whole on every GPU meanwhile.
         timeout: seconds after which a rank gives up waiting for the others.
     """
 
     strategy: Strategy = "none"
     rollout: Literal["gathered", "synced"] = "gathered"
+    gather: Literal["microbatch", "step"] = "microbatch"
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
         require(0 < self.timeout < 2**31, "distributed.timeout", "must be above 0 and below 2^31", self.timeout)
-        fits = self.rollout == "gathered" or self.strategy == "fsdp2"
-        require(fits, "distributed.rollout", "must be gathered unless distributed.strategy is fsdp2", self.rollout)
+        for name, default in (("rollout", "gathered"), ("gather", "microbatch")):
+            value = getattr(self, name)
+            fits = value == default or self.strategy == "fsdp2"
+            require(fits, f"distributed.{name}", f"must be {default} unless distributed.strategy is fsdp2", value)
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,20 @@ def gathered(model: nn.Module, how: str) -> Iterator[None]:
             module.set_reshard_after_forward(True, recurse=False)
 
 
+def microbatches(model: nn.Module, batches: list[T], gather: str) -> Iterator[T]:
+    """An optimizer step's microbatches; with "step" a sharded model communicates in the first and in the last only."""
+    once = is_sharded(model) and gather == "step"
+    for i, batch in enumerate(batches):
+        if once:
+            last = i == len(batches) - 1
+            model.set_reshard_after_forward(False)
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+        yield batch
+    if once:
+        model.set_reshard_after_forward(True)
+
+
 def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients over the ranks; those of a sharded model were, in its backward passes."""
     if world_size() > 1 and not is_sharded(model):

@@ -87,9 +87,9 @@ class Strategy:
     """How a model lies on its GPUs.
 
     Attributes:
-        keep: fsdp2: weights are gathered, and gradients reduced, once per optimizer step; otherwise weights for every
-            microbatch's forward and backward pass, gradients for every microbatch.
-        whole: fsdp2: rollouts from a model gathered once; otherwise each layer is gathered for every token.
+        keep: --distributed.gather step: weights are gathered, and gradients reduced, once per optimizer step; otherwise
+            weights for every microbatch's forward and backward pass, gradients for every microbatch.
+        whole: --distributed.rollout gathered: once for a rollout; otherwise each layer is gathered for every token.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Strategy:
         return self.gpus if self.name == "fsdp2" else 1
 
     def __str__(self) -> str:
-        notes = [] if self.name != "fsdp2" else ["kept"] * self.keep + ["sharded rollout"] * (not self.whole)
+        notes = [] if self.name != "fsdp2" else ["gather step"] * self.keep + ["sharded rollout"] * (not self.whole)
         return ", ".join([self.name, *notes])
 
 
@@ -118,11 +118,11 @@ class Load:
     predicted: float  # completion tokens
 
     @classmethod
-    def of(cls, config: PlanConfig, gpus: int) -> "Load":
+    def of(cls, config: PlanConfig, s: Strategy) -> "Load":
         plan, group_size = config.plan, config.rollout.group_size
         prompt, length = plan.prompt_tokens, plan.completion_tokens or config.rollout.max_completion_tokens
-        groups = math.ceil(math.ceil(config.rollout.prompts * plan.moving / config.algorithm.minibatches) / gpus)
-        shares = not config.model.gradient_checkpointing  # prompts are shared through a cache, and there is none then
+        groups = math.ceil(math.ceil(config.rollout.prompts * plan.moving / config.algorithm.minibatches) / s.gpus)
+        shares = s.name != "fsdp2" and not config.model.gradient_checkpointing  # prompts, through a cache
         size, limit = (1 if shares else group_size) * prompt + group_size * length, config.optimizer.microbatch_tokens
         n = math.ceil(groups / (limit // size)) if size <= limit else groups * math.ceil(size / limit)
         groups /= n
@@ -132,7 +132,7 @@ class Load:
         pairs += later * width
         if not shares:
             tokens, keys, pairs = rows * width, rows * width, rows * width**2
-        return cls(math.ceil(config.rollout.prompts / gpus) * group_size, n, tokens, keys, pairs, rows * length)
+        return cls(math.ceil(config.rollout.prompts / s.gpus) * group_size, n, tokens, keys, pairs, rows * length)
 
 
 def shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -152,7 +152,7 @@ def shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
     """Bytes on a GPU by phase and by what they are, at the phase's peak."""
-    load, share = Load.of(config, s.gpus), shape.parameters / s.shards
+    load, share = Load.of(config, s), shape.parameters / s.shards
     resting = {  # the reference model's weights, too
         "weights": 4 * share * (2 if config.algorithm.beta > 0 else 1),
         "optimizer": 8 * share if config.optimizer.name == "adamw" else 0.0,
@@ -184,7 +184,7 @@ def fits(shape: Shape, config: PlanConfig, s: Strategy, phases: Sequence[str] = 
 
 def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
     """(bytes, calls) that each GPU gathers or reduces: for a rollout, and in an optimizer step."""
-    load, calls, n = Load.of(config, s.gpus), shape.layers + 1, shape.parameters
+    load, calls, n = Load.of(config, s), shape.layers + 1, shape.parameters
     if s.gpus == 1 or s.name != "fsdp2":
         return (0, 0), (8 * n, 2)  # an all-reduce in float32 is both
     batches = math.ceil(load.rows / config.rollout.max_rows)
@@ -195,7 +195,7 @@ def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float
 
 def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
     """The least time of a rollout and of its optimizer steps, by phase and part; communication as far as it shows."""
-    load, gpu, rollout, algorithm = Load.of(config, s.gpus), config.gpu, config.rollout, config.algorithm
+    load, gpu, rollout, algorithm = Load.of(config, s), config.gpu, config.rollout, config.algorithm
     prompt, limit, groups = config.plan.prompt_tokens, rollout.max_completion_tokens, load.rows / rollout.group_size
     length = config.plan.completion_tokens or limit
     gathered, reduced = messages(shape, config, s)

@@ -14,7 +14,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
-from pspo.distributed import as_forward, concatenate, gather, highest, is_sharded, sum_gradients, total, whole
+from pspo.distributed import (
+    as_forward,
+    concatenate,
+    gather,
+    highest,
+    is_sharded,
+    microbatches,
+    sum_gradients,
+    total,
+    whole,
+)
 from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
 from pspo.model import autocast, backward_in_one_pass, token_logprobs
 from pspo.rollout import Batch, Rollout, to_device
@@ -110,7 +120,7 @@ def accumulate(
     """
     algorithm, device = config.algorithm, learner.policy.device
     loss, kl_reference, seen = torch.zeros((), device=device), torch.zeros((), device=device), []
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(microbatches(learner.policy, batches, config.distributed.gather)):
         share, logprobs = backward(learner.policy, batch, counts, config)
         if batch.old_logprobs is None:
             batch = batches[i] = replace(batch, old_logprobs=logprobs)

@@ -1,11 +1,14 @@
 """What every rank of tests/test_distributed.py does: torchrun tests/distributed_worker.py CASES.pt OUT STRATEGY."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pspo.config import DistributedConfig
 from pspo.distributed import (
     from_main,
     gather,
@@ -26,6 +29,19 @@ from pspo.train import rolling_out
 from pspo.update import Learner, update
 
 
+class Collectives(TorchDispatchMode):
+    """Counts collective operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def rows_of_this_rank(rollout: Rollout, advantages: torch.Tensor, minibatches: int) -> tuple[Rollout, torch.Tensor]:
     """Of each minibatch an equal part."""
     parts = torch.arange(len(rollout)).chunk(minibatches)
@@ -35,15 +51,21 @@ def rows_of_this_rank(rollout: Rollout, advantages: torch.Tensor, minibatches: i
 
 def trained(case: dict, strategy: str, device: torch.device) -> dict:
     """Weights after one rollout's steps, with plain SGD so that they show the gradients, and the metrics."""
-    config = replace(case["config"], distributed=replace(case["config"].distributed, strategy=strategy))
+    how = case["config"].distributed if strategy == "fsdp2" else DistributedConfig(strategy)
+    config = replace(case["config"], distributed=replace(how, strategy=strategy))
     policy = load_across_ranks(config, config.model, device)
     reference = None
     if config.algorithm.beta > 0:
         reference = load_across_ranks(config, config.model, device).requires_grad_(False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=config.optimizer.lr)
     learner = Learner(policy, reference, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
-    metrics = update(learner, *rows_of_this_rank(*case["rows"], config.algorithm.minibatches), config)
-    return {"weights": {n: whole(p.detach()).clone() for n, p in policy.named_parameters()}, "metrics": metrics}
+    with Collectives() as collectives:
+        metrics = update(learner, *rows_of_this_rank(*case["rows"], config.algorithm.minibatches), config)
+    return {
+        "weights": {n: whole(p.detach()).clone() for n, p in policy.named_parameters()},
+        "metrics": metrics,
+        "collectives": dict(collectives.counts),
+    }
 
 
 def rolled_out(case: dict, strategy: str, device: torch.device) -> dict:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pspo.checkpoint import describe
 from pspo.config import (
@@ -70,7 +71,7 @@ def make_config(surrogate, aggregation, **algorithm) -> TrainConfig:
         model=ModelConfig("tiny-base", autocast="none"),
         algorithm=AlgorithmConfig(surrogate=surrogate, aggregation=aggregation, **algorithm),
         rollout=RolloutConfig(prompts=8, group_size=4, max_completion_tokens=20, temperature=0.7),
-        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=300),
+        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=150),
         run=RunConfig(max_steps=100),
     )
 
@@ -104,6 +105,10 @@ CASES = {
         make_config(PSPO(), "grpo", epochs=2),
         model=ModelConfig("tiny-base", autocast="none", gradient_checkpointing=True),
     ),
+    "untied": replace(make_config(SAPO(), "grpo", epochs=2), model=ModelConfig("untied", autocast="none")),
+    "once a step": replace(
+        make_config(SAPO(), "dr_grpo", epochs=2), distributed=DistributedConfig("fsdp2", gather="step")
+    ),
     "bf16": replace(make_config(Clip(), "dapo", epochs=2), model=ModelConfig("tiny-base", autocast="bf16")),
 }
 
@@ -119,8 +124,23 @@ def alone(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, 
     return {name: parameter.detach() for name, parameter in policy.named_parameters()}, metrics
 
 
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """CASES, the model of "untied" in a folder."""
+    folder = str(tmp_path_factory.mktemp("models") / "untied")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=64,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    untied = CASES["untied"]
+    return CASES | {"untied": replace(untied, model=replace(untied.model, name_or_path=folder))}
+
+
 @pytest.fixture(scope="module", params=STRATEGIES)
-def results(request, tmp_path_factory):
+def results(request, cases, tmp_path_factory):
     """What two ranks computed, all cases in one launch for each strategy."""
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = load_tokenizer(ModelConfig("tiny-base"))
@@ -138,19 +158,19 @@ def results(request, tmp_path_factory):
         "config": make_config(PSPO(), "dapo"),
     }
     synced = replace(prompts["config"], distributed=DistributedConfig("fsdp2", rollout="synced"))
-    cases = {name: {"config": config, "rows": make_rows()} for name, config in CASES.items()}
-    torch.save(cases | {"rollout": prompts, "synced": prompts | {"config": synced}}, folder / "cases.pt")
+    training = {name: {"config": config, "rows": make_rows()} for name, config in cases.items()}
+    torch.save(training | {"rollout": prompts, "synced": prompts | {"config": synced}}, folder / "cases.pt")
     done = launch(TESTS / "distributed_worker.py", folder / "cases.pt", folder / "out.pt", request.param)
     assert done.returncode == 0, done.stderr
     return request.param, torch.load(folder / "out.pt", weights_only=False), prompts
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_take_the_steps_of_one(results, name):
+def test_two_ranks_take_the_steps_of_one(results, cases, name):
     """The same weights, by microbatches of any size, and the same metrics."""
     _, computed, _ = results
-    weights, metrics = alone(CASES[name])
-    start = dict(load_policy(ModelConfig("tiny-base"), CPU).named_parameters())
+    weights, metrics = alone(cases[name])
+    start = dict(load_policy(cases[name].model, CPU).named_parameters())
     moved = max((weights[n] - start[n].detach()).abs().max() for n in weights)
     assert moved > 1e-3
     for n, expected in weights.items():
@@ -161,6 +181,20 @@ def test_two_ranks_take_the_steps_of_one(results, name):
         assert step == pytest.approx(
             expected, rel=0.1 if name == "bf16" else 1e-3, abs=2e-2 if name == "bf16" else 1e-4
         )
+
+
+def test_weights_are_gathered_and_gradients_reduced_for_each_microbatch_or_once_a_step(results):
+    strategy, computed, _ = results
+    if strategy == "ddp":
+        pytest.skip("nothing is sharded")
+    often, once = (computed[name]["collectives"] for name in ("SAPO, dr_grpo", "once a step"))
+    sharded = 5  # modules: four layers, and the model with its embeddings
+    steps = 2
+    microbatches = often["_reduce_scatter_base_"] / sharded / steps
+    assert microbatches >= 3
+    assert once["_reduce_scatter_base_"] == sharded * steps
+    assert once["_allgather_base_"] == (sharded + microbatches - 1) * steps  # the embeddings for each
+    assert often["_allgather_base_"] == (2 * (sharded - 1) + 1) * microbatches * steps  # forward and backward
 
 
 def test_ranks_roll_out_at_their_own_pace_what_one_process_would(results):

@@ -96,7 +96,7 @@ def microbatch(groups: int, common: int = 20, prompt: int = 30, length: int = 12
         {"prompt_tokens": prompt, "shared_tokens": common},
         rollout=RolloutConfig(groups, group_size, max_completion_tokens=length),
     )
-    return inputs, Load.of(config, 1)
+    return inputs, Load.of(config, Strategy("none", 1))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5])
@@ -212,9 +212,11 @@ def test_microbatches_are_filled_by_tokens_and_groups_stay_whole():
     for prompts, gpus, limit, rows, n in ((32, 1, 4096, 128, 6), (32, 8, 4096, 16, 1), (32, 8, 600, 16, 8),
                                           (10, 4, 4096, 12, 1), (32, 512, 4096, 4, 1)):  # fmt: skip
         config = config_of(rollout=RolloutConfig(prompts), optimizer=OptimizerConfig(microbatch_tokens=limit))
-        load = Load.of(config, gpus)
+        load = Load.of(config, Strategy("ddp", gpus))
         assert (load.rows, load.microbatches) == (rows, n)
-    half = Load.of(config_of({"moving": 0.5}), 1)
+    alone = Load.of(config_of(), Strategy("fsdp2", 8))  # which computes every row's prompt
+    assert (alone.rows, alone.microbatches, alone.tokens) == (16, 1, 16 * 242)
+    half = Load.of(config_of({"moving": 0.5}), Strategy("none", 1))
     assert half.rows == 128
     assert half.predicted * half.microbatches == 64 * 128
 
