@@ -98,8 +98,12 @@ class Chunk:
     samples: range
 
 
-def chunks(lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int) -> list[Chunk]:
+def chunks(
+    lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int, max_rows: float = math.inf
+) -> list[Chunk]:
     """Divide ``samples`` of each prompt so that rows x (longest prompt + max_completion_tokens) fits max_tokens.
+
+    None has more than ``max_rows`` rows.
 
     Prompts of similar lengths come together: less padding. A problem's samples are divided only where they do not fit;
     a single row is decoded whatever its length.
@@ -109,7 +113,7 @@ def chunks(lengths: Sequence[int], samples: int, max_completion_tokens: int, max
     """
     parts, together = [], []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        rows = max(1, max_tokens // (lengths[i] + max_completion_tokens))  # i is the longest so far
+        rows = max(1, min(max_rows, max_tokens // (lengths[i] + max_completion_tokens)))  # i is the longest so far
         if together and (len(together) + 1) * samples > rows:
             parts.append(Chunk(together, range(samples)))
             together = []
@@ -130,6 +134,7 @@ def evaluate(
     samples: int = 1,
     seed: int = 0,
     max_tokens: int = EvalConfig.max_tokens,
+    max_rows: float = math.inf,
     bar: str = "",
     done: Iterable[dict[str, Any]] = (),
     save: Callable[[list[dict[str, Any]]], None] = lambda records: None,
@@ -140,13 +145,13 @@ def evaluate(
     generators as they were.
 
     Args:
-        max_tokens: see `chunks`; ``sampling.max_rows`` holds besides.
+        max_tokens, max_rows: see `chunks`; ``sampling.max_rows`` holds besides.
         done: records of an earlier call with the same arguments; chunks that are complete in it are not drawn again.
         save: called with each new chunk's records.
     """
     completions = {(record["problem"], record["sample"]): record for record in done}
     lengths = [len(ids) for ids in prompts.ids]
-    parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens)))
+    parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
     devices = [policy.device] if policy.device.type == "cuda" else []
     bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "disable": not bar or not is_main()}
     # The ranks take turns, unless they have to decode in step: then all do the same.

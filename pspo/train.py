@@ -43,7 +43,7 @@ from pspo.distributed import (
     start,
     world_size,
 )
-from pspo.evaluate import Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
+from pspo.evaluate import Evaluation, Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
 from pspo.model import autocast, load_tokenizer, stop_token_ids
 from pspo.results import percent, table
@@ -113,6 +113,7 @@ def train(config: TrainConfig, setup: Setup, signals: StopSignals | None = None)
         ):
             watch, first_step = Stopwatch(), learner.steps
 
+            bar.set_description("rollout")
             chosen = share(list(islice(order, config.rollout.prompts)), config.algorithm.minibatches)
             with watch("generate"), rolling_out(config, learner.policy):
                 ids = [prompts.ids[i] for i in chosen]
@@ -120,6 +121,7 @@ def train(config: TrainConfig, setup: Setup, signals: StopSignals | None = None)
             with watch("reward"):
                 problems = [prompts.problems[i] for i in chosen for _ in range(group_size)]
                 rewards, rewards_by_name, advantages = reward(config, rollout, problems)
+            bar.set_description("train")
             with watch("train"):
                 steps = update(learner, rollout, advantages, config)
             rollout, problems, rewards, rewards_by_name, advantages = pool(
@@ -270,10 +272,9 @@ def card(config: TrainConfig, setup: Setup) -> str:
 
 def validate(config: TrainConfig, setup: Setup) -> dict[str, float]:
     """Mean reward under the training sampling, and greedy accuracy, on the validation problems."""
-    prompts, policy = setup.prompts["validation"], setup.learner.policy
-    with rolling_out(config, policy):
-        sampled = evaluate(policy, setup.tokenizer, prompts, setup.sampling, config.reward, bar="validate")
-        greedy = evaluate(policy, setup.tokenizer, prompts, greedily(setup.sampling), config.reward, bar="validate")
+    prompts, policy, sampling = setup.prompts["validation"], setup.learner.policy, setup.sampling
+    sampled = evaluate_by_all(config, setup, policy, prompts, sampling, "validate")
+    greedy = evaluate_by_all(config, setup, policy, prompts, greedily(sampling), "validate")
     return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
 
 
@@ -281,9 +282,16 @@ def test_accuracy(config: TrainConfig, setup: Setup, policy: PreTrainedModel, ba
     """Greedy accuracy on the held-out problems; empty for --run.test_limit 0."""
     if config.run.test_limit == 0:
         return {}
-    prompts = setup.prompts["test"]
+    return evaluate_by_all(config, setup, policy, setup.prompts["test"], greedily(setup.sampling), bar).record()
+
+
+def evaluate_by_all(
+    config: TrainConfig, setup: Setup, policy: PreTrainedModel, prompts: Prompts, sampling: Sampling, bar: str
+) -> Evaluation:
+    """One completion of each prompt, dealt out evenly."""
+    rows = math.ceil(len(prompts) / world_size())
     with rolling_out(config, policy):
-        return evaluate(policy, setup.tokenizer, prompts, greedily(setup.sampling), config.reward, bar=bar).record()
+        return evaluate(policy, setup.tokenizer, prompts, sampling, config.reward, max_rows=rows, bar=bar)
 
 
 def greedily(sampling: Sampling) -> Sampling:

@@ -110,7 +110,7 @@ def test_a_run_succeeds_and_says_what_it_did(run):
 @pytest.mark.slow
 def test_stderr_of_a_good_run_holds_progress_bars_only(run):
     bars = re.split(r"[\r\n]", run[0].stderr.replace("\x1b[A", ""))
-    unexpected = [line for line in bars if line.strip() and not re.match(r"(train|validate|test \w+): ", line)]
+    unexpected = [line for line in bars if line.strip() and not re.match(r"(rollout|train|validate|test \w+): ", line)]
     assert unexpected == []
     assert "reward" in run[0].stderr
     assert "tokens/s" in run[0].stderr

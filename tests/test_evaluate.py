@@ -255,6 +255,8 @@ def test_chunks_draw_every_sample_once_within_the_budget(lengths, samples, limit
 def test_chunks_of_two_lengths():
     assert chunks([5, 2, 5, 2], 2, 3, 20) == [Chunk([1, 3], range(2)), Chunk([0], range(2)), Chunk([2], range(2))]
     assert chunks([5, 2], 3, 3, 16) == [Chunk([1], range(3)), Chunk([0], range(2)), Chunk([0], range(2, 3))]
+    pairs = [Chunk([1, 3], range(1)), Chunk([4, 0], range(1)), Chunk([2], range(1))]
+    assert chunks([5, 2, 9, 2, 3], 1, 3, 10**6, max_rows=2) == pairs
 
 
 @pytest.mark.parametrize("torn", [False, True])
