@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import pspo.distributed
 from pspo.checkpoint import describe
 from pspo.config import (
     AlgorithmConfig,
@@ -26,6 +27,7 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
+from pspo.distributed import check_strategy, start
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
@@ -428,13 +430,12 @@ def test_a_payload_in_a_sharded_checkpoint_is_not_executed(whole, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("args", "processes", "message"), [
-    (["--distributed.strategy=none"], 2, "--distributed.strategy none under torchrun"),
-    (["--rollout.prompts=3"], 2, "--rollout.prompts 3 must be a multiple of algorithm.minibatches x ranks (2)"),
-    (["--rollout.prompts=0"], 2, "rollout.prompts"),
+@pytest.mark.parametrize(("args", "message"), [
+    (["--rollout.prompts=3"], "--rollout.prompts 3 must be a multiple of algorithm.minibatches x ranks (2)"),
+    (["--rollout.prompts=0"], "rollout.prompts"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_in_one_line(tmp_path, args, processes, message):
-    done = train(tmp_path / "run", "ddp", *args, processes=processes)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path, args, message):
+    done = train(tmp_path / "run", "ddp", *args)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "pspo.train: error" in line]
     assert len(said) == 1
@@ -453,17 +454,13 @@ def test_a_launched_command_ends_with_its_exit_code_and_all_it_said():
         assert (done.returncode, done.stdout, done.stderr) == (code, "said\n", "")
 
 
-def test_a_strategy_without_torchrun_is_refused(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pspo.train",
-        "--distributed.strategy=fsdp2",
-        f"--run.output_dir={tmp_path / 'run'}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("pspo.train: error: --distributed.strategy fsdp2 needs torchrun")
+def test_strategies_and_launchers_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(ValueError, match=r"--distributed\.strategy fsdp2 needs torchrun"):
+        start("fsdp2", 60)
+    monkeypatch.setattr(pspo.distributed, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"--distributed\.strategy none under torchrun"):
+        check_strategy("none")
 
 
 def test_two_agents_are_one_job(whole, tmp_path):
