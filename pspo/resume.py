@@ -45,6 +45,7 @@ FREE = {  # changes no number of the run
     "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
     "reward.timeout", "run.keep", "run.output_dir", "run.resume", "run.samples", "run.save_every", "run.tracker",
 }  # fmt: skip
+LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens"}
 
 
@@ -111,7 +112,9 @@ def changes(run: Path, resolved: str) -> list[str]:
         for name in old
         if old[name] != new.get(name) and name not in ("run.output_dir", "run.resume")
     }
-    if refused := [line for name, line in changed.items() if name not in FREE | ROUNDING]:
+    longer = {name for name in changed.keys() & LONGER if old["optimizer.schedule"] == "constant"
+              and old[name] is not None and (new[name] is None or new[name] > old[name])}  # fmt: skip
+    if refused := [line for name, line in changed.items() if name not in FREE | ROUNDING | longer]:
         raise ValueError(
             f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another folder, or the "
             "same switches to go on with it"
@@ -120,7 +123,13 @@ def changes(run: Path, resolved: str) -> list[str]:
 
 
 def record_changes(run: Path, resolved: str) -> None:
-    """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again."""
+    """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again.
+
+    A run that was finished and is to be longer is not finished any more.
+    """
+    if (summary := run / "summary.json").exists():
+        steps = read_json(summary, ("optimizer_steps",))["optimizer_steps"]
+        summary.rename(run / f"summary-step-{steps:06d}.json")
     config = yaml.safe_load(resolved)
     config["run"] |= {"output_dir": str(run), "resume": "auto"}
     write_text(run / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -228,7 +237,8 @@ def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
     run = run_to_resume(config.resume, config.output_dir)
     if run is None or not (run / "summary.json").exists():
         return {}
-    changes(run, resolved)
+    if any(name in line for line in changes(run, resolved) for name in LONGER):
+        return {}
     return read_json(run / "summary.json", ("before", "after", "best_model", "best_step", "tokens", "optimizer_steps"))
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.checkpoint import Saver, checkpoints, verify
 from pspo.config import TrainConfig, parse
-from pspo.resume import FREE, ROUNDING, find_checkpoint
+from pspo.resume import FREE, LONGER, ROUNDING, find_checkpoint
 from pspo.train import prepare, save_best
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
@@ -525,11 +525,11 @@ def test_a_finished_run_is_finished(here, capfd):
 def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd):
     left = contents(cut_off)
     capfd.readouterr()
-    assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=8", "--run.keep=1") == 2
+    assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=5", "--run.keep=1") == 2
     line = capfd.readouterr().err
     assert line.count("\n") == 1
     assert "--algorithm.surrogate.class_path was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in line
-    assert "--run.max_steps was 6, is 8" in line
+    assert "--run.max_steps was 6, is 5" in line
     assert "keep" not in line
     assert contents(cut_off) == left
 
@@ -547,7 +547,34 @@ def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd
 def test_every_switch_that_may_change_is_one():
     _, text = parse(TrainConfig, "", [])
     known = {f"{section}.{name}" for section, part in yaml.safe_load(text).items() for name in part}
-    assert known >= FREE | ROUNDING
+    assert known >= FREE | ROUNDING | LONGER
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_is_to_be_longer_ends_as_if_it_always_had_been(here, capfd, finished):
+    constant = "--optimizer.schedule=constant"
+    assert train("whole", constant) == 0
+    if finished:
+        assert train("out", constant, "--run.max_steps=4") == 0
+    else:
+        assert forked(killed_at_step(3, "out", constant, "--run.max_steps=4")) == -signal.SIGKILL
+    capfd.readouterr()
+    assert train("out", constant) == 0
+    assert "going on with a change: --run.max_steps was 4, is 6\n" in capfd.readouterr().err
+    if finished:
+        assert json.loads((here / "out/summary-step-000004.json").read_text())["optimizer_steps"] == 4
+        (here / "out/summary-step-000004.json").unlink()
+        config = Path("checkpoints/step-000004/config.yaml")  # of the shorter run
+        shutil.copy(here / "whole" / config, here / "out" / config)
+    assert_same(here / "whole", here / "out")
+    assert train("out", constant) == 0
+    assert "finished before" in capfd.readouterr().out
+
+
+def test_a_run_whose_learning_rate_falls_with_its_length_keeps_it(here, capfd):
+    assert train("out", "--optimizer.schedule=linear", "--run.max_steps=4") == 0
+    assert train("out", "--optimizer.schedule=linear") == 2
+    assert "--run.max_steps was 4, is 6" in capfd.readouterr().err
 
 
 def test_other_problems_under_the_same_name(here, capfd):
