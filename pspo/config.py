@@ -416,7 +416,7 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
     parser.add_argument("--config", action="config", help="YAML file; later switches override it")
     parser.add_class_arguments(config_class)
     args = sys.argv[1:] if args is None else list(args)
-    with user_errors(prog, rank_0_only=True):
+    with user_errors(prog, once=True):
         for switch, value in pairwise([*args, ""]):
             if switch.partition("=")[0] == "--config":
                 _check_yaml(Path(switch.partition("=")[2] or value))
@@ -477,14 +477,14 @@ def _refuse_nulls(config_class: type, namespace: Namespace, prefix: str = "") ->
 
 
 @contextlib.contextmanager
-def user_errors(prog: str, rank_0_only: bool = False) -> Iterator[None]:
+def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     """What goes wrong in here is the user's to mend: ValueError and OSError become one line and exit code 2.
 
-    Of several processes each says what it met with, unless that is the same for all.
+    Of several processes each says what it met with; with ``once`` the first on a machine speaks for all.
     """
     try:
         yield
     except (ArgumentError, ValueError, OSError) as error:
-        if not rank_0_only or os.environ.get("RANK", "0") == "0":
+        if not once or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None

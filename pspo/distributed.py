@@ -15,6 +15,7 @@ The strategies:
   For rollouts all weights are gathered once, so that decoding needs no communication.
 """
 
+import atexit
 import contextlib
 import os
 import random
@@ -98,6 +99,10 @@ def run(main: Callable[[], None]) -> NoReturn:
         code = ended.code or 0
     if not launched():
         sys.exit(code)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()  # trackers' among them
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

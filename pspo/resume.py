@@ -1,5 +1,6 @@
 """Going on with a run: whose folder it is, what may have changed meanwhile, where it goes on from, what stops it."""
 
+import math
 import os
 import signal
 import sys
@@ -46,7 +47,8 @@ FREE = {  # changes no number of the run
     "reward.timeout", "run.keep", "run.output_dir", "run.resume", "run.samples", "run.save_every", "run.tracker",
 }  # fmt: skip
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
-ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens"}
+ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
+            "distributed.gather"}  # fmt: skip
 
 
 class Stopped(Exception):
@@ -112,7 +114,7 @@ def changes(run: Path, resolved: str) -> list[str]:
         for name in old
         if old[name] != new.get(name) and name not in ("run.output_dir", "run.resume")
     }
-    longer = {name for name in changed.keys() & LONGER if old["optimizer.schedule"] == "constant"
+    longer = {name for name in changed.keys() & LONGER if old.get("optimizer.schedule") == "constant"
               and old[name] is not None and (new[name] is None or new[name] > old[name])}  # fmt: skip
     if refused := [line for name, line in changed.items() if name not in FREE | ROUNDING | longer]:
         raise ValueError(
@@ -122,14 +124,17 @@ def changes(run: Path, resolved: str) -> list[str]:
     return [f"{line} (other rounding)" if name in ROUNDING else line for name, line in changed.items()]
 
 
-def record_changes(run: Path, resolved: str) -> None:
-    """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again.
-
-    A run that was finished and is to be longer is not finished any more.
-    """
+def reopen(run: Path) -> None:
+    """A run that was finished and is to be longer is not finished any more: its summary makes room for another."""
     if (summary := run / "summary.json").exists():
+        if not checkpoints(run):
+            raise ValueError(f"--run.output_dir {run} is finished, and without a checkpoint it cannot be made longer")
         steps = read_json(summary, ("optimizer_steps",))["optimizer_steps"]
         summary.rename(run / f"summary-step-{steps:06d}.json")
+
+
+def record_changes(run: Path, resolved: str) -> None:
+    """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again."""
     config = yaml.safe_load(resolved)
     config["run"] |= {"output_dir": str(run), "resume": "auto"}
     write_text(run / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -200,6 +205,7 @@ def go_on(
                 policy.load_state_dict(saved.state_dict())  # into the tensors that are there: same memory, same sums
         loaded.append(load_checkpoint(folder, stateful, policy.device))
 
+    from_main(lambda: reopen(run))
     checkpoint = find_checkpoint(run, config.run.resume, load)
     steps, progress = loaded[-1]
     if progress.problems != fresh.problems:
@@ -237,9 +243,11 @@ def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
     run = run_to_resume(config.resume, config.output_dir)
     if run is None or not (run / "summary.json").exists():
         return {}
-    if any(name in line for line in changes(run, resolved) for name in LONGER):
-        return {}
-    return read_json(run / "summary.json", ("before", "after", "best_model", "best_step", "tokens", "optimizer_steps"))
+    longer = any(line.startswith(f"--{name} ") for line in changes(run, resolved) for name in LONGER)
+    keys = ("before", "after", "best_model", "best_step", "tokens", "optimizer_steps")
+    summary = read_json(run / "summary.json", keys)
+    left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)
+    return {} if longer and left else summary
 
 
 def cut_back(run: Path, steps: int) -> None:

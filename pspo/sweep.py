@@ -102,7 +102,8 @@ class SweepConfig:
         workers: runs at a time; unset, one for each GPU (or `processes` GPUs), or one.
         processes: of each run, started by torchrun on as many GPUs; above 1, `shared` needs a distributed.strategy.
         launcher: a command that runs another and waits for it; {command} in it is replaced by the command as one word:
-            "sbatch --wait --gpus 1 --wrap {command}", "srun sh -c {command}". Unset, a run is a process started here.
+            "sbatch --wait --gpus 1 --wrap {command}", "srun sh -c {command}", with `processes` GPUs each. Unset, a run
+            is a process started here.
         retry_failed: run failed runs again; the switch alone will do, without "true".
         dry_run: print the plan and what it costs, and run nothing; the switch alone will do.
     """
@@ -321,6 +322,10 @@ def make_setting(sweep: SweepConfig, name: str, method: str, switches: Switches)
         if ((strategy := config["distributed"]["strategy"]) == "none") != (sweep.processes == 1):
             raise ValueError(f"experiments.{name}: distributed.strategy {strategy} with --processes {sweep.processes}: "
                              "set ddp or fsdp2 for several processes, and none for one")  # fmt: skip
+        prompts, parts = config["rollout"]["prompts"], config["algorithm"]["minibatches"] * sweep.processes
+        if sweep.processes > 1 and prompts % parts:
+            raise ValueError(f"experiments.{name}: rollout.prompts {prompts} must be a multiple of "
+                             f"algorithm.minibatches x processes ({parts})")  # fmt: skip
         if not stage:
             evaluate = {folder: as_args(switches) for folder, switches in experiment.evaluate.items()}
         for seed in seeds:
@@ -345,6 +350,8 @@ def refuse_changes(run: Run) -> None:
             if switch != "run.output_dir" and there.get(switch, value) != value:
                 change = f"{switch} {there[switch]!r}, and is now to have {value!r}"
                 raise ValueError(f"{run.folder} was run with {change}: choose another --output, or move it away")
+    elif any(run.folder.glob("summary-step-*.json")):
+        raise ValueError(f"{run.folder} was finished and is being made longer: finish that, or move it away")
 
 
 def clear_unfinished(run: Run) -> None:
@@ -380,6 +387,8 @@ def gpus() -> list[str]:
 
 def ending(exit_code: int, printed: str) -> tuple[int, str]:
     """The exit code and the last line of a run; where torchrun tells of several, those of the first that failed."""
+    if re.search(r"SignalException: Process \d+ got signal", printed):  # torchrun itself was told to stop
+        exit_code = EXIT_STOPPED
     said = re.split(r"^E\d{4} .*failed \(exitcode: (-?\d+)\)", printed, flags=re.MULTILINE)
     lines = [line for line in re.split(r"[\r\n]", said[-3 if len(said) > 1 else 0]) if not re.match(r"W\d{4} ", line)]
     return int(said[-2]) if len(said) > 1 else exit_code, "\n".join(lines).strip().rpartition("\n")[2]

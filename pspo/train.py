@@ -288,8 +288,8 @@ def test_accuracy(config: TrainConfig, setup: Setup, policy: PreTrainedModel, ba
 def evaluate_by_all(
     config: TrainConfig, setup: Setup, policy: PreTrainedModel, prompts: Prompts, sampling: Sampling, bar: str
 ) -> Evaluation:
-    """One completion of each prompt, dealt out evenly."""
-    rows = math.ceil(len(prompts) / world_size())
+    """One completion of each prompt; dealt out evenly, unless all ranks do the same."""
+    rows = math.inf if sampling.synced else math.ceil(len(prompts) / world_size())
     with rolling_out(config, policy):
         return evaluate(policy, setup.tokenizer, prompts, sampling, config.reward, max_rows=rows, bar=bar)
 
@@ -433,7 +433,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(
             f"\npspo.train: out of memory: {str(error).strip().partition(chr(10))[0]}\nLower "
             "--optimizer.microbatch_tokens (training), --rollout.max_rows (rollouts) or --run.validation_limit, or set "
-            "--model.gradient_checkpointing true; the same command goes on from the last checkpoint",
+            "--model.gradient_checkpointing true or --distributed.gather microbatch; the same command goes on from the "
+            "last checkpoint",
             file=sys.stderr,
         )
         raise SystemExit(1) from None

@@ -575,3 +575,9 @@ def test_a_missing_file_or_a_folder_is_named(capsys, tmp_path):
         line = refusal(capsys, "--config", str(path))
         assert "config" in line
         assert path.name in line
+
+
+@pytest.mark.parametrize("name", ["smollm2-gsm8k", "smollm2-word-problems/1-solvable", "smollm2-word-problems/2-all"])
+def test_configurations_of_the_repository_are_read(name):
+    config, _ = parse(TrainConfig, "", [f"--config={TINY.parent / name}.yaml"])
+    assert "smollm2" in config.model.name_or_path.lower()

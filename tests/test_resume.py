@@ -571,6 +571,23 @@ def test_a_run_that_is_to_be_longer_ends_as_if_it_always_had_been(here, capfd, f
     assert "finished before" in capfd.readouterr().out
 
 
+def test_a_finished_run_without_checkpoints_stays_as_it_is(here, capfd):
+    constant = "--optimizer.schedule=constant"
+    assert train("out", constant, "--run.max_steps=4") == 0
+    shutil.rmtree(here / "out/checkpoints")
+    left = contents(here / "out")
+    assert train("out", constant) == 2
+    assert "is finished, and without a checkpoint it cannot be made longer" in capfd.readouterr().err
+    assert contents(here / "out") == left
+
+
+def test_a_run_that_ended_by_its_tokens_has_nothing_more_to_do(here, capfd):
+    args = ("--optimizer.schedule=constant", "--run.max_tokens=1")
+    assert train("out", *args, "--run.max_steps=4") == 0
+    assert train("out", *args) == 0
+    assert "finished before" in capfd.readouterr().out
+
+
 def test_a_run_whose_learning_rate_falls_with_its_length_keeps_it(here, capfd):
     assert train("out", "--optimizer.schedule=linear", "--run.max_steps=4") == 0
     assert train("out", "--optimizer.schedule=linear") == 2

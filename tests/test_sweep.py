@@ -362,11 +362,13 @@ def test_a_bad_file_is_one_line_before_anything_runs(here, capsys, experiment, m
         (["--launcher", "no-such-scheduler {command}"], "no-such-scheduler"),
         (["--workers", "0"], "--workers must be above 0"),
         (["--processes", "0"], "--processes must be from 1"),
+        (["--processes", "3", "--config", "ddp.yaml"], "rollout.prompts 32 must be a multiple of"),
         (["--processes", "2"], "experiments.e: distributed.strategy none with --processes 2: set ddp or fsdp2"),
     ],
 )
 def test_bad_switches(here, capsys, args, message):
     sweep_file()
+    sweep_file("ddp.yaml", shared={"distributed.strategy": "ddp"})
     assert sweep(*args) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -456,6 +458,8 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 @pytest.mark.parametrize(("printed", "ended"), [
     ("a\nb\rthe last\n\n", (3, "the last")),
     ("", (3, "")),
+    ("saved\ntorch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: 15\n",
+     (75, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: 15")),
     (TORCHRUN_SAID, (75, "pspo.train: 3 optimizer steps in a row were skipped")),
     (TORCHRUN_SAID + TORCHRUN_SAID.replace("75", "-9").replace("3 opt", "4 opt"),
      (-9, "pspo.train: 4 optimizer steps in a row were skipped")),

@@ -151,7 +151,7 @@ def load_problems(
     """The problems of one split that have a numeric answer.
 
     Train and held-out validation come shuffled by the seed, and so do train and validation of a mixture; all else
-    keeps its order, a mixture's test one source after the other. Prints to stderr how many were left out, if any.
+    keeps its order, a mixture's test one source after the other. Prints how many were left out, if any.
 
     Args:
         name: gsm8k, math, svamp, asdiv, file (your own), arithmetic, or several joined by `+`.
