@@ -542,7 +542,6 @@ def test_a_real_sweep_of_runs_of_two_processes(tmp_path, monkeypatch):
         shared={"distributed.strategy": "ddp", "rollout.prompts": 4, "rollout.max_completion_tokens": 24,
                 "data.limit": 20, "run.max_steps": 2, "run.test_limit": 0, "run.validate_every": 0},
         methods={"pspo": {}, "lost": {"model.name_or_path": "./nowhere"}},
-        evaluate={"evaluation": {"data.limit": 4}},
     )  # fmt: skip
     done = subprocess.run(
         [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml", "--processes=2"], check=False,
@@ -553,4 +552,3 @@ def test_a_real_sweep_of_runs_of_two_processes(tmp_path, monkeypatch):
     assert "exit code 2: pspo.train: error: --model.name_or_path: model folder nowhere does not exist" in done.stderr
     run = Path("out/e/pspo/seed-0")
     assert json.loads((run / "environment.json").read_text())["processes"] == 2
-    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4
