@@ -20,7 +20,7 @@ from typing import Literal, TypeVar, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from pspo.distributed import Strategy
+from pspo.distributed import Strategy, launched
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
 from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
@@ -341,6 +341,14 @@ class TrainConfig:
         rule = f"must be below run.max_steps ({max_steps}) for a {self.optimizer.schedule} schedule"
         require(fits, "optimizer.warmup_steps", rule, warmup)
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError where a minibatch's prompts cannot be dealt out evenly among so many ranks."""
+        prompts, parts = self.rollout.prompts, self.algorithm.minibatches * ranks
+        if ranks > 1 and prompts % parts:
+            raise ValueError(
+                f"--rollout.prompts {prompts} must be a multiple of algorithm.minibatches x ranks ({parts})"
+            )
+
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -485,6 +493,6 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, OSError) as error:
-        if not once or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
+        if not once or not launched() or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None

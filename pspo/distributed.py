@@ -279,10 +279,11 @@ def gathered(model: nn.Module, how: str) -> Iterator[None]:
 def microbatches(model: nn.Module, batches: list[T], gather: str) -> Iterator[T]:
     """An optimizer step's microbatches; with "step" a sharded model communicates in the first and in the last only."""
     once = is_sharded(model) and gather == "step"
+    if once:
+        model.set_reshard_after_forward(False)
     for i, batch in enumerate(batches):
         if once:
             last = i == len(batches) - 1
-            model.set_reshard_after_forward(False)
             model.set_reshard_after_backward(last)
             model.set_requires_gradient_sync(last)
         yield batch

@@ -287,7 +287,7 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
     if not known.exists():
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / "config.yaml", resolved)
-        write_json(output / "environment.json", environment(str(device)) | {"processes": world_size()})
+        write_json(output / "environment.json", environment(str(device), world_size()))
         write_json(known, about)
         return
     old = read_json(known)

@@ -182,7 +182,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
-def environment(device: str) -> dict[str, Any]:
+def environment(device: str, processes: int) -> dict[str, Any]:
     """Versions, commit and device: what it takes to say where a number came from."""
     packages = ("pspo", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "jsonargparse")
     return {
@@ -191,6 +191,7 @@ def environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": device,
         "commit": _commit(),
+        "processes": processes,
     }
 
 

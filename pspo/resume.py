@@ -106,8 +106,8 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
     return output or run
 
 
-def changes(run: Path, resolved: str) -> list[str]:
-    """What is different from the run's config.yaml and may be, as text; ValueError names what may not be."""
+def changes(run: Path, resolved: str) -> dict[str, str]:
+    """What is different from the run's config.yaml and may be, as text by switch; ValueError names what may not be."""
     old, new = flat(read_config(run / "config.yaml")), flat(yaml.safe_load(resolved))
     changed = {
         name: f"--{name} was {old[name]!r}, is {new.get(name)!r}"
@@ -121,7 +121,7 @@ def changes(run: Path, resolved: str) -> list[str]:
             f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another folder, or the "
             "same switches to go on with it"
         )
-    return [f"{line} (other rounding)" if name in ROUNDING else line for name, line in changed.items()]
+    return {name: f"{line} (other rounding)" if name in ROUNDING else line for name, line in changed.items()}
 
 
 def reopen(run: Path) -> None:
@@ -243,7 +243,7 @@ def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
     run = run_to_resume(config.resume, config.output_dir)
     if run is None or not (run / "summary.json").exists():
         return {}
-    longer = any(line.startswith(f"--{name} ") for line in changes(run, resolved) for name in LONGER)
+    longer = changes(run, resolved).keys() & LONGER
     keys = ("before", "after", "best_model", "best_step", "tokens", "optimizer_steps")
     summary = read_json(run / "summary.json", keys)
     left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)

@@ -317,15 +317,17 @@ def make_setting(sweep: SweepConfig, name: str, method: str, switches: Switches)
     def runs(stage: str, seeds: list[int], switches: Switches) -> dict[int, Run]:
         if taken := {"run.seed", "run.output_dir"} & switches.keys():
             raise ValueError(f"experiments.{name} must not set {taken.pop()}: it comes from seeds, names and output")
-        _, text = parse(TrainConfig, f"pspo.sweep: {name}/{slug}", [*as_args(switches), f"--run.seed={min(seeds)}"])
+        resolved, text = parse(
+            TrainConfig, f"pspo.sweep: {name}/{slug}", [*as_args(switches), f"--run.seed={min(seeds)}"]
+        )
         config, evaluate, made = yaml.safe_load(text), {}, {}
-        if ((strategy := config["distributed"]["strategy"]) == "none") != (sweep.processes == 1):
+        if ((strategy := resolved.distributed.strategy) == "none") != (sweep.processes == 1):
             raise ValueError(f"experiments.{name}: distributed.strategy {strategy} with --processes {sweep.processes}: "
                              "set ddp or fsdp2 for several processes, and none for one")  # fmt: skip
-        prompts, parts = config["rollout"]["prompts"], config["algorithm"]["minibatches"] * sweep.processes
-        if sweep.processes > 1 and prompts % parts:
-            raise ValueError(f"experiments.{name}: rollout.prompts {prompts} must be a multiple of "
-                             f"algorithm.minibatches x processes ({parts})")  # fmt: skip
+        try:
+            resolved.check_ranks(sweep.processes)
+        except ValueError as error:
+            raise ValueError(f"experiments.{name}: {error}") from None
         if not stage:
             evaluate = {folder: as_args(switches) for folder, switches in experiment.evaluate.items()}
         for seed in seeds:
@@ -378,20 +380,20 @@ def commands(run: Run) -> Iterator[tuple[list[str], Path]]:
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        [str(i) for i in range(torch.cuda.device_count())]
-        if visible is None
-        else list(filter(None, visible.split(",")))
-    )
+    if visible is None:
+        return [str(i) for i in range(torch.cuda.device_count())]
+    return [name for name in visible.split(",") if name]
 
 
 def ending(exit_code: int, printed: str) -> tuple[int, str]:
     """The exit code and the last line of a run; where torchrun tells of several, those of the first that failed."""
-    if re.search(r"SignalException: Process \d+ got signal", printed):  # torchrun itself was told to stop
+    failures = list(re.finditer(r"^E\d{4} .*failed \(exitcode: (-?\d+)\)", printed, re.MULTILINE))
+    if failures:  # a log may hold those of earlier starts
+        exit_code, printed = int(failures[-1][1]), printed[: failures[-1].start()]
+    elif re.search(r"SignalException: Process \d+ got signal", printed):  # torchrun itself was told to stop
         exit_code = EXIT_STOPPED
-    said = re.split(r"^E\d{4} .*failed \(exitcode: (-?\d+)\)", printed, flags=re.MULTILINE)
-    lines = [line for line in re.split(r"[\r\n]", said[-3 if len(said) > 1 else 0]) if not re.match(r"W\d{4} ", line)]
-    return int(said[-2]) if len(said) > 1 else exit_code, "\n".join(lines).strip().rpartition("\n")[2]
+    lines = [line.strip() for line in re.split(r"[\r\n]", printed) if not re.match(r"W\d{4} ", line)]
+    return exit_code, next(filter(None, reversed(lines)), "")
 
 
 class Workers:

@@ -302,7 +302,7 @@ def greedily(sampling: Sampling) -> Sampling:
 def prepare(config: TrainConfig, resolved: str) -> Setup:
     """Load everything, the cheap and fallible first; the output folder is made last, so that no error leaves one."""
     device = own_device()
-    from_main(lambda: check_even(config))
+    from_main(lambda: config.check_ranks(world_size()))
     lock = contextlib.ExitStack()
     output, going_on, changed = from_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
@@ -362,27 +362,18 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     return Setup(learner, tokenizer, sampling, prompts, output, lock, progress, saver, tracker)
 
 
-def check_even(config: TrainConfig) -> None:
-    """Raise ValueError where a minibatch's prompts cannot be dealt out evenly among the ranks."""
-    parts = config.algorithm.minibatches * world_size()
-    if world_size() > 1 and config.rollout.prompts % parts:
-        raise ValueError(
-            f"--rollout.prompts {config.rollout.prompts} must be a multiple of algorithm.minibatches x ranks ({parts})"
-        )
-
-
-def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool, list[str]]:
-    """The run's folder, whether it holds a run to go on with (locked now), and what has changed since then."""
+def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool, bool]:
+    """The run's folder, whether it holds a run to go on with (locked now), and if anything changed since then."""
     old = run_to_resume(config.run.resume, config.run.output_dir)
     output = old or Path(config.run.output_dir or default_output(config))
     check_output(output)
     if old is None:
-        return output, False, []
+        return output, False, False
     lock.enter_context(claim(old))
     changed = changes(old, resolved)
-    for line in changed:
+    for line in changed.values():
         print(f"going on with a change: {line}", file=sys.stderr)
-    return output, True, changed
+    return output, True, bool(changed)
 
 
 def begin(output: Path, resolved: str, device: torch.device, lock: contextlib.ExitStack) -> None:
@@ -390,7 +381,7 @@ def begin(output: Path, resolved: str, device: torch.device, lock: contextlib.Ex
     output.mkdir(parents=True, exist_ok=True)
     lock.enter_context(claim(output))
     write_text(output / "config.yaml", resolved)
-    write_json(output / "environment.json", environment(str(device)) | {"processes": world_size()})
+    write_json(output / "environment.json", environment(str(device), world_size()))
 
 
 def default_output(config: TrainConfig) -> str:

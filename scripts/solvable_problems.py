@@ -12,6 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
+from pspo.metrics import to_jsonl, write_text
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -22,9 +24,7 @@ def main() -> None:
         records = [json.loads(line) for line in file]
     kept = {record["problem"]: record for record in records if record["contains_gold"]}
     args.problems.parent.mkdir(parents=True, exist_ok=True)
-    with args.problems.open("w", encoding="utf-8") as file:
-        for record in kept.values():
-            file.write(json.dumps({"prompt": record["prompt"], "answer": record["gold"]}, ensure_ascii=False) + "\n")
+    write_text(args.problems, to_jsonl({"prompt": r["prompt"], "answer": r["gold"]} for r in kept.values()))
     print(f"{len(kept):,} of {len({record['problem'] for record in records}):,} problems: {args.problems}")
 
 

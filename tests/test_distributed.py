@@ -321,18 +321,23 @@ def test_a_full_disk_ends_the_job_in_one_line_and_it_goes_on_when_there_is_room(
     assert contents(output) == contents(run)
 
 
+def cut_off(run: Path, tmp_path: Path, steps: int) -> Path:
+    """A copy of a finished run as it was when it had saved so many steps."""
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    (again / "summary.json").unlink()
+    shutil.rmtree(again / "final")
+    for folder in (again / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > steps:
+            shutil.rmtree(folder)
+    return again
+
+
 def test_a_job_goes_on_exactly(whole, tmp_path):
     strategy, run, _ = whole
     if strategy == "fsdp2":
         pytest.skip("the tests of its faults show it")
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    for name in ("summary.json", "final"):
-        path = again / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for folder in (again / "checkpoints").iterdir():
-        if int(folder.name.removeprefix("step-")) > 6:
-            shutil.rmtree(folder)
+    again = cut_off(run, tmp_path, 6)
     done = train(again, strategy)
     assert done.returncode == 0, done.stderr
     assert contents(again) == contents(run)
@@ -395,9 +400,7 @@ def test_a_damaged_sharded_checkpoint_is_named_and_passed_over(whole, tmp_path, 
     strategy, run, _ = whole
     if strategy == "ddp":
         pytest.skip("its checkpoints are those of one process: test_fuzz.py")
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    (again / "summary.json").unlink()
+    again = cut_off(run, tmp_path, 8)
     newest = again / "checkpoints/step-000008"
     file = newest / "shards" / (".metadata" if what == "metadata" else "__1_0.distcp")
     file.write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
@@ -416,12 +419,7 @@ def test_another_number_of_ranks_goes_on(whole, tmp_path):
     strategy, run, _ = whole
     if strategy == "ddp":
         pytest.skip("it has nothing to spread anew")
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    (again / "summary.json").unlink()
-    for folder in (again / "checkpoints").iterdir():
-        if folder.name > "step-000004":
-            shutil.rmtree(folder)
+    again = cut_off(run, tmp_path, 4)
     done = train(again, strategy, processes=1)
     assert done.returncode == 0, done.stderr
     assert "2 ranks" in done.stderr
