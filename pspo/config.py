@@ -20,7 +20,7 @@ from typing import Literal, TypeVar, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from pspo.distributed import Strategy, launched
+from pspo.distributed import Strategy
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
 from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
@@ -493,6 +493,6 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, OSError) as error:
-        if not once or not launched() or os.environ["LOCAL_RANK"] == "0":
+        if not once or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
