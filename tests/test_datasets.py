@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from pspo.tasks.answers import contains_answer, extract_answer
-from pspo.tasks.datasets import SPLITS, Row, boxed, load_problems, parse_gold
+from pspo.tasks.datasets import SPLITS, boxed, load_problems, parse_gold
+from pspo.tasks.files import Row
 from pspo.tasks.problem import Problem
 
 DATA = Path(__file__).parents[2] / "shared" / "data"

@@ -35,7 +35,8 @@ ALLOWED = {  # DESIGN section 1; a leaf package may import itself, and commands 
     "card": {"__version__", "config", "model", "results", "tasks"},
     "trackers": set(),
     "train": EVERY_PART,
-    "sweep": {"config", "metrics", "resume"},
+    "sweep": {"config", "metrics", "workers"},
+    "workers": {"metrics", "resume"},
     "shapes": set(),
     "plan": {"config", "model", "results", "shapes"},
     "report": {"runs", "tables", "figures", "metrics"},  # files alone: no model, no configuration classes

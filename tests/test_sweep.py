@@ -21,6 +21,7 @@ import yaml
 import pspo.sweep
 from pspo.config import TrainConfig, parse
 from pspo.sweep import SweepConfig, grid_points, make_plan, make_setting
+from pspo.workers import clear_unfinished, ending
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -297,17 +298,17 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_says_how_to_go_on(here)
 def test_a_run_that_was_stopped_is_not_failed_and_keeps_its_folder(here, capsys):
     """As by a scheduler: exit code 75. Unless its switches have changed meanwhile: then it starts over."""
     sweep_file(methods={"pspo": {}})
-    run = make_plan(pspo.sweep.parse(SweepConfig, "", ["--config", "sweep.yaml"])[0])[0].settings[0].full[0]
+    run = make_plan(parse(SweepConfig, "", ["--config", "sweep.yaml"])[0])[0].settings[0].full[0]
     world(fail=["e/pspo/seed-0"])
     Path("world.json").write_text(json.dumps(json.loads(Path("world.json").read_text()) | {"code": 75}))
     assert sweep() == 1
     assert "failed: out/e/pspo/seed-0: exit code 75: the last line" in capsys.readouterr().err
     assert not list(Path("out").rglob("*.failed"))
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
-    pspo.sweep.clear_unfinished(run)
+    clear_unfinished(run)
     assert run.folder.is_dir()
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config | {"rollout": {}}))
-    pspo.sweep.clear_unfinished(run)
+    clear_unfinished(run)
     assert not run.folder.exists()
     world()
     assert sweep() == 0
@@ -465,7 +466,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
      (-9, "pspo.train: 4 optimizer steps in a row were skipped")),
 ])  # fmt: skip
 def test_what_a_failed_run_is_said_to_have_ended_with(printed, ended):
-    assert pspo.sweep.ending(3, printed) == ended
+    assert ending(3, printed) == ended
 
 
 @pytest.mark.slow
