@@ -300,7 +300,7 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
 
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
-    start("ddp" if launched() else "none", timeout=600)
+    start("ddp" if launched() else "none", timeout=3600)
     device = own_device()
     output = Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"

@@ -442,7 +442,8 @@ def report(config: TrainConfig, summary: dict[str, Any]) -> None:
         print(table(rows))
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
-    print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
+    if summary["before"] or config.data.name != "file":  # which may hold no test problems
+        print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
 
 
 def evaluate_command(config: TrainConfig, model: str) -> str:

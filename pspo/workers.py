@@ -211,6 +211,9 @@ class Workers:
             words = [word.replace("{command}", shlex.join(words)) for word in shlex.split(self.launcher)]
         else:
             environment.setdefault("OMP_NUM_THREADS", str(self.threads))
+            environment.setdefault(
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600"
+            )  # for its ranks to finish a rollout and save
         device = self.devices.get()
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device

@@ -674,9 +674,10 @@ def test_own_data_without_a_split(here, capsys):
     assert "train.jsonl" in said
 
 
-def test_own_data_without_test_trains_where_none_is_asked_for(here):
+def test_own_data_without_test_trains_where_none_is_asked_for(here, capsys):
     own_data(here / "mine", splits=("train",))
     assert fast("--data.name=file", "--data.path=mine")[-1]["step"] == 2
+    assert "pspo.evaluate" not in capsys.readouterr().out
 
 
 def test_everything_too_long(here, capsys):

@@ -1,0 +1,58 @@
+"""What training changed: two evaluations of the same problems, compared problem by problem.
+
+    python scripts/what_changed.py before/completions.jsonl after/completions.jsonl
+
+Both are greedy evaluations (`python -m pspo.evaluate`, temperature 0). Printed are the problems that are solved now and no
+longer, with and without the reward's rule for where the answer stands; and of the first equation `a op b = c` in each
+answer: how many are computed right (c is the value of a op b), how many have the gold answer as the value of a op b (the
+right operation on the right numbers), and how many both.
+"""
+
+import argparse
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+EQUATION = re.compile(r"(\d[\d,]*(?:\.\d+)?) *([-+*/]) *\$? *(\d[\d,]*(?:\.\d+)?) *= *\$? *(-?\d[\d,]*(?:\.\d+)?)")
+
+
+def value(a: Fraction, operation: str, b: Fraction) -> Fraction | None:
+    if operation == "/":
+        return a / b if b else None
+    return {"+": a + b, "-": a - b, "*": a * b}[operation]
+
+
+def about_equations(records: list[dict[str, Any]]) -> str:
+    found = [(EQUATION.search(record["completion"]), Fraction(record["gold"])) for record in records]
+    computed, meant, both = 0, 0, 0
+    for match, gold in found:
+        if match:
+            a, b, c = (Fraction(match[i].replace(",", "")) for i in (1, 3, 4))
+            true = value(a, match[2], b)
+            computed, meant, both = computed + (true == c), meant + (true == gold), both + (true == c == gold)
+    n = sum(match is not None for match, _ in found)
+    return (
+        f"{n} answers with an equation; first one computed right {computed}, its value is the gold {meant}, both {both}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="completions.jsonl of pspo.evaluate")
+    parser.add_argument("after", type=Path, help="of the same problems")
+    args = parser.parse_args()
+    before, after = ([json.loads(line) for line in file.open(encoding="utf-8")] for file in (args.before, args.after))
+    before, after = (sorted(records, key=lambda record: record["problem"]) for records in (before, after))
+    if [record["prompt"] for record in before] != [record["prompt"] for record in after]:
+        parser.error(f"{args.before} and {args.after} are not of the same problems, one answer each")
+    for key in ("correct", "contains_gold"):
+        pairs = [(old[key], new[key]) for old, new in zip(before, after, strict=True)]
+        print(f"{key}, {len(pairs)} problems: {pairs.count((False, True))} now, {pairs.count((True, False))} no longer")
+    print(f"before: {about_equations(before)}")
+    print(f"after:  {about_equations(after)}")
+
+
+if __name__ == "__main__":
+    main()
