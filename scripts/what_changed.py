@@ -2,10 +2,10 @@
 
     python scripts/what_changed.py before/completions.jsonl after/completions.jsonl
 
-Both are greedy evaluations (`python -m pspo.evaluate`, temperature 0). Printed are the problems that are solved now and no
-longer, with and without the reward's rule for where the answer stands; and of the first equation `a op b = c` in each
-answer: how many are computed right (c is the value of a op b), how many have the gold answer as the value of a op b (the
-right operation on the right numbers), and how many both.
+Both are greedy evaluations (`python -m pspo.evaluate`, temperature 0). Printed are the problems that are solved now and
+no longer, by the reward's rule and with the gold value anywhere; and of the first equation `a op b = c` in each answer:
+how many are computed right (c is the value of a op b), how many have the gold answer as the value of a op b (the right
+operation on the right numbers), and how many both.
 """
 
 import argparse
