@@ -275,8 +275,12 @@ def on_cpu(value: Any) -> Any:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints that there are, newest first."""
-    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: (len(folder.name), folder.name))[::-1]
+    """The checkpoints that there are, newest first; a folder of another name than ``step-42`` is none."""
+    return sorted((f for f in (run / "checkpoints").glob("step-*") if f.name[5:].isdecimal()), key=step_of)[::-1]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def remove(folder: Path) -> None:
@@ -355,6 +359,9 @@ def unreadable_is_damaged(folder: Path, what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:  # a RuntimeError, too, and no fault of the checkpoint
         raise
     except (*kinds, UnpicklingError) as error:
+        cause = error.__cause__
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None):
+            raise cause from None  # the machine's fault: libraries' own OSErrors have no number
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
         raise DamagedError(f"{folder} is damaged: {what} is not what a run saves ({reason})") from error
 

@@ -60,7 +60,7 @@ def start(strategy: Strategy, timeout: float) -> None:
     Args:
         timeout: seconds after which a rank gives up waiting for the others.
 
-    Raises ValueError where strategy and launcher do not fit.
+    Raises ValueError where strategy and launcher do not fit, or there are too few GPUs.
     """
     if not launched():
         if strategy != "none":
@@ -70,6 +70,8 @@ def start(strategy: Strategy, timeout: float) -> None:
         return
     gpu = torch.cuda.is_available()
     if gpu:
+        if (processes := int(os.environ["LOCAL_WORLD_SIZE"])) > torch.cuda.device_count():
+            raise ValueError(f"--nproc-per-node {processes}: there are {torch.cuda.device_count()} GPUs for them here")
         torch.cuda.set_device(own_device())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
     if not is_main():
@@ -354,11 +356,14 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         group["lr"] = 0.0  # until `Scalars` are loaded
     optimizer.step()  # which moves nothing, but makes the tensors that are to be loaded
     optimizer.zero_grad()
+    wanted, reader = shards(model, optimizer), TensorReader(folder)
+    if not any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
+        del wanted["optimizer"]  # it had not moved yet: its moments are 0, as they are now
     try:
         with torch.no_grad():
-            checkpoint.load(shards(model, optimizer), storage_reader=TensorReader(folder))
+            checkpoint.load(wanted, storage_reader=reader)
     except CheckpointException as error:
-        raise RuntimeError(_first_line(error)) from None
+        raise RuntimeError(_first_line(error)) from next(iter(error.failures.values()))[0]
 
 
 def _first_line(error: CheckpointException) -> str:

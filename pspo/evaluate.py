@@ -36,7 +36,15 @@ from pspo.metrics import (
     write_json,
     write_text,
 )
-from pspo.model import autocast, load_model_config, load_policy, load_tokenizer, stop_token_ids
+from pspo.model import (
+    autocast,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    memory_errors,
+    shares_prompts,
+    stop_token_ids,
+)
 from pspo.results import Evaluation, render, summarise
 from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.tasks import Problem, contains_answer, extract_answer, load_problems, matches_format, total_rewards
@@ -277,8 +285,10 @@ def check_folder(output: Path, resolved: str) -> None:
     check_output(output)
     if (output / FINGERPRINT).exists():
         refuse_other_switches(output, resolved)
-    elif any((output / name).exists() for name in ("completions.jsonl", "results.json")):
-        raise ValueError(f"--run.output_dir {output} holds results of something else; choose another folder")
+    elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
+        raise ValueError(
+            f"--run.output_dir {output} holds something else, a training run perhaps; choose another folder"
+        )
 
 
 def begin(output: Path, resolved: str, about: dict[str, str], device: torch.device) -> None:
@@ -298,16 +308,18 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
         )
 
 
+@memory_errors("pspo.evaluate", "Lower --eval.max_tokens; the same command goes on with what is missing")
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
-    start("ddp" if launched() else "none", timeout=3600)
+    with user_errors("pspo.evaluate", once=True):
+        start("ddp" if launched() else "none", timeout=3600)
     device = own_device()
     output = Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
         policy, tokenizer, prompts = prepare(config, resolved, device)
         done = from_main(lambda: read_jsonl(kept))
-        results = read_json(finished, ("temperatures",)) if finished.exists() else {}
+        results = from_main(lambda: read_json(finished, ("temperatures",)) if finished.exists() else {})
     if results:
         print(f"finished before, nothing to do: {finished}\n")
         print(render(results))
@@ -325,6 +337,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 top_p=config.eval.top_p,
                 max_completion_tokens=config.eval.max_completion_tokens,
                 max_rows=config.eval.max_tokens,  # no limit of its own
+                decoder="pspo" if shares_prompts(policy) else "hf",
             )
             with autocast(config.model.autocast, device):
                 result = evaluate(

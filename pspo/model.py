@@ -1,6 +1,7 @@
 """Load a policy and its tokenizer, and compute the log-probs that everything else is made of."""
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -379,3 +380,22 @@ def autocast(mode: str, device: torch.device) -> torch.autocast:
 def autocasts(mode: str, device: torch.device) -> bool:
     """Whether that context casts anything."""
     return mode == "bf16" or (mode == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether this is a GPU's allocator that found no memory, or the CPU's, or oneDNN's or C++'s."""
+    cpu = ("can't allocate memory", "could not create a primitive", "bad_alloc")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
+
+
+@contextlib.contextmanager
+def memory_errors(prog: str, advice: str) -> Iterator[None]:
+    """Where memory runs out in here it becomes two lines, the second of them advice, and exit code 1."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        print(f"\n{prog}: out of memory: {reason}\n{advice}", file=sys.stderr)
+        raise SystemExit(1) from None

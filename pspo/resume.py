@@ -20,6 +20,7 @@ from pspo.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
     remove,
+    step_of,
     tidy,
     unreadable_is_damaged,
 )
@@ -124,15 +125,6 @@ def changes(run: Path, resolved: str) -> dict[str, str]:
     return {name: f"{line} (other rounding)" if name in ROUNDING else line for name, line in changed.items()}
 
 
-def reopen(run: Path) -> None:
-    """A run that was finished and is to be longer is not finished any more: its summary makes room for another."""
-    if (summary := run / "summary.json").exists():
-        if not checkpoints(run):
-            raise ValueError(f"--run.output_dir {run} is finished, and without a checkpoint it cannot be made longer")
-        steps = read_json(summary, ("optimizer_steps",))["optimizer_steps"]
-        summary.rename(run / f"summary-step-{steps:06d}.json")
-
-
 def record_changes(run: Path, resolved: str) -> None:
     """Bring the run's config.yaml up to date, but for a --run.resume PATH: it would start from there again."""
     config = yaml.safe_load(resolved)
@@ -143,16 +135,17 @@ def record_changes(run: Path, resolved: str) -> None:
 def find_checkpoint(run: Path, resume: str, load: Callable[[Path], None] = lambda folder: None) -> Path | None:
     """The newest checkpoint that verifies and loads, or the one that --run.resume names; None where none was saved yet.
 
-    Damaged ones are named. What is newer than the one found leaves the run: those steps are taken again.
+    Damaged ones are named. Raises ValueError where there is none to be found but a run to lose.
     """
-    every = from_main(lambda: tidied(run))
+    every, is_finished = from_main(lambda: (tidied(run), (run / "summary.json").exists()))
     named = [folder for folder in every if folder.absolute() == Path(resume).absolute()]
+    if not named and Path(resume).absolute().parent == (run / "checkpoints").absolute():
+        raise ValueError(f"--run.resume {resume} is no checkpoint's name, such as step-000042")
     found, damage = newest_checkpoint(named or every, load)
     for line in damage if is_main() else []:
         print(f"{line}; passed over", file=sys.stderr)
-    if found is None and every:
+    if found is None and (every or is_finished):
         raise ValueError(f"--run.output_dir {run}: no checkpoint that could be gone on from; choose another folder")
-    from_main(lambda: remove_all(every[: every.index(found)] if found else []))
     return found
 
 
@@ -160,11 +153,6 @@ def tidied(run: Path) -> list[Path]:
     """The run's checkpoints, newest first, once what a kill cut off is finished or undone."""
     tidy(run)
     return checkpoints(run)
-
-
-def remove_all(folders: list[Path]) -> None:
-    for folder in folders:
-        remove(folder)
 
 
 def load_across_ranks(config: TrainConfig, model: ModelConfig, device: torch.device) -> PreTrainedModel:
@@ -205,7 +193,6 @@ def go_on(
                 policy.load_state_dict(saved.state_dict())  # into the tensors that are there: same memory, same sums
         loaded.append(load_checkpoint(folder, stateful, policy.device))
 
-    from_main(lambda: reopen(run))
     checkpoint = find_checkpoint(run, config.run.resume, load)
     steps, progress = loaded[-1]
     if progress.problems != fresh.problems:
@@ -251,7 +238,16 @@ def finished(config: RunConfig, resolved: str) -> dict[str, Any]:
 
 
 def cut_back(run: Path, steps: int) -> None:
-    """Take what came after this step out of the run's records, a line that was cut short included."""
+    """Take what came after this step out of the run: it is done again, or, where it was finished, more of it.
+
+    Newer checkpoints go, and lines of the records, one that was cut short included; a summary makes room for another.
+    """
+    if (summary := run / "summary.json").exists():
+        ended = read_json(summary, ("optimizer_steps",))["optimizer_steps"]
+        summary.rename(run / f"summary-step-{ended:06d}.json")
+    for folder in checkpoints(run):
+        if step_of(folder) > steps:
+            remove(folder)
     for path in (run / "metrics.jsonl", run / "samples.jsonl"):
         if path.exists():
             write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= steps))

@@ -40,8 +40,8 @@ import yaml
 from tqdm import tqdm
 
 from pspo.config import EvaluateConfig, TrainConfig, parse, user_errors
-from pspo.metrics import check_output, flat, lock, write_json
-from pspo.workers import Run, Workers, gpus
+from pspo.metrics import check_output, lock, write_json
+from pspo.workers import Run, Workers, changed, gpus
 
 Switches = dict[str, Any]
 
@@ -246,7 +246,8 @@ def check_experiment(name: str, experiment: Experiment) -> None:
         raise ValueError(f"experiments.{name}.methods must name at least one method")
     for method, grid in experiment.methods.items():
         parts = grid if isinstance(grid, list) else [grid]
-        if not parts or not all(isinstance(part, dict) and [] not in part.values() for part in parts):
+        switches = [part for part in parts if isinstance(part, dict) and all(isinstance(name, str) for name in part)]
+        if not parts or switches != parts or any([] in part.values() for part in switches):
             raise ValueError(f"experiments.{name}.methods.{method} must map switches to values, got {grid!r:.60}")
     for folder in (name, *experiment.methods, *experiment.evaluate):
         if not re.fullmatch(r"[\w+.-]*\w[\w+.-]*", folder):
@@ -292,11 +293,8 @@ def make_setting(sweep: SweepConfig, name: str, method: str, switches: Switches)
 def refuse_changes(run: Run) -> None:
     """ValueError where the run is there already, but with another configuration than the one planned."""
     if run.trained:
-        there = flat(yaml.safe_load(run.folder.with_suffix(".yaml").read_text(encoding="utf-8")))
-        for switch, value in flat(run.config).items():
-            if switch != "run.output_dir" and there.get(switch, value) != value:
-                change = f"{switch} {there[switch]!r}, and is now to have {value!r}"
-                raise ValueError(f"{run.folder} was run with {change}: choose another --output, or move it away")
+        for switch, change in changed(run, run.folder.with_suffix(".yaml")).items():
+            raise ValueError(f"{run.folder} was run with {switch} {change}: choose another --output, or move it away")
     elif any(run.folder.glob("summary-step-*.json")):
         raise ValueError(f"{run.folder} was finished and is being made longer: finish that, or move it away")
 

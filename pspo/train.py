@@ -45,7 +45,7 @@ from pspo.distributed import (
 )
 from pspo.evaluate import Evaluation, Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
-from pspo.model import autocast, load_tokenizer, stop_token_ids
+from pspo.model import autocast, load_tokenizer, memory_errors, stop_token_ids
 from pspo.results import percent, table
 from pspo.resume import (
     EXIT_INTERRUPTED,
@@ -63,7 +63,7 @@ from pspo.resume import (
 from pspo.rollout import Rollout, Sampling, check_decoder, generate, group_relative_advantages
 from pspo.tasks import Problem, total_rewards, without_unknown
 from pspo.trackers import Tracker, check_tracker, start_tracker
-from pspo.update import Learner, out_of_memory, update
+from pspo.update import Learner, update
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class Setup:
     def log(self, metrics: dict[str, Any], samples: Iterable[dict[str, Any]]) -> None:
         """Write down what one rollout came to."""
         if is_main():
-            append_jsonl(self.output / "metrics.jsonl", metrics)
-            append_jsonl(self.output / "samples.jsonl", *samples)
+            with recording(self.output):
+                append_jsonl(self.output / "metrics.jsonl", metrics)
+                append_jsonl(self.output / "samples.jsonl", *samples)
             self.tracker.log(metrics)
 
 
@@ -181,9 +182,19 @@ def train(config: TrainConfig, setup: Setup, signals: StopSignals | None = None)
         "best_step": progress.best.get("step", learner.steps),
     }
     if is_main():
-        write_json(output / "summary.json", summary)
+        with recording(output):
+            write_json(output / "summary.json", summary)
         setup.tracker.finish()
     return summary
+
+
+@contextlib.contextmanager
+def recording(output: Path) -> Iterator[None]:
+    """A record that cannot be written (disk full) ends the run."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"cannot write into {output}: {error}") from error
 
 
 def prompt_order(n: int, seed: int) -> Iterator[int]:
@@ -244,7 +255,7 @@ def count_skipped(steps: list[dict[str, float]], config: TrainConfig, setup: Set
     progress = setup.progress
     for step in steps:
         progress.skipped = progress.skipped + 1 if step["step_skipped"] else 0
-        if progress.skipped == config.optimizer.max_skipped:
+        if progress.skipped >= config.optimizer.max_skipped:
             setup.saver.wait()
             saved = next(iter(checkpoints(setup.output)), "none yet")
             raise RunFailed(
@@ -389,10 +400,17 @@ def default_output(config: TrainConfig) -> str:
     return f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
 
 
+@memory_errors(
+    "pspo.train",
+    "Lower --optimizer.microbatch_tokens (training), --rollout.max_rows (rollouts) or --run.validation_limit, or set "
+    "--model.gradient_checkpointing true or --distributed.gather microbatch; the same command goes on from the last "
+    "checkpoint",
+)
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(TrainConfig, "pspo.train", args)
-    with user_errors("pspo.train"):
+    with user_errors("pspo.train", once=True):
         start(config.distributed.strategy, config.distributed.timeout)
+    with user_errors("pspo.train"):
         if summary := from_main(lambda: finished(config.run, resolved)):
             print(f"finished before, nothing to do: {Path(summary['best_model']).parent / 'summary.json'}\n")
             report(config, summary)
@@ -408,7 +426,7 @@ def main(args: Sequence[str] | None = None) -> None:
     print(f"output  {setup.output}")
 
     try:
-        with setup.lock, setup.saver, StopSignals() as signals:
+        with setup.lock, StopSignals() as signals, setup.saver:
             summary = train(config, setup, signals)
     except (Stopped, KeyboardInterrupt) as stopped:
         if is_main():
@@ -417,17 +435,6 @@ def main(args: Sequence[str] | None = None) -> None:
     except RunFailed as error:
         if is_main():
             print(f"\npspo.train: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        print(
-            f"\npspo.train: out of memory: {str(error).strip().partition(chr(10))[0]}\nLower "
-            "--optimizer.microbatch_tokens (training), --rollout.max_rows (rollouts) or --run.validation_limit, or set "
-            "--model.gradient_checkpointing true or --distributed.gather microbatch; the same command goes on from the "
-            "last checkpoint",
-            file=sys.stderr,
-        )
         raise SystemExit(1) from None
     report(config, summary)
 

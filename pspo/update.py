@@ -26,7 +26,7 @@ from pspo.distributed import (
     whole,
 )
 from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
-from pspo.model import autocast, backward_in_one_pass, token_logprobs
+from pspo.model import autocast, backward_in_one_pass, out_of_memory, token_logprobs
 from pspo.rollout import Batch, Rollout, to_device
 
 T = TypeVar("T")
@@ -172,12 +172,6 @@ def with_room(
             "from here on (--optimizer.microbatch_tokens)",
             file=sys.stderr,
         )
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether this is a GPU's allocator that found no memory, or the CPU's, or oneDNN's or C++'s."""
-    cpu = ("can't allocate memory", "could not create a primitive", "bad_alloc")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
 
 
 def padded_tokens(batch: Batch) -> int:

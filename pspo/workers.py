@@ -74,11 +74,20 @@ class Run:
         return tokens if run["max_tokens"] is None else min(tokens, run["max_tokens"] + per_rollout)
 
 
+def changed(run: Run, file: Path) -> dict[str, str]:
+    """By switch, what is different from the configuration in a file; where the run lies makes no difference."""
+    there = flat(yaml.safe_load(file.read_text(encoding="utf-8")))
+    return {
+        switch: f"{there[switch]!r}, and is now to have {value!r}"
+        for switch, value in flat(run.config).items()
+        if switch != "run.output_dir" and there.get(switch, value) != value
+    }
+
+
 def clear_unfinished(run: Run) -> None:
     """A run that was cut off goes on from its checkpoints; with other switches by now, it starts over."""
     file = run.folder / "config.yaml"
-    there = flat(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-    if run.folder.exists() and there != flat(run.config):
+    if run.folder.exists() and (not file.is_file() or changed(run, file)):
         shutil.rmtree(run.folder)
 
 
@@ -211,9 +220,7 @@ class Workers:
             words = [word.replace("{command}", shlex.join(words)) for word in shlex.split(self.launcher)]
         else:
             environment.setdefault("OMP_NUM_THREADS", str(self.threads))
-            environment.setdefault(
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600"
-            )  # for its ranks to finish a rollout and save
+            environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")  # for a rollout and a save
         device = self.devices.get()
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device

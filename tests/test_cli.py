@@ -469,7 +469,13 @@ def test_evaluate_refuses_to_mix_evaluations(here, capsys, monkeypatch):
 
     pspo.evaluate.main(args)
     (here / "out/fingerprint.json").unlink()
-    assert "holds results of something else" in line()
+    assert "holds something else" in line()
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_a_training_run_alone(run, capsys):
+    said = refused(capsys, pspo.evaluate, f"--run.output_dir={run[1]}")
+    assert "holds something else, a training run perhaps" in said
 
 
 @pytest.mark.slow

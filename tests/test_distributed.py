@@ -394,6 +394,22 @@ def test_plain_sgd_goes_on_exactly(tmp_path):
     assert (run / "final/model.safetensors").read_bytes() == expected
 
 
+def test_shards_of_an_optimizer_that_has_not_moved_yet(tmp_path):
+    """As of a run that was told to stop before its first step."""
+    from pspo.distributed import Scalars, load_shards, save_shards
+
+    kept, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (kept, other)]
+    save_shards(tmp_path / "shards", kept, optimizers[0])
+    load_shards(tmp_path / "shards", other, optimizers[1])
+    Scalars(optimizers[1]).load_state_dict(Scalars(optimizers[0]).state_dict())
+    assert torch.equal(kept.weight, other.weight)
+    for model, optimizer in ((kept, optimizers[0]), (other, optimizers[1])):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(kept.weight, other.weight)
+
+
 @pytest.mark.parametrize("what", ["metadata", "shard"])
 def test_a_damaged_sharded_checkpoint_is_named_and_passed_over(whole, tmp_path, what):
     """Its manifest made again to match: only loading tells."""

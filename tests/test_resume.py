@@ -5,6 +5,7 @@ are not paid again. They compute with one thread, for a fork may not use its par
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.checkpoint import Saver, checkpoints, verify
 from pspo.config import TrainConfig, parse
+from pspo.model import load_policy
 from pspo.resume import FREE, LONGER, ROUNDING, find_checkpoint
 from pspo.train import prepare, save_best
 
@@ -408,6 +411,41 @@ def as_anybody(action: Callable[[], int]) -> Callable[[], int]:
     return run
 
 
+def test_a_disk_too_full_for_the_records_ends_the_run_in_one_line(here, capfd):
+    def action() -> int:
+        before("append_jsonl", lambda path, *_: path.exists() or path.symlink_to("/dev/full"))
+        return train("out", "--run.save_every=0")
+
+    assert forked(action) == 1
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("pspo.train: cannot write into out: [Errno 28]")
+
+
+def test_a_save_is_finished_when_a_run_that_failed_is_told_to_stop(here, capfd):
+    """The save goes on in the background when the next reward raises; the signal comes while it is waited for."""
+    saving, finish = threading.Event(), Saver._finish
+
+    def slowly(self, *args) -> None:
+        saving.set()
+        time.sleep(2)
+        finish(self, *args)
+
+    def fail(*_) -> None:
+        if saving.is_set():
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            raise RuntimeError("a reward's")
+
+    def action() -> int:
+        Saver._finish = slowly
+        before("reward", fail)
+        return train("out")
+
+    assert forked(action) == 1
+    assert "RuntimeError: a reward's" in capfd.readouterr().err
+    assert find_checkpoint(here / "out", "auto").name == "step-000002"
+
+
 def test_a_folder_that_may_not_be_written_to(cut_off, capfd):
     """First the run's; then that of its checkpoints, which shows only when it saves."""
     cut_off.chmod(0o555)
@@ -577,7 +615,7 @@ def test_a_finished_run_without_checkpoints_stays_as_it_is(here, capfd):
     shutil.rmtree(here / "out/checkpoints")
     left = contents(here / "out")
     assert train("out", constant) == 2
-    assert "is finished, and without a checkpoint it cannot be made longer" in capfd.readouterr().err
+    assert "no checkpoint that could be gone on from" in capfd.readouterr().err
     assert contents(here / "out") == left
 
 
@@ -602,13 +640,37 @@ def test_other_problems_under_the_same_name(here, capfd):
             Path(folder, f"{split}.jsonl").write_text("".join(lines))
         return f"--data.path={folder}"
 
-    args = ("--data.name=file", data("mine", 1))
+    args = ("--data.name=file", "--optimizer.schedule=constant", data("mine", 1))
     assert forked(killed_at_step(5, "out", *args)) == -signal.SIGKILL
     data("mine", 2)
     capfd.readouterr()
-    assert train("out", *args) == 2
-    assert "of other problems" in capfd.readouterr().err
-    assert train("out", "--data.name=file", data("moved", 1)) == 0  # the same ones, elsewhere
+    left = contents(here / "out")
+    for resume in ("auto", "out/checkpoints/step-000002"):
+        assert train("out", *args, f"--run.resume={resume}") == 2
+        assert "of other problems" in capfd.readouterr().err
+        assert contents(here / "out") == left
+    moved = ("--data.name=file", "--optimizer.schedule=constant", data("moved", 1))
+    assert train("out", *moved) == 0  # the same ones, elsewhere
+    left = contents(here / "out")
+    assert train("out", *args, "--run.max_steps=8") == 2
+    assert contents(here / "out") == left  # finished, as it was
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_stays(cut_off, capfd, monkeypatch):
+    def fail(model, *args):
+        if "checkpoints" not in model.name_or_path:
+            return load_policy(model, *args)
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError as error:
+            raise ValueError("does not load") from error
+
+    left = contents(cut_off)
+    with monkeypatch.context() as patch:
+        patch.setattr(pspo.resume, "load_policy", fail)
+        assert train("out") == 2
+    assert capfd.readouterr().err == "pspo.train: error: [Errno 5] Input/output error\n"
+    assert contents(cut_off) == left
 
 
 def test_resume_from_a_path(cut_off, capfd):
@@ -620,7 +682,16 @@ def test_resume_from_a_path(cut_off, capfd):
     assert "damaged" not in err
     assert train("whole") == 0
     assert_same(Path("whole"), cut_off)
-    for path, said in (("nowhere", "neither a run's folder"), (str(cut_off / "best"), "neither a run's folder")):
+    checkpoint = cut_off / "checkpoints/step-000006"
+    shutil.copytree(checkpoint, f"{checkpoint}-mine")  # not taken for one by itself either
+    assert find_checkpoint(cut_off, "auto") == checkpoint
+    for path, said in (
+        ("nowhere", "neither a run's folder"),
+        (str(cut_off / "best"), "neither a run's folder"),
+        (f"{checkpoint}-mine", "is no checkpoint's name, such as step-000042"),
+    ):
+        if "mine" in path:
+            (cut_off / "summary.json").unlink()
         assert train("out", f"--run.resume={path}") == 2
         assert said in capfd.readouterr().err
     assert train("else", f"--run.resume={cut_off}") == 2

@@ -304,10 +304,13 @@ def test_a_run_that_was_stopped_is_not_failed_and_keeps_its_folder(here, capsys)
     assert sweep() == 1
     assert "failed: out/e/pspo/seed-0: exit code 75: the last line" in capsys.readouterr().err
     assert not list(Path("out").rglob("*.failed"))
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
-    clear_unfinished(run)
-    assert run.folder.is_dir()
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config | {"rollout": {}}))
+    elsewhere = run.config | {"run": run.config["run"] | {"output_dir": str(run.folder.absolute())}}
+    for config in (run.config, elsewhere):
+        (run.folder / "config.yaml").write_text(yaml.safe_dump(config))
+        clear_unfinished(run)
+        assert run.folder.is_dir()
+    other = run.config | {"rollout": run.config["rollout"] | {"prompts": 7}}
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(other))
     clear_unfinished(run)
     assert not run.folder.exists()
     world()
@@ -334,6 +337,7 @@ def test_a_finished_run_of_another_configuration_is_refused(here, capsys):
         ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
         ({"methods": {"pspo": {"optimizer.lr": [1, 1]}}}, "e/pspo-lr=1: .*one point twice"),
         ({"methods": {"pspo": {"optimizer.lr": []}}}, "experiments.e.methods.pspo must map"),
+        ({"methods": {"pspo": {1: 2}}}, "experiments.e.methods.pspo must map"),
         ({"methods": {}}, "experiments.e.methods must name"),
         ({"methods": {"a/b": {}}}, "'a/b' names a folder"),
         ({"seeds": []}, "experiments.e.seeds must be one or more different seeds"),
