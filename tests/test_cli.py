@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -470,6 +471,17 @@ def test_evaluate_refuses_to_mix_evaluations(here, capsys, monkeypatch):
     pspo.evaluate.main(args)
     (here / "out/fingerprint.json").unlink()
     assert "holds something else" in line()
+
+
+def test_evaluate_a_model_without_keys_and_values(here, model_folder):
+    config = transformers.Lfm2Config(
+        vocab_size=559, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    folder = model_folder(transformers.Lfm2ForCausalLM(config))
+    short = ("--data.limit=2", "--eval.max_completion_tokens=4", "--run.output_dir=results")
+    pspo.evaluate.main([f"--model.name_or_path={folder}", *short])
+    assert json.loads((here / "results/results.json").read_text())["n"] == 2
 
 
 @pytest.mark.slow
