@@ -44,13 +44,16 @@ def main() -> None:
             for method in options.methods:
                 pool.submit(run, method, seed, options.output, [f"--algorithm.surrogate={method}", *switches])
 
+    before = {}
     print("| method | accuracy after, by seed | mean | lowest 95% bound | validation reward at a fifth of the run |")
     print("|---|---|---|---|---|")
     for method in options.methods:
         folders = [options.output / f"{method}-{seed}" for seed in options.seeds]
-        summaries = [json.loads((f / "summary.json").read_text()) for f in folders if (f / "summary.json").exists()]
-        if not summaries:
+        folders = [folder for folder in folders if (folder / "summary.json").exists()]
+        if not folders:
             continue
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        before = summaries[0]["before"]
         after = [summary["after"] for summary in summaries]
         accuracies = [f"{100 * a['accuracy']:.1f}" for a in after]
         early = []
@@ -62,8 +65,8 @@ def main() -> None:
             f"| {percent(statistics.mean(a['accuracy'] for a in after))} "
             f"| {percent(min(a['ci95'][0] for a in after))} | {statistics.mean(early):.3f} |"
         )
-    before = summaries[0]["before"]
-    print(f"\nbefore: {percent(before['accuracy'], before['ci95'])} of {before['n']} problems")
+    if before:
+        print(f"\nbefore: {percent(before['accuracy'], before['ci95'])} of {before['n']} problems")
 
 
 if __name__ == "__main__":

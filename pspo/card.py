@@ -2,17 +2,24 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pspo import __version__
-from pspo.config import TrainConfig
+from pspo.config import RewardConfig, TrainConfig
 from pspo.model import ASSETS
 from pspo.results import percent
 from pspo.tasks.datasets import SOURCES
+
+
+def rewards(config: RewardConfig) -> str:
+    """The weighted sum: 1 x MathReward(...) + -0.5 x Brevity."""
+    weights = config.weights or [1.0] * len(config.functions)
+    names = [repr(function) if is_dataclass(function) else type(function).__name__ for function in config.functions]
+    return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True))
 
 
 def model_card(
@@ -53,7 +60,7 @@ def model_card(
     made = {
         "base model": name,
         "data": f"{config.data.name}, {problems:,} problems",
-        "reward": " + ".join(type(function).__name__ for function in config.reward.functions),
+        "reward": rewards(config.reward),
         "algorithm": listed(config.algorithm),
         "rollout": listed(config.rollout),
         "optimizer": listed(config.optimizer),

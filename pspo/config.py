@@ -116,6 +116,8 @@ class RewardConfig:
         require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
         fits = self.weights is None or len(self.weights) == len(self.functions)
         require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
+        own = all(type(function).__call__ is not Reward.__call__ for function in self.functions)
+        require(own, "reward.functions", "must be subclasses of Reward that say what is rewarded", self.functions)
         finite = all(map(math.isfinite, self.weights or []))
         require(finite, "reward.weights", "must be finite", self.weights)
         require(0 <= self.timeout < 2**31, "reward.timeout", "must be at least 0 and below 2^31", self.timeout)
@@ -196,6 +198,8 @@ class AlgorithmConfig:
     mask_truncated: bool = False
 
     def __post_init__(self) -> None:
+        own = type(self.surrogate).__call__ is not Surrogate.__call__
+        require(own, "algorithm.surrogate", "must be a subclass of Surrogate that defines __call__", self.surrogate)
         require(self.epochs > 0, "algorithm.epochs", "must be above 0", self.epochs)
         require(self.minibatches > 0, "algorithm.minibatches", "must be above 0", self.minibatches)
         require(0 <= self.beta < math.inf, "algorithm.beta", "must be at least 0 and finite", self.beta)
@@ -447,11 +451,21 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         return config, parser.dump(namespace, skip_unset=False)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which the last would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice.pop()} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _check_yaml(file: Path) -> None:
     """jsonargparse's own messages do not name the file; and one that refers to itself it reads for ever."""
     if file.is_file():
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeys)
         except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # all of these are PyYAML's
             raise ValueError(f"--config {file} is not a YAML file: {error}") from error
         if not isinstance(content, dict):

@@ -206,7 +206,7 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
     again = shape.flops(load.tokens, load.pairs, 0) if config.model.gradient_checkpointing else 0
     # Weights are written in bf16 once and read twice, gradients written in bf16, read, and added to those in float32.
     traffic = 22 * shape.matrices / gpu.bandwidth
-    steps = algorithm.epochs * algorithm.minibatches
+    steps, moved = algorithm.epochs * algorithm.minibatches, 28 if config.optimizer.name == "adamw" else 12
     unseen = algorithm.minibatches - 1 + algorithm.minibatches * (algorithm.beta > 0)  # old and reference log-probs
     training = steps * max((3 * forward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
     training *= load.microbatches
@@ -221,7 +221,8 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
         },
         "training": {
             "passes": training,
-            "optimizer": steps * 28 * shape.parameters / s.shards / gpu.bandwidth,  # reads four tensors, writes three
+            # AdamW reads four tensors and writes three, plain SGD two and one.
+            "optimizer": steps * moved * shape.parameters / s.shards / gpu.bandwidth,
             "communication": max(0.0, sent - hidden),
         },
     }
@@ -257,7 +258,7 @@ def apart(shape: Shape, config: PlanConfig, gpus: int) -> tuple[float, int]:
         copy = Strategy("ddp", workers)
         held = memory(shape, config, copy)["rollout"]
         trainers = choose(shape, config, gpus - workers, ("training",))
-        if trainers and held["bf16 weights"] + held["cache"] + held["sampler"] <= config.gpu.memory:
+        if trainers and 2 * shape.parameters + held["cache"] + held["sampler"] <= config.gpu.memory:
             received = config.gpu.collective(2 * shape.parameters, shape.layers + 1, gpus)
             rollout = received + total(seconds(shape, config, copy), ("rollout",))
             best = min(best, (max(rollout, total(seconds(shape, config, trainers), ("training",))), workers))

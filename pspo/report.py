@@ -64,8 +64,8 @@ def draw_task(settings: Sequence[Setting], files: str) -> list[Path]:
     panels = [Panel(key, curves(partial(smoothed_curve, key=key)), same_y=key == "tv_smoothed") for key in DIAGNOSTICS]
     pictures += draw_curves(panels, "step, mean over a tenth of the run", 4, f"{files}diagnostics")
     for (method, parameter), lines in ablations(settings).items():
-        panels = ablation_panels(lines)
-        pictures += draw_curves(panels, parameter, 3, f"{files}{method}-{parameter}", marker="o")
+        if panels := ablation_panels(lines):  # some are finished
+            pictures += draw_curves(panels, parameter, 3, f"{files}{method}-{parameter}", marker="o")
     return pictures
 
 
@@ -136,8 +136,10 @@ def report(runs: Sequence[Run], output: Path) -> list[Path]:
         warn(f"runs of {len(tasks)} tasks, each in tables of its own: {', '.join(map(' on '.join, tasks))}")
 
     sections = []
+    short = [(Path(model).name, data) for model, data in tasks]
     for (model, data), of_task in tasks.items():
-        files = re.sub(r"[^\w.+]+", "-", f"{Path(model).name}-{data}-") if len(tasks) > 1 else ""
+        name = model if short.count((Path(model).name, data)) > 1 else Path(model).name
+        files = re.sub(r"[^\w.+]+", "-", f"{name}-{data}-").lstrip("-") if len(tasks) > 1 else ""
         sections.append(report_task(model, data, of_task, untrained.get(model, []), f"{output}/{files}"))
     others = {model: of_model for model, of_model in untrained.items() if not any(m == model for m, _ in tasks)}
     if others:

@@ -94,7 +94,7 @@ def read_runs(roots: Sequence[Path]) -> list[Run]:
     for folder in sorted(found):  # a run comes before what is inside it, its checkpoints for one
         inside = any(parent in runs for parent in folder.parents)
         has_metrics, has_results = ((folder / name).exists() for name in ("metrics.jsonl", "results.json"))
-        if not inside and (has_metrics or not has_results) and (config := _read_config(folder)):
+        if (has_metrics or not (inside or has_results)) and (config := _read_config(folder)):
             if metrics := _read_metrics(folder / "metrics.jsonl"):
                 runs[folder] = Run(folder, config, metrics, _read_json(folder / "summary.json"))
             else:
@@ -105,8 +105,10 @@ def read_runs(roots: Sequence[Path]) -> list[Run]:
     for folder in sorted(found):
         if results := _read_results(folder / "results.json"):
             model = Path(results["model"])
-            around = (trained[parent] for parent in (folder, *folder.parents) if parent in trained)
-            run = next(around, trained.get(model.resolve().parent))  # else it may lie elsewhere and name RUN/best
+            around = next((trained[parent] for parent in (folder, *folder.parents) if parent in trained), None)
+            run = trained.get(model.resolve().parent, around)  # it may lie elsewhere and name RUN/best
+            if run is around is not None and results["model"] == run.config["model.name_or_path"]:
+                run = None  # of the model that the run began with
             if run is None and (config := _read_config(folder)):
                 runs[folder] = Run(folder, config, evaluations=[results])
             elif run is not None and model.name == Path(run.summary.get("best_model", "best")).name:
@@ -137,7 +139,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_results(path: Path) -> dict[str, Any]:
     results = _read_json(path)
     complete = {"model", "data", "split", "n", "temperatures"} <= results.keys()
-    if results and not (complete and isinstance(results["temperatures"], dict)):
+    if results and not (complete and isinstance(results["temperatures"], dict) and isinstance(results["model"], str)):
         warn(f"{path}: not the results of an evaluation; left out")
         return {}
     return results
@@ -148,7 +150,8 @@ def _read_config(folder: Path) -> Config | None:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         values = flat(content) if isinstance(content, dict) else {}
-        config = {name: str(value) if isinstance(value, list) else value for name, value in values.items()}
+        config = {name: str(value) if isinstance(value, list) else value for name, value in values.items()
+                  if value is not None}  # null is the same as no such field  # fmt: skip
         if needed <= config.keys():
             return config
         warn(f"{folder}: config.yaml says nothing of {', '.join(sorted(needed - config.keys()))}; left out")
@@ -165,7 +168,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             records[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             warn(f"{path}: line {number} is cut off or no record; left out")
     nulls = sum(value is None for record in records.values() for value in record.values())
     if nulls:
@@ -213,12 +216,14 @@ def method_of(config: Config) -> str:
 
 def _label(config: Config, configs: Sequence[Config]) -> str:
     same_method = [other for other in configs if method_of(other) == method_of(config)]
+    classes = {other.get(f"{SURROGATE}class_path") for other in same_method}
+    name = str(config.get(f"{SURROGATE}class_path")) if len(classes) > 1 else method_of(config)
     shown = []
     for key, value in sorted(config.items(), key=lambda item: not item[0].startswith(SURROGATE)):  # its own first
         others = same_method if key.startswith(SURROGATE) else configs
         if key != f"{SURROGATE}class_path" and any(other.get(key) != value for other in others):
-            shown.append(f"{key.rpartition('.')[2]}={value}")
-    return f"{method_of(config)} ({', '.join(shown)})" if shown else method_of(config)
+            shown.append(f"{key.rpartition('.')[2]}={' '.join(str(value).split())}")
+    return f"{name} ({', '.join(shown)})" if shown else name
 
 
 # Numbers
@@ -259,8 +264,9 @@ def learning(run: Run) -> dict[str, float]:
         "area under the curve": float(np.mean(rewards)),
         "steps to peak": steps[peak_at],
         "rollouts to peak": peak_at + 1,
-        "collapsed (%)": bool(windows[-1] < windows.max() / 2),
     }
+    if windows.max() > 0:  # half of a negative peak is above it
+        found["collapsed (%)"] = bool(windows[-1] < windows.max() / 2)
     validation = run.curve("validation_reward")[1]
     return found | ({"best validation reward": max(validation)} if validation else {})
 
@@ -278,12 +284,15 @@ def accuracies(run: Run, greedy: bool = True) -> dict[str, Measured]:
 
     An evaluation comes before the summary where both know the same.
     """
-    found = _in_summary(run, "after") if greedy else {}
+    found, seen = _in_summary(run, "after") if greedy else {}, set()
     for results in run.evaluations:
         for temperature, result in results["temperatures"].items():
             if greedy == (temperature == "0"):
                 where = f"{results['data']} {results['split']}, n = {results['n']:,}"
                 where += "" if greedy else f", T = {temperature}"
+                if where in seen:
+                    warn(f"{run.folder}: several evaluations on {where}; the last one counts")
+                seen.add(where)
                 found |= {
                     _title(where, name): (part["value"], tuple(part["ci95"]))
                     for name, part in result.items()

@@ -148,7 +148,7 @@ def paired_table(settings: Sequence[Setting]) -> Table:
 
 
 def as_markdown(table: Table) -> str:
-    header, *rows = table.cells()
+    header, *rows = ([cell.replace("|", r"\|") for cell in row] for row in table.cells())
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (header, *rows)]
@@ -157,7 +157,8 @@ def as_markdown(table: Table) -> str:
 
 def as_latex(table: Table) -> str:
     """A booktabs table."""
-    signs = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "|": r"\textbar{}", "–": "--"}
+    signs = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "|": r"\textbar{}", "–": "--",
+             "$": r"\$", "{": r"\{", "}": r"\}", "^": r"\^{}", "~": r"\~{}", "\\": r"\textbackslash{}"}  # fmt: skip
 
     def line(cells: Iterable[str]) -> str:
         return " & ".join("".join(signs.get(sign, sign) for sign in cell) for cell in cells) + r" \\"

@@ -21,7 +21,7 @@ class Tracker:
 class TensorBoard(Tracker):
     def __init__(self, folder: Path, step: int):
         writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter
-        self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, line: dict[str, float]) -> None:
         for name, value in _finite(line).items():

@@ -45,7 +45,8 @@ def main() -> None:
     args = parser.parse_args()
     before, after = ([json.loads(line) for line in file.open(encoding="utf-8")] for file in (args.before, args.after))
     before, after = (sorted(records, key=lambda record: record["problem"]) for records in (before, after))
-    if [record["prompt"] for record in before] != [record["prompt"] for record in after]:
+    single = all(len({record["problem"] for record in records}) == len(records) for records in (before, after))
+    if not single or [record["prompt"] for record in before] != [record["prompt"] for record in after]:
         parser.error(f"{args.before} and {args.after} are not of the same problems, one answer each")
     for key in ("correct", "contains_gold"):
         pairs = [(old[key], new[key]) for old, new in zip(before, after, strict=True)]

@@ -13,8 +13,9 @@ from huggingface_hub import ModelCard
 
 import pspo
 import pspo.train
-from pspo.card import model_card
-from pspo.config import EvaluateConfig, TrainConfig, parse
+from pspo.card import model_card, rewards
+from pspo.config import EvaluateConfig, RewardConfig, TrainConfig, parse
+from pspo.tasks.rewards import FormatReward, MathReward
 
 ARGS = (
     "--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=4",
@@ -35,6 +36,13 @@ def table_of(card: str) -> dict[str, str]:
     """Cells by the others of their row."""
     rows = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("|")]
     return {" | ".join(row[:-1]): row[-1] for row in rows}
+
+
+def test_the_reward_is_its_weighted_sum():
+    functions = [MathReward(format_bonus=0.0), FormatReward()]
+    assert rewards(RewardConfig(functions)).startswith("1 x MathReward(")
+    assert "format_bonus=0.0" in rewards(RewardConfig(functions))
+    assert rewards(RewardConfig(functions, [1.0, -0.5])).endswith(f" + -0.5 x {FormatReward()!r}")
 
 
 def test_every_saved_model_has_a_card_with_the_numbers_of_its_moment(run):

@@ -337,6 +337,76 @@ def test_runs_that_are_not_finished_have_curves_and_no_tables(make_run, report, 
     assert (tmp_path / "out/curves.png").exists()
 
 
+def test_an_ablation_of_which_nothing_is_finished_has_curves_alone(make_run, report):
+    make_run("a", "PSPO", alpha=0.1, after=None)
+    make_run("b", "PSPO", alpha=0.2, after=None)
+    cells, text, _ = report()
+    assert cells == {}
+    assert "curves" in text
+
+
+def test_settings_of_classes_with_one_name_stay_apart(make_run, report):
+    for module in ("v1", "v2"):
+        file = make_run(module, "NoClip", after=0.2 if module == "v1" else 0.8) / "config.yaml"
+        file.write_text(file.read_text().replace("pspo.losses.NoClip", f"{module}.NoClip"))
+    cells, _, _ = report()
+    assert [cells[SUMS, "Accuracy", f"{module}.NoClip", ACCURACY][1] for module in ("v1", "v2")] == [0.2, 0.8]
+
+
+def test_no_value_and_null_are_the_same_setting(make_run, report):
+    make_run("old", "PSPO", 0)
+    make_run("new", "PSPO", 1, **{"run.max_tokens": None})
+    assert report()[0][SUMS, "Accuracy", "PSPO", ACCURACY][0] == 2
+
+
+def test_a_run_inside_another_keeps_what_is_its_own(make_run, make_evaluation, report, tmp_path):
+    make_run("a", "PSPO", after=0.2)
+    inner = make_run("a/b", "NoClip", after=0.9)
+    make_evaluation(inner / "evaluation", str(inner / "best"), 0.88)
+    cells, _, _ = report()
+    assert cells[SUMS, "Accuracy", "PSPO", ACCURACY][1] == 0.2
+    assert cells[SUMS, "Accuracy", "NoClip", ACCURACY][1] == 0.9
+    assert cells[SUMS, "Accuracy", "NoClip", "products test, n = 50: accuracy"][1] == 0.88
+    assert (SUMS, "Accuracy", "PSPO", "products test, n = 50: accuracy") not in cells
+
+
+def test_an_evaluation_of_what_a_run_began_with_is_not_the_run_s(make_run, make_evaluation, report, tmp_path):
+    """A second stage, which begins with one `final` and returns another."""
+    first = str(tmp_path / "elsewhere/final")
+    run = make_run("two", "PSPO", **{"model.name_or_path": first})
+    summary = json.loads((run / "summary.json").read_text()) | {"best_model": str(run / "final")}
+    (run / "summary.json").write_text(json.dumps(summary))
+    make_evaluation(run / "before", first, 0.11)
+    cells, _, _ = report()
+    title = "products test, n = 50: accuracy"
+    rows = {row: mean for (_, _, row, column), (_, mean, _, _) in cells.items() if column == title}
+    assert list(rows.values()) == [0.11]
+    assert "PSPO" not in rows
+
+
+def test_a_second_evaluation_on_the_same_data_is_named(make_run, make_evaluation, report):
+    run = make_run("a", "PSPO")
+    for name, value in (("e1", 0.2), ("e2", 0.6)):
+        make_evaluation(run / name, str(run / "best"), value)
+    cells, _, err = report()
+    assert cells[SUMS, "Accuracy", "PSPO", "products test, n = 50: accuracy"][1] == 0.6
+    assert "several evaluations on products test, n = 50" in err
+
+
+def test_pictures_of_models_of_one_name_are_not_each_other_s(make_run, report, tmp_path):
+    for stage in ("one", "two"):
+        make_run(stage, "PSPO", **{"model.name_or_path": f"runs/{stage}/final"})
+    _, text, _ = report()
+    pictures = re.findall(r"\((.*curves\.png)\)", text)
+    assert pictures == ["runs-one-final-sums-curves.png", "runs-two-final-sums-curves.png"]
+    assert all((tmp_path / "out" / picture).exists() for picture in pictures)
+
+
+def test_a_reward_below_zero_is_no_collapse(make_run):
+    run = make_run("a", "PSPO", rewards=[-1.0] * 20)
+    assert "collapsed (%)" not in learning(read_runs([run])[0])
+
+
 def test_nothing_to_report_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main([str(tmp_path), "--output_dir", str(tmp_path / "out")])

@@ -68,7 +68,7 @@ def test_tensorboard_gets_the_lines_of_metrics_jsonl(here, monkeypatch):
     monkeypatch.setitem(MODULES, "tensorboard", "fake_tensorboard")
     pspo.train.main([*ARGS, "--run.tracker=tensorboard"])
     started, *logged, finished = sys.modules.pop("fake_tensorboard").calls
-    assert started == ("init", "out/tensorboard", None)
+    assert started == ("init", "out/tensorboard", 1)
     expected = [(name, value, line["step"]) for line in metrics_of(here) for name, value in without_step(line).items()]
     assert logged == expected
     assert finished == ("finish",)
