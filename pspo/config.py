@@ -67,11 +67,12 @@ class DataConfig:
     Args:
         name: arithmetic, gsm8k, math, svamp, asdiv, a mixture such as gsm8k+math, or file for your own data.
         path: local file or folder in the source's own format; unset, the data comes from the hub.
-        limit: at most so many problems of the split that a command is about (training, or evaluation).
+        limit: at most so many problems of the split that a command is about (training, or evaluation): the first; a
+            test split keeps its own order, MATH's is by subject.
         seed: shuffles and splits the data.
         prompt_column: own data: column of the problem text.
         answer_column: own data: column of the numeric answer.
-        fractions: keep MATH problems whose answer is a fraction.
+        fractions: keep problems whose answer is a fraction.
         holdout: of a source with a single split (ASDiv, SVAMP's own file), the share that is test while the rest is
             train; problems of the same words are on one side. 0: all are test.
         system_prompt: the system turn; "" for none.
@@ -136,7 +137,7 @@ class RolloutConfig:
         top_p: nucleus mass; the nucleus is not renormalised in the ratio.
         top_k: 0 switches it off.
         repetition_penalty: 1 switches it off.
-        max_rows: rows decoded at a time.
+        max_rows: rows decoded at a time; a prompt's group is never divided.
         decoder: pspo's own decoding loop; graphs, the same as CUDA graphs (not yet measured on a GPU); or hf for the
             library's, the slower reference of the same distribution.
     """
@@ -264,7 +265,7 @@ class RunConfig:
         max_tokens: prompt and completion tokens of the rollouts, padding excluded; the first limit reached ends it.
         validate_every: validate every so many optimizer steps (at the next rollout's end); 0 never.
         validation_limit: validation problems used.
-        test_limit: held-out problems of the greedy evaluation before and after; 0 skips it.
+        test_limit: held-out problems of the greedy evaluation before and after, the first ones; 0 skips it.
         save_every: save a checkpoint every so many optimizer steps (at the next rollout's end), with AdamW three times
             the size of the float32 weights; 0 only when the training ends or is told to stop (SIGTERM, SIGINT).
         keep: so many checkpoints, the newest; the best model is kept besides.

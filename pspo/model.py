@@ -349,7 +349,12 @@ def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
 
 
 def attends_fully(model: PreTrainedModel) -> bool:
-    """Whether every layer attends to everything before: no sliding windows, which count columns of padding, too."""
+    """Whether every layer attends to everything before, wherever padding lies: windows and ALiBi count columns."""
+    config = model.config.get_text_config()
+    if "local" in getattr(config, "attention_layers", ()) or getattr(
+        config, "alibi", config.model_type in ("bloom", "mpt")
+    ):
+        return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
@@ -362,12 +367,18 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a completion: those of the model's generation config and the tokenizer's eos.
 
-    Raises ValueError where one is no token of the model.
+    Raises ValueError where one is no token of the model, or the one that prompts are padded with is none.
     """
+    size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
+    if pad >= size:
+        raise ValueError(
+            f"--model.name_or_path: the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's "
+            f"{size:,}; name another in its tokenizer_config.json"
+        )
     stops = model.generation_config.eos_token_id
     stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id]
     for stop in stops:
-        if stop is not None and not (isinstance(stop, int) and 0 <= stop < model.config.get_text_config().vocab_size):
+        if stop is not None and not (isinstance(stop, int) and 0 <= stop < size):
             raise ValueError(f"--model.name_or_path: eos_token_id {stop!r} of its generation_config.json is no token")
     return sorted({*stops} - {None})
 
@@ -379,7 +390,9 @@ def autocast(mode: str, device: torch.device) -> torch.autocast:
 
 def autocasts(mode: str, device: torch.device) -> bool:
     """Whether that context casts anything."""
-    return mode == "bf16" or (mode == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    return mode == "bf16" or (
+        mode == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
 
 
 def out_of_memory(error: RuntimeError) -> bool:

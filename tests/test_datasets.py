@@ -55,7 +55,7 @@ def test_gold_is_one_number(text, value):
         "", "x=5", "k = 15", "(1,2)", "1,2", "0,1", "2:3", "12:50", "3:30 p.m.", "6th", "Yes", "11; 12",
         r"10\text{ inches}", r"9\text{ a.m.}", r"12\text{ and }13", "1101_2", r"141_{13}", r"2^{2005}", r"3\frac18",
         r"137 \frac{1}{2}", "2k", r"2\sqrt{5}", r"9\pi", r"45^\circ, 135^\circ", r"1 \pm 2", "6+9i", "-(1/3)",
-        "5 apples", "nan", "inf", "3/0", "%", r"\infty", "2 1/2", "$", "1-2",
+        "5 apples", "nan", "inf", "1e5000", "3/0", "%", r"\infty", "2 1/2", "$", "1-2",
     ],
 )  # fmt: skip
 def test_gold_that_is_not_one_number_is_left_out(text):
@@ -101,6 +101,10 @@ def test_math(tmp_path, capsys):
     assert capsys.readouterr().out == "math test: 4 of 7 problems have a numeric answer\n"
     assert answers(load_problems("math", "test", tmp_path, fractions=False)) == [3, 2, 5]
     assert "math test: 3 of 7 problems have a numeric answer that is not a fraction" in capsys.readouterr().out
+
+    listed = record(r"$\boxed{70,110}$") | {"problem": "Enter all the solutions, separated by commas."}
+    (tmp_path / "test.json").write_text(json.dumps([listed, record(r"$\boxed{70,110}$")]))
+    assert answers(load_problems("math", "test", tmp_path)) == [70110]
 
 
 def test_math_as_originally_published(tmp_path):
@@ -461,8 +465,8 @@ def test_math_as_published(capsys):
     problems = load_problems("math", "test", DATA)
     without = load_problems("math", "test", DATA, fractions=False)
     print(len(problems), len(without))
-    assert (len(problems), len(without)) == (3988, 3336)
-    assert "math test: 3,988 of 5,000 problems have a numeric answer\n" in capsys.readouterr().out
+    assert (len(problems), len(without)) == (3987, 3335)
+    assert "math test: 3,987 of 5,000 problems have a numeric answer\n" in capsys.readouterr().out
     assert len({problem.category for problem in problems}) == 7
     assert {problem.level for problem in problems} == {f"Level {n}" for n in range(1, 6)}
     for problem in problems:  # a model that answers just as the solution does is right
@@ -509,6 +513,13 @@ def test_without_holdout_all_of_it_is_test(tmp_path):
     assert len(load_problems("file", "test", file)) == 440
     with pytest.raises(ValueError, match=r"--data\.holdout 0\.3 makes train and test"):
         load_problems("file", "train", file)
+
+
+def test_holdout_divides_a_single_split_of_any_name(tmp_path):
+    file = single(tmp_path)
+    expected = {split: texts(split, file, holdout=0.3) for split in SPLITS}
+    file = file.rename(tmp_path / "train.jsonl")
+    assert {split: texts(split, file, holdout=0.3) for split in SPLITS} == expected
 
 
 def test_holdout_leaves_published_splits_alone(tmp_path):

@@ -150,6 +150,15 @@ def test_prompts_that_begin_alike_equal_unpadded_rows(tiny_model, monkeypatch, n
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
 
 
+@pytest.mark.parametrize("name", ["GPTNeo", "Mpt"])
+def test_prompts_that_begin_alike_where_columns_count(tiny_model, monkeypatch, name):
+    """By a local window and by ALiBi: no padding may come between a common beginning and the rest."""
+    monkeypatch.setattr(pspo.model, "MIN_PREFIX", 1)
+    model, rows = tiny_model(name), begin_alike(make_groups((9, 3, 6)), 5)
+    expected = plain_logprobs(model, *rows)
+    torch.testing.assert_close(token_logprobs(model, *rows), expected, rtol=0, atol=1e-5)
+
+
 def test_a_short_common_beginning_is_not_worth_a_pass(tiny_model):
     model, rows = tiny_model(), begin_alike(make_groups((9, 7, 8)), 5)
     passes = []
@@ -534,6 +543,14 @@ def test_a_tokenizer_without_eos(model_folder):
         load_tokenizer(ModelConfig(name_or_path=str(folder)))
     assert one_line(error)
     assert str(folder) in str(error.value)
+
+
+def test_a_pad_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
+    model = tiny_model(vocab_size=len(tokenizer))
+    stop_token_ids(model, tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    with pytest.raises(ValueError, match=f"pad token '<pad>' .{model.config.vocab_size}. is none of the model's"):
+        stop_token_ids(model, tokenizer)
 
 
 def test_a_missing_pad_token_becomes_eos(model_folder):

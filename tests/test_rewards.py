@@ -95,6 +95,7 @@ def test_total_is_the_weighted_sum():
         ([1.0, "1"], "returned '1' for completion 1"), ([None, 1.0], "returned None for completion 0"),
         ([float("nan"), 1.0], "returned nan for completion 0"),
         ([1.0, float("-inf")], "returned -inf for completion 1"),
+        ([1.0, Fraction(10**400)], "for completion 1; it must be a finite number"),  # beyond all floats
         ([1.0, 1j], "for completion 1"), (None, "returned None; it must return a list"), (1.0, "returned 1.0; it must"),
     ],
 )  # fmt: skip

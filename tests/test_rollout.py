@@ -449,6 +449,14 @@ def test_prompts_are_the_rendered_template(tokenizer):
     assert encode_prompts(tokenizer, texts) == encode_prompts(tokenizer, texts, "")
 
 
+def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokenizer):
+    plain = "{{ messages[0]['content'] }}"
+    tokenizer.chat_template = "{% set today = strftime_now('%d %b %Y') %}\n{{ today }}|" + plain
+    (ids,) = encode_prompts(tokenizer, ["3 + 4"])
+    assert tokenizer.decode(ids) == "26 Jul 2024|3 + 4"
+    assert "macro" not in tokenizer.chat_template  # what is saved with the model is its own
+
+
 def test_exactly_one_bos(tokenizer):
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos = tokenizer.bos_token_id

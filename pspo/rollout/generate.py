@@ -14,6 +14,8 @@ from pspo.model import attends_fully, shares_prompts
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Decoder, Rollout, to_device
 
+DATE = "26 Jul 2024"  # what Llama's templates say where there is no clock
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -73,13 +75,17 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Render system and user turn with the tokenizer's chat template, up to where the assistant begins.
 
+    A template that asks for the date is told the same one every day: a run goes on with the prompts it began with.
     Raises ValueError where the template refuses, as some do a system turn.
     """
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     conversations = [[*system, {"role": "user", "content": text}] for text in texts]
     try:
+        template = tokenizer.get_chat_template()
+        if "strftime_now" in template:
+            template = "{% macro strftime_now(format) %}" + DATE + "{% endmacro %}\n" + template
         encoded = tokenizer.apply_chat_template(
-            conversations, tokenize=True, add_generation_prompt=True, return_dict=True
+            conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
         )
     except Exception as error:  # a template is a program of the model's maker and raises what it likes
         raise ValueError(

@@ -43,7 +43,8 @@ class Row:
         return str(value).strip()
 
     def optional(self, column: str) -> str:
-        return self.text(column) if self.record.get(column) else ""
+        value = self.record.get(column)
+        return "" if value is None or not str(value).strip() else self.text(column)
 
 
 def file_rows(paths: list[Path]) -> list[Row]:

@@ -11,7 +11,7 @@ class Problem:
     Attributes:
         prompt: the problem's text as the source has it; the user turn of the chat.
         answer: the gold value, exact.
-        source: where it comes from: gsm8k, math, svamp, asdiv, arithmetic, or a user's file's name.
+        source: where it comes from: gsm8k, math, svamp, asdiv, arithmetic, or file, for a user's own.
         category: the source's own kind of problem (MATH `type`, SVAMP `Type`, ASDiv `Solution-Type`); else "".
         level: the source's own difficulty (MATH `level`, ASDiv `Grade`); else "".
         solution: a worked solution in the source's own form, where it has one; else "".

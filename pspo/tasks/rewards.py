@@ -203,4 +203,7 @@ def without_unknown(rewards: Sequence[float], group_size: int) -> list[float]:
 
 
 def _is_finite_number(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # of an int or a Fraction beyond all floats
+        return False
