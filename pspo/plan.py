@@ -108,7 +108,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Load:
-    """The work of the busiest of so many GPUs; a training microbatch's in floats, for it is a mean."""
+    """The work of the busiest of so many GPUs; a training microbatch's in floats, for it may be a mean."""
 
     rows: int  # of a rollout
     microbatches: int  # of an optimizer step
@@ -118,17 +118,24 @@ class Load:
     predicted: float  # completion tokens
 
     @classmethod
-    def of(cls, config: PlanConfig, s: Strategy) -> "Load":
-        plan, group_size = config.plan, config.rollout.group_size
+    def of(cls, config: PlanConfig, s: Strategy, fullest: bool = False) -> "Load":
+        """With ``fullest`` the largest microbatch in place of their mean."""
+        plan, group_size, algorithm = config.plan, config.rollout.group_size, config.algorithm
+        leave = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage  # rows of equal groups may
         prompt, length = plan.prompt_tokens, plan.completion_tokens or config.rollout.max_completion_tokens
-        groups = math.ceil(math.ceil(config.rollout.prompts * plan.moving / config.algorithm.minibatches) / s.gpus)
+        moving = config.rollout.prompts * (plan.moving if leave else 1.0)
+        groups = math.ceil(math.ceil(moving / algorithm.minibatches) / s.gpus)
         shares = s.name != "fsdp2" and not config.model.gradient_checkpointing  # prompts, through a cache
         size, limit = (1 if shares else group_size) * prompt + group_size * length, config.optimizer.microbatch_tokens
-        n = math.ceil(groups / (limit // size)) if size <= limit else groups * math.ceil(size / limit)
-        groups /= n
-        rows, width, common = groups * group_size, prompt + length - 1, plan.shared_tokens if groups > 1 else 0
-        own, later = groups * (prompt - common), rows * (length - 1)  # the last token predicts nothing
-        tokens, keys, pairs = common + own + later, common + groups * prompt + rows * width, common**2 + own * prompt
+        fitting = limit // size * group_size  # rows of a microbatch, whole groups
+        if fitting == 0:  # one is too large by itself
+            fitting = max(1, math.floor((limit - prompt) / length if shares else limit / (prompt + length)))
+        n = math.ceil(groups * group_size / fitting)
+        rows = min(groups * group_size, fitting) if fullest else groups * group_size / n
+        prompts, width = max(1.0, rows / group_size), prompt + length - 1
+        common = plan.shared_tokens if prompts > 1 else 0
+        own, later = prompts * (prompt - common), rows * (length - 1)  # the last token predicts nothing
+        tokens, keys, pairs = common + own + later, common + prompts * prompt + rows * width, common**2 + own * prompt
         pairs += later * width
         if not shares:
             tokens, keys, pairs = rows * width, rows * width, rows * width**2
@@ -152,7 +159,7 @@ def shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
     """Bytes on a GPU by phase and by what they are, at the phase's peak."""
-    load, share = Load.of(config, s), shape.parameters / s.shards
+    load, share = Load.of(config, s, fullest=True), shape.parameters / s.shards
     resting = {  # the reference model's weights, too
         "weights": 4 * share * (2 if config.algorithm.beta > 0 else 1),
         "optimizer": 8 * share if config.optimizer.name == "adamw" else 0.0,

@@ -27,7 +27,9 @@ from pspo.plan import (
     shapes,
     total,
 )
+from pspo.rollout import Rollout
 from pspo.shapes import GPUS, QWEN, Shape
+from pspo.update import split_minibatches
 
 TOTALS = {  # of the published weights: the safetensors index's bytes / 2
     "0.5B": 494_032_768,
@@ -209,7 +211,7 @@ def test_training_and_communication_by_hand():
 
 
 def test_microbatches_are_filled_by_tokens_and_groups_stay_whole():
-    for prompts, gpus, limit, rows, n in ((32, 1, 4096, 128, 6), (32, 8, 4096, 16, 1), (32, 8, 600, 16, 8),
+    for prompts, gpus, limit, rows, n in ((32, 1, 4096, 128, 6), (32, 8, 4096, 16, 1), (32, 8, 600, 16, 6),
                                           (10, 4, 4096, 12, 1), (32, 512, 4096, 4, 1)):  # fmt: skip
         config = config_of(rollout=RolloutConfig(prompts), optimizer=OptimizerConfig(microbatch_tokens=limit))
         load = Load.of(config, Strategy("ddp", gpus))
@@ -219,6 +221,34 @@ def test_microbatches_are_filled_by_tokens_and_groups_stay_whole():
     half = Load.of(config_of({"moving": 0.5}), Strategy("none", 1))
     assert half.rows == 128
     assert half.predicted * half.microbatches == 64 * 128
+
+
+@pytest.mark.parametrize(("prompts", "group_size", "minibatches", "prompt", "length"), [
+    (7, 4, 1, 115, 128), (32, 4, 1, 115, 128), (32, 8, 4, 115, 512), (32, 64, 1, 115, 128), (8, 16, 1, 512, 900),
+])  # fmt: skip
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_microbatches_are_the_trainer_s(prompts, group_size, minibatches, prompt, length, checkpointing):
+    config = config_of(
+        {"prompt_tokens": prompt},
+        model=ModelConfig("Qwen2.5", gradient_checkpointing=checkpointing),
+        rollout=RolloutConfig(prompts, group_size, max_completion_tokens=length),
+        algorithm=AlgorithmConfig(minibatches=minibatches),
+    )
+    rows = prompts * group_size
+    sizes = [torch.ones(rows, n, dtype=torch.bool) for n in (prompt, length)]
+    parts = [part for mask in sizes for part in (mask.long(), mask)]
+    rollout = Rollout(*parts, terminated=sizes[1][:, 0], texts=[""] * rows)
+    _, batches = split_minibatches(rollout, torch.ones(rows), config)[0]
+    largest, mean = (Load.of(config, Strategy("none", 1), fullest) for fullest in (True, False))
+    assert largest.predicted == max(len(batch.rollout) for batch in batches) * length
+    assert mean.microbatches == pytest.approx(len(batches), rel=0.05)  # rows of two groups may need a prompt more
+    assert mean.predicted * mean.microbatches == pytest.approx(rows // minibatches * length, rel=1e-12)
+
+
+def test_with_a_kl_term_no_row_leaves():
+    alone, kl = (Load.of(config_of({"moving": 0.25}, algorithm=AlgorithmConfig(beta=b)), Strategy("none", 1))
+                 for b in (0, 0.1))  # fmt: skip
+    assert (alone.predicted * alone.microbatches, kl.predicted * kl.microbatches) == (32 * 128, 128 * 128)
 
 
 @pytest.mark.parametrize("size", QWEN)
