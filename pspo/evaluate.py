@@ -42,6 +42,7 @@ from pspo.model import (
     load_policy,
     load_tokenizer,
     memory_errors,
+    pad_token_id,
     shares_prompts,
     stop_token_ids,
 )
@@ -332,7 +333,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for temperature in config.eval.temperatures:
             sampling = Sampling(
                 stop_ids=stop_token_ids(policy, tokenizer),
-                pad_id=tokenizer.pad_token_id,
+                pad_id=pad_token_id(policy, tokenizer),
                 temperature=temperature,
                 top_p=config.eval.top_p,
                 max_completion_tokens=config.eval.max_completion_tokens,

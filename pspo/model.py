@@ -367,20 +367,25 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a completion: those of the model's generation config and the tokenizer's eos.
 
-    Raises ValueError where one is no token of the model, or the one that prompts are padded with is none.
+    Raises ValueError where one is no token of the model.
     """
+    stops = model.generation_config.eos_token_id
+    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id]
+    for stop in stops:
+        if stop is not None and not (isinstance(stop, int) and 0 <= stop < model.config.get_text_config().vocab_size):
+            raise ValueError(f"--model.name_or_path: eos_token_id {stop!r} of its generation_config.json is no token")
+    return sorted({*stops} - {None})
+
+
+def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that prompts are padded with; raises ValueError where it is none of the model's."""
     size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
     if pad >= size:
         raise ValueError(
             f"--model.name_or_path: the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's "
             f"{size:,}; name another in its tokenizer_config.json"
         )
-    stops = model.generation_config.eos_token_id
-    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id]
-    for stop in stops:
-        if stop is not None and not (isinstance(stop, int) and 0 <= stop < size):
-            raise ValueError(f"--model.name_or_path: eos_token_id {stop!r} of its generation_config.json is no token")
-    return sorted({*stops} - {None})
+    return pad
 
 
 def autocast(mode: str, device: torch.device) -> torch.autocast:

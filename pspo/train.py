@@ -45,7 +45,7 @@ from pspo.distributed import (
 )
 from pspo.evaluate import Evaluation, Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
 from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
-from pspo.model import autocast, load_tokenizer, memory_errors, stop_token_ids
+from pspo.model import autocast, load_tokenizer, memory_errors, pad_token_id, stop_token_ids
 from pspo.results import percent, table
 from pspo.resume import (
     EXIT_INTERRUPTED,
@@ -345,7 +345,7 @@ def prepare(config: TrainConfig, resolved: str) -> Setup:
     r = config.rollout
     sampling = Sampling(
         stop_ids=stop_token_ids(policy, tokenizer),
-        pad_id=tokenizer.pad_token_id,
+        pad_id=pad_token_id(policy, tokenizer),
         temperature=r.temperature,
         top_p=r.top_p,
         top_k=r.top_k,

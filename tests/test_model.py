@@ -17,6 +17,7 @@ from pspo.model import (
     load_policy,
     load_tokenizer,
     locate,
+    pad_token_id,
     stop_token_ids,
     token_logprobs,
 )
@@ -547,10 +548,10 @@ def test_a_tokenizer_without_eos(model_folder):
 
 def test_a_pad_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     model = tiny_model(vocab_size=len(tokenizer))
-    stop_token_ids(model, tokenizer)
+    pad_token_id(model, tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     with pytest.raises(ValueError, match=f"pad token '<pad>' .{model.config.vocab_size}. is none of the model's"):
-        stop_token_ids(model, tokenizer)
+        pad_token_id(model, tokenizer)
 
 
 def test_a_missing_pad_token_becomes_eos(model_folder):
