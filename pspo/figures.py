@@ -7,6 +7,7 @@ gives the same bytes.
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -186,10 +187,12 @@ def _legend(figure: Figure) -> None:
     """One legend below all panels, each label once; the figure grows by its height."""
     pairs = (axes.get_legend_handles_labels() for axes in figure.axes)
     handles = {label: handle for pair in pairs for handle, label in zip(*pair, strict=True)}
-    widest = max(map(len, handles), default=1)
-    columns = max(1, int(figure.get_figwidth() * 14 / (widest + 8)))  # about 14 characters to the inch
-    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(handles) / columns) + 0.1)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, handlelength=3.2)
+    room = int(figure.get_figwidth() * 14)  # about 14 characters to the inch, 8 of them for the line
+    columns = max(1, room // (max(map(len, handles), default=1) + 8))
+    labels = [textwrap.fill(label, room - 8) for label in handles]
+    lines = math.ceil(len(labels) / columns) * max((label.count("\n") + 1 for label in labels), default=0)
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines + 0.1)
+    figure.legend(handles.values(), labels, loc="outside lower center", ncols=columns, handlelength=3.2)
 
 
 @contextmanager

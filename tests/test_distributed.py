@@ -394,6 +394,7 @@ def test_plain_sgd_goes_on_exactly(tmp_path):
     assert (run / "final/model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_shards_of_an_optimizer_that_has_not_moved_yet(tmp_path):
     """As of a run that was told to stop before its first step."""
     from pspo.distributed import Scalars, load_shards, save_shards
