@@ -358,10 +358,11 @@ def unreadable_is_damaged(folder: Path, what: str) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError:  # a RuntimeError, too, and no fault of the checkpoint
         raise
-    except (*kinds, UnpicklingError) as error:
+    except (*kinds, UnpicklingError, FileNotFoundError) as error:
         cause = error.__cause__
-        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None):
-            raise cause from None  # the machine's fault: libraries' own OSErrors have no number
+        numbered = isinstance(cause, OSError) and cause.errno is not None  # not a library's own
+        if isinstance(cause, MemoryError) or (numbered and not isinstance(cause, FileNotFoundError)):
+            raise cause from None  # the machine's fault
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
         raise DamagedError(f"{folder} is damaged: {what} is not what a run saves ({reason})") from error
 

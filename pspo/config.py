@@ -74,7 +74,7 @@ class DataConfig:
         answer_column: own data: column of the numeric answer.
         fractions: keep problems whose answer is a fraction.
         holdout: of a source with a single split (ASDiv, SVAMP's own file), the share that is test while the rest is
-            train; problems of the same words are on one side. 0: all are test.
+            train; problems of the same words are on one side. 0: it stays whole.
         system_prompt: the system turn; "" for none.
         max_prompt_tokens: problems with longer prompts are dropped at load, never cut.
     """
@@ -453,13 +453,14 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which the last would count."""
+    """Refuses a mapping that is written with a key twice, of which the last would count."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice.pop()} comes twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.composer.ComposerError(None, None, f"{twice[0]} comes twice", node.start_mark)
+        return node
 
 
 def _check_yaml(file: Path) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +265,7 @@ def refuse_other_switches(output: Path, resolved: str) -> None:
 
 def prepare(
     config: EvaluateConfig, resolved: str, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prompts]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prompts, Sampling]:
     """Load everything, and make the output folder or see that it holds this evaluation and no other.
 
     Raises ValueError where it holds another, before the model is loaded where the switches tell.
@@ -276,9 +276,17 @@ def prepare(
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room)
     policy = load_policy(config.model, device)
+    sampling = Sampling(
+        stop_ids=stop_token_ids(policy, tokenizer),
+        pad_id=pad_token_id(policy, tokenizer),
+        top_p=config.eval.top_p,
+        max_completion_tokens=config.eval.max_completion_tokens,
+        max_rows=config.eval.max_tokens,  # no limit of its own
+        decoder="pspo" if shares_prompts(policy) else "hf",
+    )
     about = fingerprint(policy, prompts)
     from_main(lambda: begin(output, resolved, about, device))
-    return policy, tokenizer, prompts
+    return policy, tokenizer, prompts, sampling
 
 
 def check_folder(output: Path, resolved: str) -> None:
@@ -309,7 +317,7 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
         )
 
 
-@memory_errors("pspo.evaluate", "Lower --eval.max_tokens; the same command goes on with what is missing")
+@memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
 def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
@@ -318,7 +326,7 @@ def main(args: Sequence[str] | None = None) -> None:
     output = Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
-        policy, tokenizer, prompts = prepare(config, resolved, device)
+        policy, tokenizer, prompts, sampling = prepare(config, resolved, device)
         done = from_main(lambda: read_jsonl(kept))
         results = from_main(lambda: read_json(finished, ("temperatures",)) if finished.exists() else {})
     if results:
@@ -331,21 +339,12 @@ def main(args: Sequence[str] | None = None) -> None:
     completions, results = [], {}
     try:
         for temperature in config.eval.temperatures:
-            sampling = Sampling(
-                stop_ids=stop_token_ids(policy, tokenizer),
-                pad_id=pad_token_id(policy, tokenizer),
-                temperature=temperature,
-                top_p=config.eval.top_p,
-                max_completion_tokens=config.eval.max_completion_tokens,
-                max_rows=config.eval.max_tokens,  # no limit of its own
-                decoder="pspo" if shares_prompts(policy) else "hf",
-            )
             with autocast(config.model.autocast, device):
                 result = evaluate(
                     policy,
                     tokenizer,
                     prompts,
-                    sampling,
+                    replace(sampling, temperature=temperature),
                     config.reward,
                     samples=config.eval.samples if temperature > 0 else 1,
                     seed=config.run.seed,

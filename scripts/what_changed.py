@@ -15,7 +15,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-EQUATION = re.compile(r"(\d[\d,]*(?:\.\d+)?) *([-+*/]) *\$? *(\d[\d,]*(?:\.\d+)?) *= *\$? *(-?\d[\d,]*(?:\.\d+)?)")
+NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
+EQUATION = re.compile(rf"(?<![\d.,]){NUMBER} *([-+*/]) *\$? *{NUMBER} *= *\$? *(-?{NUMBER[1:]}")
+
+
+def first_equation(text: str) -> re.Match[str] | None:
+    """The first `a op b = c`; the end of a longer one, as of 2 + 3 + 4 = 9, is none."""
+    for match in EQUATION.finditer(text):
+        if not text[: match.start()].rstrip(" $").endswith(("+", "-", "*", "/")):
+            return match
+    return None
 
 
 def value(a: Fraction, operation: str, b: Fraction) -> Fraction | None:
@@ -25,7 +34,7 @@ def value(a: Fraction, operation: str, b: Fraction) -> Fraction | None:
 
 
 def about_equations(records: list[dict[str, Any]]) -> str:
-    found = [(EQUATION.search(record["completion"]), Fraction(record["gold"])) for record in records]
+    found = [(first_equation(record["completion"]), Fraction(record["gold"])) for record in records]
     computed, meant, both = 0, 0, 0
     for match, gold in found:
         if match:

@@ -411,7 +411,7 @@ def test_shards_of_an_optimizer_that_has_not_moved_yet(tmp_path):
     assert torch.equal(kept.weight, other.weight)
 
 
-@pytest.mark.parametrize("what", ["metadata", "shard"])
+@pytest.mark.parametrize("what", ["metadata", "shard", "no shard"])
 def test_a_damaged_sharded_checkpoint_is_named_and_passed_over(whole, tmp_path, what):
     """Its manifest made again to match: only loading tells."""
     strategy, run, _ = whole
@@ -420,9 +420,13 @@ def test_a_damaged_sharded_checkpoint_is_named_and_passed_over(whole, tmp_path, 
     again = cut_off(run, tmp_path, 8)
     newest = again / "checkpoints/step-000008"
     file = newest / "shards" / (".metadata" if what == "metadata" else "__1_0.distcp")
-    file.write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
     manifest = json.loads((newest / "manifest.json").read_text())
-    manifest[str(file.relative_to(newest))] = describe(file)
+    if what == "no shard":
+        file.unlink()
+        del manifest[str(file.relative_to(newest))]
+    else:
+        file.write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+        manifest[str(file.relative_to(newest))] = describe(file)
     (newest / "manifest.json").write_text(json.dumps(manifest))
     done = train(again, strategy)
     assert done.returncode == 0, done.stderr

@@ -360,6 +360,8 @@ TAMPERED = {
     "a payload for optimizer": lambda f: torch.save({"optimizer": Payload()}, f / "training.pt"),
     "a payload, pickled": lambda f: (f / "training.pt").write_bytes(pickle.dumps(Payload())),
     "a payload beside the rest": lambda f: change_training(f, lambda state: state.update(more=Payload())),
+    "training.pt: none": lambda f: (f / "training.pt").unlink(),
+    "state.json: none": lambda f: (f / "state.json").unlink(),
     "training.pt: text": lambda f: (f / "training.pt").write_text("hello"),
     "training.pt: empty": lambda f: (f / "training.pt").write_bytes(b""),
     "training.pt: a list": lambda f: torch.save([1, 2], f / "training.pt"),

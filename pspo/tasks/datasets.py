@@ -19,7 +19,7 @@ was not named for training is never trained on. Where nothing is named validatio
 seed, is held out: all but 7,000 of GSM8K (473), otherwise 5% and at most 500. The part is taken before non-numeric
 answers are left out, so that it does not depend on `fractions`.
 
-Of a source that has one split alone (ASDiv; SVAMP's own file) ``holdout`` makes two: a problem is test if the hash of
+Of a source that has one split alone (ASDiv, SVAMP's own file) ``holdout`` makes two: a problem is test if the hash of
 its words and the seed says so. Problems of the same words are on one side, within a source and across sources.
 """
 
@@ -125,7 +125,7 @@ def load_problems(
         seed: of the shuffles, and of arithmetic.
         prompt_column, answer_column: for `file`. Its columns `category` and `level` are taken along if there.
         fractions: False leaves out answers written as fractions, unless they are integers.
-        holdout: of a source with a single split, the share that is test while the rest is train; 0: all are test.
+        holdout: of a source with a single split, the share that is test while the rest is train; 0: none is held out.
 
     Raises:
         ValueError: anything wrong with arguments, files or hub, naming the file, the line or column, and the fix.
