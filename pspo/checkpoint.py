@@ -7,6 +7,7 @@ generators), ``config.yaml``, and ``manifest.json``, which vouches for the other
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -359,10 +360,10 @@ def unreadable_is_damaged(folder: Path, what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:  # a RuntimeError, too, and no fault of the checkpoint
         raise
     except (*kinds, UnpicklingError, FileNotFoundError) as error:
-        cause = error.__cause__
-        numbered = isinstance(cause, OSError) and cause.errno is not None  # not a library's own
-        if isinstance(cause, MemoryError) or (numbered and not isinstance(cause, FileNotFoundError)):
-            raise cause from None  # the machine's fault
+        cause = error.__cause__  # a library's own OSError has no number
+        machine = isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT)
+        if machine or isinstance(cause, MemoryError):
+            raise cause from None
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
         raise DamagedError(f"{folder} is damaged: {what} is not what a run saves ({reason})") from error
 

@@ -351,11 +351,10 @@ def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
 def attends_fully(model: PreTrainedModel) -> bool:
     """Whether every layer attends to everything before, wherever padding lies: windows and ALiBi count columns."""
     config = model.config.get_text_config()
-    if "local" in getattr(config, "attention_layers", ()) or getattr(
-        config, "alibi", config.model_type in ("bloom", "mpt")
-    ):
-        return False
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+    windows = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's, which its cache does not show
+    alibi = getattr(config, "alibi", config.model_type in ("bloom", "mpt"))
+    layers = DynamicCache(config=model.config).layers
+    return not windows and not alibi and all(type(layer) is DynamicLayer for layer in layers)
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:

@@ -107,7 +107,7 @@ def read_runs(roots: Sequence[Path]) -> list[Run]:
             model = Path(results["model"])
             around = next((trained[parent] for parent in (folder, *folder.parents) if parent in trained), None)
             run = trained.get(model.resolve().parent, around)  # it may lie elsewhere and name RUN/best
-            if run is around is not None and results["model"] == run.config["model.name_or_path"]:
+            if run is not None and results["model"] == run.config["model.name_or_path"]:
                 run = None  # of the model that the run began with
             if run is None and (config := _read_config(folder)):
                 runs[folder] = Run(folder, config, evaluations=[results])

@@ -22,7 +22,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from pspo.metrics import flat, lock, write_text
+from pspo.metrics import flat, lock, read_config, write_text
 from pspo.resume import EXIT_STOPPED
 
 MODELS = ("best", "final", "checkpoints")  # folders in a run's
@@ -76,7 +76,7 @@ class Run:
 
 def changed(run: Run, file: Path) -> dict[str, str]:
     """By switch, what is different from the configuration in a file; where the run lies makes no difference."""
-    there = flat(yaml.safe_load(file.read_text(encoding="utf-8")))
+    there = flat(read_config(file))
     return {
         switch: f"{there[switch]!r}, and is now to have {value!r}"
         for switch, value in flat(run.config).items()

@@ -40,6 +40,7 @@ from pspo.tasks.problem import Problem
 
 SPLITS = ("train", "validation", "test")
 GSM8K_TRAIN = 7000
+PRINTABLE = 10**4000  # Python turns longer numbers into text no more
 ARITHMETIC_SIZES = {"train": 10_000, "validation": 500, "test": 500}
 
 _SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
@@ -256,7 +257,7 @@ def parse_gold(text: str) -> Fraction | None:
     """
     text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
     gold = parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
-    too_long = gold is not None and max(abs(gold.numerator), gold.denominator) >= 10**4000  # Python cannot print it
+    too_long = gold is not None and max(abs(gold.numerator), gold.denominator) >= PRINTABLE
     return None if too_long else gold
 
 
