@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-import pspo.linear
 import pspo.model
+import pspo.model.linear
 import pspo.rollout.decode
 import pspo.update
 from benchmarks.vs_trl import WORKLOADS, advantages_of, model_folder, set_up_pspo
@@ -48,7 +48,7 @@ def in_order(rows, key):
     return list(rows)
 
 
-PLAIN_PRODUCTS = mock.patch.object(pspo.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
+PLAIN_PRODUCTS = mock.patch.object(pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
 TRAINING = {  # what is off: surrogate, and what is patched
     "everything on": (Clip(), contextlib.nullcontext),
     "head recomputed, not in one pass": (Recomputing(), contextlib.nullcontext),

@@ -32,7 +32,7 @@ class Machine:
 def measure(dtype: str) -> Machine:
     import torch
 
-    from pspo.linear import use_onednn
+    from pspo.model.linear import use_onednn
 
     @torch.no_grad()
     def best(function, n=8):

@@ -31,8 +31,8 @@ DTYPE = {"dtype": "bf16", "data": None}
 
 def planned(config, folder: str, prompts, rollout=None, advantages=None, **machine):
     """The shape, and the plan's configuration of a run: lengths and shares are a rollout's where one is given."""
+    from benchmarks.plan.__main__ import Assumptions, PlanConfig, shapes
     from pspo.config import ModelConfig
-    from pspo.plan import Assumptions, PlanConfig, shapes
 
     common = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
     plan = {"prompt_tokens": round(sum(map(len, prompts)) / len(prompts)), "shared_tokens": common}
@@ -48,7 +48,7 @@ def check_flops() -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from pspo.plan import Load, Strategy
+    from benchmarks.plan.__main__ import Load, Strategy
     from pspo.rollout import generate
     from pspo.train import Learner, update
 
@@ -95,9 +95,9 @@ def print_peak(name: str, folder: str) -> None:
 
     import torch
 
+    from benchmarks.plan.__main__ import Strategy, memory
     from pspo.config import ModelConfig
     from pspo.model import load_tokenizer
-    from pspo.plan import Strategy, memory
 
     torch.set_num_threads(1)
     options = argparse.Namespace(rollouts=0, **DTYPE)
@@ -115,8 +115,8 @@ def print_peak(name: str, folder: str) -> None:
 def check_seconds() -> None:
     import torch
 
-    from pspo.plan import Strategy, seconds
-    from pspo.shapes import GPU, GPUS
+    from benchmarks.plan.__main__ import Strategy, seconds
+    from benchmarks.plan.shapes import GPU, GPUS
 
     torch.set_num_threads(1)
     machine = measure("bf16")

@@ -22,8 +22,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from pspo.checkpoint import checkpoints, newest_checkpoint
-from pspo.resume import EXIT_INTERRUPTED, EXIT_STOPPED
+from pspo.run.checkpoint import checkpoints, newest_checkpoint
+from pspo.run.resume import EXIT_INTERRUPTED, EXIT_STOPPED
 
 MEAN_SECONDS = 12  # from a start to a fault
 FAULTS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "second run")

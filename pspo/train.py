@@ -24,9 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from pspo.card import model_card
-from pspo.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
-from pspo.config import EvalConfig, TrainConfig, parse, user_errors
+from pspo.config import EvalConfig, TrainConfig
 from pspo.distributed import (
     Scalars,
     from_main,
@@ -43,11 +41,22 @@ from pspo.distributed import (
     start,
     world_size,
 )
-from pspo.evaluate import Evaluation, Prompts, evaluate, fingerprint_of_problems, load_prompts, room_for_prompts
-from pspo.metrics import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
+from pspo.evaluate.__main__ import (
+    Evaluation,
+    Prompts,
+    evaluate,
+    fingerprint_of_problems,
+    load_prompts,
+    room_for_prompts,
+)
 from pspo.model import autocast, load_tokenizer, memory_errors, pad_token_id, stop_token_ids
-from pspo.results import percent, table
-from pspo.resume import (
+from pspo.rollout import Rollout, Sampling, check_decoder, generate, group_relative_advantages
+from pspo.run.card import model_card
+from pspo.run.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
+from pspo.run.cli import parse, user_errors
+from pspo.run.records import Stopwatch, append_jsonl, check_output, environment, peak_memory_gb, write_json, write_text
+from pspo.run.results import percent, table
+from pspo.run.resume import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     Stopped,
@@ -60,9 +69,8 @@ from pspo.resume import (
     record_changes,
     run_to_resume,
 )
-from pspo.rollout import Rollout, Sampling, check_decoder, generate, group_relative_advantages
+from pspo.run.trackers import Tracker, check_tracker, start_tracker
 from pspo.tasks import Problem, total_rewards, without_unknown
-from pspo.trackers import Tracker, check_tracker, start_tracker
 from pspo.update import Learner, update
 
 

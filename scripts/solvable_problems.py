@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pspo.metrics import to_jsonl, write_text
+from pspo.run.records import to_jsonl, write_text
 
 
 def main() -> None:

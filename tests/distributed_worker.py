@@ -23,8 +23,8 @@ from pspo.distributed import (
     state_dict,
     whole,
 )
-from pspo.resume import load_across_ranks
 from pspo.rollout import Rollout, generate
+from pspo.run.resume import load_across_ranks
 from pspo.train import rolling_out
 from pspo.update import Learner, update
 

@@ -13,8 +13,9 @@ from huggingface_hub import ModelCard
 
 import pspo
 import pspo.train
-from pspo.card import model_card, rewards
-from pspo.config import EvaluateConfig, RewardConfig, TrainConfig, parse
+from pspo.config import EvaluateConfig, RewardConfig, TrainConfig
+from pspo.run.card import model_card, rewards
+from pspo.run.cli import parse
 from pspo.tasks.rewards import FormatReward, MathReward
 
 ARGS = (

@@ -18,7 +18,7 @@ import transformers
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pspo.evaluate
+import pspo.evaluate.__main__
 import pspo.train
 from pspo.config import OptimizerConfig
 from pspo.model import ASSETS
@@ -371,7 +371,7 @@ class Brevity(Reward):
     out = capsys.readouterr().out
     assert "MyLoss(strength=3.0)" in out
     (command,) = re.findall(r"^evaluate it: python -m pspo\.evaluate (.*)$", out, re.MULTILINE)
-    pspo.evaluate.main(shlex.split(command))
+    pspo.evaluate.__main__.main(shlex.split(command))
     results = json.loads(next((here / "out").rglob("results.json")).read_text())
     assert results["n"] == 4  # of 9, those that the run itself evaluated
     again = results["temperatures"]["0"]
@@ -387,7 +387,7 @@ class Brevity(Reward):
 
 def test_evaluate(here, capsys):
     args = ["--data.limit=6", "--eval.temperatures=[0, 0.8]", "--eval.samples=2", "--eval.max_completion_tokens=32"]
-    pspo.evaluate.main([*args, "--run.output_dir=results"])
+    pspo.evaluate.__main__.main([*args, "--run.output_dir=results"])
     out = capsys.readouterr().out
     assert re.search(r"^temperature +accuracy \[95%\] +true accuracy", out, re.MULTILINE)
     assert re.search(r"^0 +\d+\.\d% \[", out, re.MULTILINE)
@@ -417,13 +417,13 @@ def test_evaluate(here, capsys):
         assert result[f"pass@{samples}"]["value"] == pytest.approx(sum(solved) / 6)
         assert sum(group["n"] for group in result["breakdown"]["level"].values()) == 6
 
-    pspo.evaluate.main(["--config", str(folder / "config.yaml"), "--run.output_dir=again"])
+    pspo.evaluate.__main__.main(["--config", str(folder / "config.yaml"), "--run.output_dir=again"])
     assert (here / "again/results.json").read_bytes() == (folder / "results.json").read_bytes()
     assert (here / "again/completions.jsonl").read_bytes() == (folder / "completions.jsonl").read_bytes()
 
     before = tree(here)
     capsys.readouterr()
-    pspo.evaluate.main([*args, "--run.output_dir=results"])
+    pspo.evaluate.__main__.main([*args, "--run.output_dir=results"])
     again = capsys.readouterr().out
     assert again.startswith("finished before, nothing to do: results/results.json\n")
     assert out.split("\n\nresults:")[0] in again  # the same tables
@@ -435,7 +435,7 @@ def test_evaluate_refuses_to_mix_evaluations(here, capsys, monkeypatch):
     own_data(here / "mine")
     args = ["--model.name_or_path=./model", "--data.name=file", "--data.path=mine", "--eval.max_completion_tokens=4",
             "--run.output_dir=out"]  # fmt: skip
-    pspo.evaluate.main(args)
+    pspo.evaluate.__main__.main(args)
 
     def line(*more: str) -> str:
         before = tree(here)
@@ -468,7 +468,7 @@ def test_evaluate_refuses_to_mix_evaluations(here, capsys, monkeypatch):
         assert "other problems under the same name" in line()
         problems.write_text(text)
 
-    pspo.evaluate.main(args)
+    pspo.evaluate.__main__.main(args)
     (here / "out/fingerprint.json").unlink()
     assert "holds something else" in line()
 
@@ -480,7 +480,7 @@ def test_evaluate_a_model_without_keys_and_values(here, model_folder):
     )  # fmt: skip
     folder = model_folder(transformers.Lfm2ForCausalLM(config))
     short = ("--data.limit=2", "--eval.max_completion_tokens=4", "--run.output_dir=results")
-    pspo.evaluate.main([f"--model.name_or_path={folder}", *short])
+    pspo.evaluate.__main__.main([f"--model.name_or_path={folder}", *short])
     assert json.loads((here / "results/results.json").read_text())["n"] == 2
 
 
@@ -493,7 +493,7 @@ def test_an_evaluation_leaves_a_training_run_alone(run, capsys):
 @pytest.mark.slow
 def test_evaluate_killed_and_started_again_ends_as_if_nothing_had_been(here, capsys):
     args = ["--data.limit=40", "--eval.temperatures=[0, 0.7]", "--eval.samples=3", "--eval.max_tokens=1000"]
-    pspo.evaluate.main([*args, "--run.output_dir=whole"])
+    pspo.evaluate.__main__.main([*args, "--run.output_dir=whole"])
     total = len(read_jsonl(here / "whole/completions.jsonl"))
     assert total == 40 * 4
 
@@ -513,7 +513,7 @@ def test_evaluate_killed_and_started_again_ends_as_if_nothing_had_been(here, cap
     assert wanted <= at[1] < total
 
     capsys.readouterr()
-    pspo.evaluate.main([*args, "--run.output_dir=out"])
+    pspo.evaluate.__main__.main([*args, "--run.output_dir=out"])
     assert f"going on with out: {at[1]} completions are there\n" in capsys.readouterr().out
     for name in ("completions.jsonl", "results.json"):
         assert (here / "out" / name).read_bytes() == (here / "whole" / name).read_bytes()
@@ -521,7 +521,7 @@ def test_evaluate_killed_and_started_again_ends_as_if_nothing_had_been(here, cap
 
 def test_an_evaluation_interrupted_by_hand_says_how_to_go_on(here, capsys, monkeypatch):
     args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--run.output_dir=out"]
-    generate, calls = pspo.evaluate.generate, []
+    generate, calls = pspo.evaluate.__main__.generate, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -531,10 +531,10 @@ def test_an_evaluation_interrupted_by_hand_says_how_to_go_on(here, capsys, monke
 
     monkeypatch.setattr(pspo.evaluate, "generate", interrupted)
     with pytest.raises(SystemExit) as exit_:
-        pspo.evaluate.main(args)
+        pspo.evaluate.__main__.main(args)
     assert exit_.value.code == 130
     assert capsys.readouterr().err.endswith("\nstopped; the same command goes on with out\n")
-    pspo.evaluate.main(args)
+    pspo.evaluate.__main__.main(args)
     assert len(calls) == 5  # two before, two after
     assert "going on with out: 2 completions are there" in capsys.readouterr().out
 
@@ -547,7 +547,7 @@ DATA = REPOSITORY.parent / "shared" / "data"
     ("name", "parts"), [("gsm8k", set()), ("svamp", {"category"}), ("asdiv", {"category"}), ("math", {"level"})]
 )
 def test_evaluate_on_each_benchmark(here, name, parts):
-    pspo.evaluate.main([
+    pspo.evaluate.__main__.main([
         f"--data.name={name}", f"--data.path={DATA}", "--data.limit=12",
         "--eval.max_completion_tokens=1", "--run.output_dir=out",
     ])  # fmt: skip

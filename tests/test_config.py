@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from pspo import config as config_module
-from pspo.config import EvaluateConfig, TrainConfig, parse
+from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.run.cli import parse
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"

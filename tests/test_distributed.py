@@ -19,9 +19,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import pspo.distributed
-import pspo.evaluate
+import pspo.evaluate.__main__
 import pspo.train
-from pspo.checkpoint import describe
 from pspo.config import (
     AlgorithmConfig,
     DistributedConfig,
@@ -32,10 +31,11 @@ from pspo.config import (
     TrainConfig,
 )
 from pspo.distributed import check_strategy, start
-from pspo.evaluate import Prompts
+from pspo.evaluate.__main__ import Prompts
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.run.checkpoint import describe
 from pspo.train import evaluate_by_all
 from pspo.update import Learner, update
 
@@ -559,7 +559,7 @@ def test_every_rank_has_a_part_of_a_validation(monkeypatch, ranks, synced, chunk
     prompts = Prompts([None] * 7, [[0] * length for length in lengths])
     setup = SimpleNamespace(tokenizer=None)
     evaluate_by_all(TrainConfig(), setup, None, prompts, Sampling([0], 0, synced=synced), "validate")
-    assert len(pspo.evaluate.chunks(lengths, 1, 20, 10**6, asked["max_rows"])) == chunks
+    assert len(pspo.evaluate.__main__.chunks(lengths, 1, 20, 10**6, asked["max_rows"])) == chunks
 
 
 def test_evaluation_uses_the_ranks(whole, tmp_path):

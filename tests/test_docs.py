@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pspo.config import EvaluateConfig, TrainConfig, parse
-from pspo.plan import PlanConfig
-from pspo.sweep import SweepConfig
+from benchmarks.plan.__main__ import PlanConfig
+from pspo.config import EvaluateConfig, TrainConfig
+from pspo.run.cli import parse
+from pspo.sweep.__main__ import SweepConfig
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))

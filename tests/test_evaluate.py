@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pspo.evaluate
+import pspo.evaluate.__main__
 from pspo.config import DataConfig, ModelConfig, RewardConfig
-from pspo.evaluate import Chunk, Prompts, chunks, evaluate, fingerprint, load_prompts, room_for_prompts
-from pspo.metrics import append_jsonl, cluster_bootstrap, read_jsonl, wilson
-from pspo.results import pass_at_k, percent, render, summarise, table
+from pspo.evaluate.__main__ import Chunk, Prompts, chunks, evaluate, fingerprint, load_prompts, room_for_prompts
 from pspo.rollout import Rollout, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
+from pspo.run.records import append_jsonl, cluster_bootstrap, read_jsonl, wilson
+from pspo.run.results import pass_at_k, percent, render, summarise, table
 from pspo.tasks import Problem, load_problems
 
 # ---------------------------------------------------------------- statistics
@@ -265,7 +265,7 @@ def test_going_on_draws_what_is_missing_and_ends_the_same(load, tokenizer, few, 
     policy, file = load("tiny-base"), tmp_path / "completions.jsonl"
     sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=8)
     drawn = []
-    generate = pspo.evaluate.generate
+    generate = pspo.evaluate.__main__.generate
     monkeypatch.setattr(pspo.evaluate, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
     longest = max(map(len, few.ids)) + 8
 

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 import pspo.train
-from pspo.checkpoint import RunFailed, checkpoints
-from pspo.config import TrainConfig, parse
+from pspo.config import TrainConfig
 from pspo.model import ASSETS
+from pspo.run.checkpoint import RunFailed, checkpoints
+from pspo.run.cli import parse
 from pspo.train import prepare
 
 TINY = (

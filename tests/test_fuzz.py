@@ -25,11 +25,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import pspo.evaluate
+import pspo.evaluate.__main__
 import pspo.train
-from pspo.checkpoint import checkpoints, describe
-from pspo.config import EvaluateConfig, TrainConfig, parse
-from pspo.resume import find_checkpoint
+from pspo.config import EvaluateConfig, TrainConfig
+from pspo.run.checkpoint import checkpoints, describe
+from pspo.run.cli import parse
+from pspo.run.resume import find_checkpoint
 from pspo.tasks import extract_answer, load_problems, math_reward
 
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import pspo.linear
+import pspo.model.linear
 from pspo.config import ModelConfig
-from pspo.linear import OneDNNLinear, use_onednn
 from pspo.model import load_policy
+from pspo.model.linear import OneDNNLinear, use_onednn
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 def layers(monkeypatch):
     """Makes a layer as PyTorch has it, and the same by oneDNN: layers(inputs, outputs, bias, dtype)."""
 
-    monkeypatch.setattr(pspo.linear, "WORTHWHILE", 1)
+    monkeypatch.setattr(pspo.model.linear, "WORTHWHILE", 1)
 
     def make(inputs, outputs, bias=True, dtype=torch.float32):
         torch.manual_seed(0)

@@ -5,17 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pspo.config import (
-    AlgorithmConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-    parse,
-)  # fmt: skip
+from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.run.cli import parse
 from pspo.train import prepare, train
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"

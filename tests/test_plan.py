@@ -8,10 +8,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, parse
-from pspo.losses import NoClip
-from pspo.model import _hidden_states, backward_in_one_pass
-from pspo.plan import (
+from benchmarks.plan.__main__ import (
     Assumptions,
     Load,
     PlanConfig,
@@ -27,8 +24,12 @@ from pspo.plan import (
     shapes,
     total,
 )
+from benchmarks.plan.shapes import GPUS, QWEN, Shape
+from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from pspo.losses import NoClip
+from pspo.model import _hidden_states, backward_in_one_pass
 from pspo.rollout import Rollout
-from pspo.shapes import GPUS, QWEN, Shape
+from pspo.run.cli import parse
 from pspo.update import split_minibatches
 
 TOTALS = {  # of the published weights: the safetensors index's bytes / 2

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import pspo.train
-from pspo.config import EvaluateConfig, TrainConfig, parse
+from pspo.config import EvaluateConfig, TrainConfig
+from pspo.run.cli import parse
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -12,10 +12,9 @@ import torch
 import yaml
 from PIL import Image
 
-from pspo.figures import FIGURE1, Panel, draw_curves, surrogate_and_slope
-from pspo.metrics import t_interval, t_quantile
-from pspo.report import ablation_panels, ablations, main
-from pspo.runs import learning, read_runs, settings_of, smoothed
+from pspo.report.__main__ import ablation_panels, ablations, main
+from pspo.report.figures import FIGURE1, Panel, draw_curves, surrogate_and_slope
+from pspo.report.runs import learning, read_runs, settings_of, smoothed, t_interval, t_quantile
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275  # Student's t, 2 degrees of freedom, two-sided 95%: any table

@@ -24,10 +24,11 @@ import yaml
 from safetensors.torch import load_file
 
 import pspo.train
-from pspo.checkpoint import Saver, checkpoints, verify
-from pspo.config import TrainConfig, parse
+from pspo.config import TrainConfig
 from pspo.model import load_policy
-from pspo.resume import FREE, LONGER, ROUNDING, find_checkpoint
+from pspo.run.checkpoint import Saver, checkpoints, verify
+from pspo.run.cli import parse
+from pspo.run.resume import FREE, LONGER, ROUNDING, find_checkpoint
 from pspo.train import prepare, save_best
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
@@ -667,7 +668,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_stays(cut_off, capfd, monkeyp
 
     left = contents(cut_off)
     with monkeypatch.context() as patch:
-        patch.setattr(pspo.resume, "load_policy", fail)
+        patch.setattr(pspo.run.resume, "load_policy", fail)
         assert train("out") == 2
     assert capfd.readouterr().err == "pspo.train: error: [Errno 5] Input/output error\n"
     assert contents(cut_off) == left

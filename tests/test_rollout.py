@@ -8,11 +8,11 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
-from pspo.checkpoint import save_model
 from pspo.config import SYSTEM_PROMPT
 from pspo.model import token_logprobs
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.generate import left_pad
+from pspo.run.checkpoint import save_model
 
 HOSTILE = {
     "sampling": {"do_sample": True, "top_k": 3, "top_p": 0.2, "temperature": 0.1, "repetition_penalty": 1.5},

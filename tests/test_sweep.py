@@ -18,10 +18,11 @@ import pytest
 import torch
 import yaml
 
-import pspo.sweep
-from pspo.config import TrainConfig, parse
-from pspo.sweep import SweepConfig, grid_points, make_plan, make_setting
-from pspo.workers import clear_unfinished, ending
+import pspo.sweep.__main__
+from pspo.config import TrainConfig
+from pspo.run.cli import parse
+from pspo.sweep.__main__ import SweepConfig, grid_points, make_plan, make_setting
+from pspo.sweep.workers import clear_unfinished, ending
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -95,7 +96,7 @@ def sweep(*args: str) -> int:
     """Exit code of a sweep of sweep.yaml in this process."""
     previous = signal.getsignal(signal.SIGTERM)
     try:
-        pspo.sweep.main(["--config", "sweep.yaml", *args])
+        pspo.sweep.__main__.main(["--config", "sweep.yaml", *args])
         return 0
     except SystemExit as exit_:
         return exit_.code

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pspo.train
-from pspo.trackers import MODULES, start_tracker
+from pspo.run.trackers import MODULES, start_tracker
 
 ARGS = (
     "--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=0",

@@ -22,8 +22,8 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from pspo.metrics import flat, lock, read_config, write_text
-from pspo.resume import EXIT_STOPPED
+from pspo.run.records import flat, lock, read_config, write_text
+from pspo.run.resume import EXIT_STOPPED
 
 MODELS = ("best", "final", "checkpoints")  # folders in a run's
 

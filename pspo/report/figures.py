@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate
-from pspo.metrics import t_interval
+from pspo.report.runs import t_interval
 
 COLOURS = ("#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C")
 DASHES = ((0, (3.5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (11, 3)))

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pspo.config import ModelConfig, TrainConfig, parse, require, user_errors
+from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
+from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import HEAD_CHUNK_TOKENS, load_model_config
-from pspo.results import table
-from pspo.shapes import GPU, GPUS, QWEN, Shape
+from pspo.run.cli import parse, user_errors
+from pspo.run.results import table
 
 PHASES = ("rollout", "training")
 SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pspo.figures import Curve, Panel, draw_curves, draw_surrogates
-from pspo.metrics import write_text
-from pspo.runs import (
+from pspo.report.figures import Curve, Panel, draw_curves, draw_surrogates
+from pspo.report.runs import (
     DIAGNOSTICS,
     SURROGATE,
     Run,
@@ -34,7 +33,7 @@ from pspo.runs import (
     smoothed_curve,
     warn,
 )
-from pspo.tables import (
+from pspo.report.tables import (
     Table,
     accuracy_table,
     as_csv,
@@ -46,6 +45,7 @@ from pspo.tables import (
     paired_table,
     scale,
 )
+from pspo.run.records import write_text
 
 # Pictures
 

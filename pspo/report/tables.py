@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pspo.runs import (
+from pspo.report.runs import (
     Estimate,
     Measured,
     Run,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pspo.metrics import cluster_bootstrap, wilson
+from pspo.run.records import cluster_bootstrap, wilson
 from pspo.tasks import Problem
 
 LONGEST_BREAKDOWN = 12  # lines on the terminal

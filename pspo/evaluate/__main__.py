@@ -22,9 +22,21 @@ import yaml
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig, parse, user_errors
+from pspo.config import DataConfig, EvalConfig, EvaluateConfig, ModelConfig, RewardConfig
 from pspo.distributed import from_main, gather, is_main, launched, own_device, pool, rank, run, start, world_size
-from pspo.metrics import (
+from pspo.model import (
+    autocast,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    memory_errors,
+    pad_token_id,
+    shares_prompts,
+    stop_token_ids,
+)
+from pspo.rollout import Sampling, encode_prompts, generate
+from pspo.run.cli import parse, user_errors
+from pspo.run.records import (
     append_jsonl,
     check_output,
     environment,
@@ -36,18 +48,7 @@ from pspo.metrics import (
     write_json,
     write_text,
 )
-from pspo.model import (
-    autocast,
-    load_model_config,
-    load_policy,
-    load_tokenizer,
-    memory_errors,
-    pad_token_id,
-    shares_prompts,
-    stop_token_ids,
-)
-from pspo.results import Evaluation, render, summarise
-from pspo.rollout import Sampling, encode_prompts, generate
+from pspo.run.results import Evaluation, render, summarise
 from pspo.tasks import Problem, contains_answer, extract_answer, load_problems, matches_format, total_rewards
 from pspo.tasks.answers import TOLERANCE
 

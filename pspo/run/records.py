@@ -39,39 +39,6 @@ def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0
     return float(low), float(high)
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of n independent values, by Student's t with n - 1 degrees of freedom.
-
-    Raises ValueError for fewer than 2 values.
-    """
-    n = len(values)
-    if n < 2:
-        raise ValueError(f"an interval needs at least 2 values, got {n}")
-    half = t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return float(np.mean(values)) - half, float(np.mean(values)) + half
-
-
-def t_quantile(degrees: int, level: float = 0.95) -> float:
-    """The t with P(|T| < t) = level for Student's t, by bisection.
-
-    The probability is a finite sum in theta = atan(t / sqrt(degrees)) (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4).
-    """
-
-    def probability(theta: float) -> float:
-        odd = degrees % 2
-        term, total = (math.cos(theta) if odd else 1.0), 0.0
-        for k in range(1 + odd, degrees, 2):
-            total += term
-            term *= k / (k + 1) * math.cos(theta) ** 2
-        return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if probability(middle) < level else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
-
-
 class Stopwatch:
     """Seconds by phase, for one line of metrics."""
 
@@ -99,6 +66,15 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in config.items():
         values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return values
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By switch, the values (old, new) that differ between two nested configurations.
+
+    Switches that ``old`` does not know are left out: a later version added them, with a default that changes nothing.
+    """
+    values = flat(new)
+    return {name: (value, values.get(name)) for name, value in flat(old).items() if value != values.get(name)}
 
 
 def to_jsonl(records: Iterable[dict[str, Any]]) -> str:

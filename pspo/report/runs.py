@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pspo.metrics import flat, t_interval, wilson
+from pspo.run.records import flat, wilson
 
 DIAGNOSTICS = ("ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm")
 OF_A_SEED = ("run.seed", "run.output_dir")
@@ -320,3 +320,36 @@ def _in_summary(run: Run, name: str) -> dict[str, Measured]:
 
 def _title(where: str, name: str) -> str:
     return f"{where}: {name.replace('_', ' ')} (%)"
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of n independent values, by Student's t with n - 1 degrees of freedom.
+
+    Raises ValueError for fewer than 2 values.
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError(f"an interval needs at least 2 values, got {n}")
+    half = t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def t_quantile(degrees: int, level: float = 0.95) -> float:
+    """The t with P(|T| < t) = level for Student's t, by bisection.
+
+    The probability is a finite sum in theta = atan(t / sqrt(degrees)) (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4).
+    """
+
+    def probability(theta: float) -> float:
+        odd = degrees % 2
+        term, total = (math.cos(theta) if odd else 1.0), 0.0
+        for k in range(1 + odd, degrees, 2):
+            total += term
+            term *= k / (k + 1) * math.cos(theta) ** 2
+        return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < level else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)

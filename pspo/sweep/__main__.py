@@ -39,9 +39,10 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from pspo.config import EvaluateConfig, TrainConfig, parse, user_errors
-from pspo.metrics import check_output, lock, write_json
-from pspo.workers import Run, Workers, changed, gpus
+from pspo.config import EvaluateConfig, TrainConfig
+from pspo.run.cli import parse, user_errors
+from pspo.run.records import check_output, lock, write_json
+from pspo.sweep.workers import Run, Workers, changed, gpus
 
 Switches = dict[str, Any]
 

@@ -14,16 +14,6 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from pspo.checkpoint import (
-    Progress,
-    checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    remove,
-    step_of,
-    tidy,
-    unreadable_is_damaged,
-)
 from pspo.config import ModelConfig, RunConfig, TrainConfig
 from pspo.distributed import (
     as_forward,
@@ -36,8 +26,18 @@ from pspo.distributed import (
     shard,
     world_size,
 )
-from pspo.metrics import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
 from pspo.model import autocasts, check_head, empty_policy, load_policy, weight_files
+from pspo.run.checkpoint import (
+    Progress,
+    checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    remove,
+    step_of,
+    tidy,
+    unreadable_is_damaged,
+)
+from pspo.run.records import flat, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command goes on
 EXIT_INTERRUPTED = 130  # stopped at once

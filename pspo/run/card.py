@@ -11,7 +11,7 @@ import yaml
 from pspo import __version__
 from pspo.config import RewardConfig, TrainConfig
 from pspo.model import ASSETS
-from pspo.results import percent
+from pspo.run.results import percent
 from pspo.tasks.datasets import SOURCES
 
 

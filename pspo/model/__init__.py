@@ -24,14 +24,14 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pspo.linear import use_onednn
+from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # a bar for loading weights, on top of our own
 
 if TYPE_CHECKING:
     from pspo.config import ModelConfig
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 HEAD_CHUNK_BYTES = 2**24  # of float32 logits held at a time,
 HEAD_CHUNK_TOKENS = 256  # but those of so many tokens: each chunk costs a pass over the output embedding's gradient
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own

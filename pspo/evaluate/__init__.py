@@ -1,0 +1,1 @@
+"""Evaluate a model: ``python -m pspo.evaluate``."""
