@@ -1,6 +1,6 @@
 """Pure functions of tensors: surrogates, their aggregation, KL estimates and diagnostics."""
 
-from pspo.losses.aggregate import Aggregation, Counts, aggregate, divided_sum, token_divisors
+from pspo.losses.aggregate import Aggregation, Counts, aggregate, token_divisors
 from pspo.losses.diagnostics import diagnose, token_weights
 from pspo.losses.kl import KLEstimator, kl_estimate
 from pspo.losses.surrogates import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, log_ratio
@@ -18,7 +18,6 @@ __all__ = [
     "Surrogate",
     "aggregate",
     "diagnose",
-    "divided_sum",
     "kl_estimate",
     "log_ratio",
     "token_divisors",

@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from pspo.config import require
+from pspo.model import is_out_of_memory
 
 C = TypeVar("C")
 
@@ -117,3 +118,16 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
         if not once or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextlib.contextmanager
+def memory_errors(prog: str, advice: str) -> Iterator[None]:
+    """Print running out of memory as two lines, the second of them advice, and exit with code 1."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        print(f"\n{prog}: out of memory: {reason}\n{advice}", file=sys.stderr)
+        raise SystemExit(1) from None
