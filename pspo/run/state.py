@@ -64,7 +64,8 @@ class Run:
                 self.progress.best = self.progress.validated = {"step": 0} | self.validate()
                 self.save_best()
         steps = {"total": self.config.run.max_steps, "initial": self.learner.steps}
-        self.bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
+        bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
+        self.bar = self.lock.enter_context(bar)  # closed before an error is printed
 
     @property
     def limit_reached(self) -> bool:
