@@ -9,8 +9,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"{d}/**/*.{s}" for d in ("results", "benchmarks")
-                                                            for s in ("md", "svg", "png")))  # fmt: skip
+OUTSIDE = ["*.md", *(f"{folder}/**/*.{kind}" for folder in ("results", "benchmarks") for kind in ("md", "svg", "png"))]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -43,9 +42,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Show the code of a method without a click."""
-    methods = page.file.src_uri.startswith("methods/")
-    return (
-        html.replace('<details class="mkdocstrings-source">', '<details class="mkdocstrings-source" open>')
-        if methods
-        else html
-    )
+    folded = '<details class="mkdocstrings-source">'
+    return html.replace(folded, folded[:-1] + " open>") if page.file.src_uri.startswith("methods/") else html
