@@ -21,7 +21,6 @@ calls = []
 def init(**arguments): calls.append(("init", arguments))
 def log(metrics, step): calls.append(("log", metrics, step))
 def finish(): calls.append(("finish",))
-
 class SummaryWriter:
     def __init__(self, folder, purge_step): calls.append(("init", folder, purge_step))
 """
