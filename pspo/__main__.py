@@ -1,9 +1,9 @@
 """pspo {version}: reinforcement learning for language models. Each command has --help.
 
-  python -m pspo.train       train a model
-  python -m pspo.evaluate    evaluate a model on a data set
-  python -m pspo.sweep       train and evaluate methods, settings and seeds as one file lists them
-  python -m pspo.report      tables and figures of runs
+python -m pspo.train       train a model
+python -m pspo.evaluate    evaluate a model on a data set
+python -m pspo.sweep       train and evaluate methods, settings and seeds as one file lists them
+python -m pspo.report      tables and figures of runs
 """
 
 import argparse

@@ -20,6 +20,7 @@ from pspo.config import require
 
 C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
+CLASS_SWITCHES = "--algorithm.surrogate or --reward.functions"
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, str]:
@@ -48,20 +49,14 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
     with user_errors(prog, once=True):
         try:
-            namespace = parser.parse_args(None if args is None else list(args))
+            namespace = parser.parse_args(args)
             parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
             for name in sections:
                 require(isinstance(namespace[name], Namespace), name, "must be a mapping of fields", namespace[name])
             values = parser.instantiate(namespace)
-        except (
-            SyntaxError,
-            TypeError,
-            ValueError,
-        ) as error:  # of jsonargparse, or of a class that it imports and calls
-            where = (
-                "" if str(error).startswith(("--", "Parser key")) else "--algorithm.surrogate or --reward.functions: "
-            )
-            raise ValueError(f"{where}{error}") from error
+        except (SyntaxError, TypeError, ValueError) as error:  # a user's class may raise them, too
+            named = str(error).startswith(("--", "Parser key"))
+            raise ValueError(f"{error}" if named else f"{CLASS_SWITCHES}: {error}") from error
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
         return config, parser.dump(namespace, skip_unset=False)
 
