@@ -13,19 +13,12 @@ import yaml
 
 import pspo
 from pspo.config import EvaluateConfig, TrainConfig
-from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip
 from pspo.run.cli import parse
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
-SURROGATES = [
-    PSPO(alpha=0.4),
-    Clip(epsilon=0.1, epsilon_high=0.28, delta=4.0),
-    NoClip(),
-    P3O(tau=2.0, kl_coef=1e-6),
-    SAPO(tau_pos=0.5, tau_neg=1.5),
-    TOPR(a_pos=0.5, b_pos=2.0, a_neg=0.25, b_neg=1.5, level="token"),
-]
+METHODS = [PSPO(alpha=0.4), Clip(epsilon=0.1, epsilon_high=0.28), NoClip(), P3O(kl_coef=1e-6), TOPR(level="token")]
 
 
 def train_config(*args: str) -> TrainConfig:
@@ -126,7 +119,7 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
         assert (rollout.prompts, rollout.group_size) == expected
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda surrogate: type(surrogate).__name__)
+@pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)
 def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(surrogate, yaml_file, capsys, recwarn):
     name = f"--algorithm.surrogate={type(surrogate).__name__}"
     args = [f"--algorithm.surrogate.{part.name}={getattr(surrogate, part.name)}" for part in fields(surrogate)]
@@ -266,12 +259,6 @@ def test_a_bad_value_is_refused_by_name(case, refusal, yaml_file):
         assert switch in refusal(*yaml_file(f"{section}:\n  {leaf}: {value}\n"))
 
 
-def test_warmup_beyond_the_run_is_refused_for_decaying_schedules(refusal):
-    args = ("--run.max_steps=10", "--optimizer.warmup_steps=10")
-    assert train_config(*args).optimizer.warmup_steps == 10
-    assert "optimizer.warmup_steps" in refusal(*args, "--optimizer.schedule=linear")
-
-
 @pytest.mark.parametrize(
     ("args", "named"),
     [
@@ -281,6 +268,10 @@ def test_warmup_beyond_the_run_is_refused_for_decaying_schedules(refusal):
         (["--eval.samples=4"], ["--eval.samples"]),
         (["train.yaml"], ["train.yaml"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
+        (
+            ["--run.max_steps=9", "--optimizer.warmup_steps=9", "--optimizer.schedule=linear"],
+            ["optimizer.warmup_steps"],
+        ),
         (["--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=4"], ["PSPO", "alpha"]),
         (["--algorithm.surrogate={own}.Nope"], ["algorithm.surrogate", "Nope"]),
         (["--algorithm.surrogate={own}.Brevity"], ["algorithm.surrogate", "Brevity", "Surrogate"]),
@@ -293,7 +284,7 @@ def test_warmup_beyond_the_run_is_refused_for_decaying_schedules(refusal):
         (["--reward.functions=[Reward]"], ["reward.functions"]),
     ],
 )
-def test_an_unknown_switch_file_or_class_is_refused_by_name(own, refusal, args, named):
+def test_what_is_wrong_is_refused_by_name(own, refusal, args, named):
     line = refusal(*(arg.format(own=own) for arg in args))
     assert all(part.format(own=own) in line for part in named), line
 
