@@ -18,7 +18,7 @@ from pspo.run.cli import parse
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
-METHODS = [PSPO(alpha=0.4), Clip(epsilon=0.1, epsilon_high=0.28), NoClip(), P3O(kl_coef=1e-6), TOPR(level="token")]
+METHODS = [PSPO(alpha=0.4), Clip(0.1, epsilon_high=0.28, delta=4.0), NoClip(), P3O(kl_coef=1e-6), TOPR(level="token")]
 
 
 def train_config(*args: str) -> TrainConfig:
@@ -268,10 +268,7 @@ def test_a_bad_value_is_refused_by_name(case, refusal, yaml_file):
         (["--eval.samples=4"], ["--eval.samples"]),
         (["train.yaml"], ["train.yaml"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
-        (
-            ["--run.max_steps=9", "--optimizer.warmup_steps=9", "--optimizer.schedule=linear"],
-            ["optimizer.warmup_steps"],
-        ),
+        (["--run.max_steps=9", "--optimizer.warmup_steps=9", "--optimizer.schedule=linear"], ["warmup_steps"]),
         (["--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=4"], ["PSPO", "alpha"]),
         (["--algorithm.surrogate={own}.Nope"], ["algorithm.surrogate", "Nope"]),
         (["--algorithm.surrogate={own}.Brevity"], ["algorithm.surrogate", "Brevity", "Surrogate"]),
