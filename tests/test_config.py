@@ -71,10 +71,11 @@ def test_tiny_yaml_is_the_default_configuration_and_spells_out_every_field(capsy
     assert yaml.safe_load(capsys.readouterr().out) == content
 
 
-def test_dotted_switches_override():
+def test_switches_override_and_null_unsets():
     config = train_config(
         "--rollout.prompts", "4", "--optimizer.lr=1", "--data.system_prompt=", "--run.max_tokens", "150_000_000",
         "--model.gradient_checkpointing", "true", "--model.name_or_path", "123", "--run.output_dir=2024",
+        "--data.limit=7", "--data.limit=null",
     )  # fmt: skip
     default = TrainConfig()
     assert config == replace(
@@ -92,11 +93,6 @@ def test_a_bare_switch_means_true():
     assert train_config("--model.compile").model.compile
     config = train_config("--model.compile", "--data.fractions", "false", "--run.seed", "3")
     assert (config.model.compile, config.data.fractions, config.run.seed) == (True, False, 3)
-
-
-def test_null_unsets_an_optional_field():
-    args = ("--run.max_tokens=7", "--data.limit=7", "--data.path=x")
-    assert train_config(*args, "--run.max_tokens=null", "--data.limit=null", "--data.path=null") == TrainConfig()
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-06", "0.000001"])
