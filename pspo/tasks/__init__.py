@@ -1,4 +1,4 @@
-"""Problems, the answers that completions give to them, and the rewards for those."""
+"""Problems, answers extracted from completions, and rewards."""
 
 from pspo.tasks.answers import contains_answer, extract_answer, matches_format
 from pspo.tasks.datasets import load_problems
