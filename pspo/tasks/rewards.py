@@ -180,16 +180,5 @@ def _time_limit(seconds: float, name: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def without_unknown(rewards: Sequence[float], group_size: int) -> list[float]:
-    """Replace NaN by the mean of its group's other rewards, 0 if there are none."""
-    filled = []
-    for start in range(0, len(rewards), group_size):
-        group = rewards[start : start + group_size]
-        known = [reward for reward in group if not math.isnan(reward)]
-        mean = min(max(sum(known) / len(known), min(known)), max(known)) if known else 0.0  # equal ones: to the bit
-        filled += [mean if math.isnan(reward) else reward for reward in group]
-    return filled
-
-
 def _is_finite_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
