@@ -19,11 +19,11 @@ GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the 
 
 
 class BufferedLayer(DynamicLayer):
-    """A full-attention cache layer that, once repeated for each group, writes new keys and values into preallocated room.
+    """A full-attention cache layer that, once repeated for each group, writes keys and values into preallocated room.
 
-    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part. With `at`,
-    a (1,) int64 position to write to, they are the whole buffers: no shape ever changes, and the attention mask must hide
-    the part that is not filled yet.
+    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part. With `at`, a (1,)
+    int64 position to write to, they are the whole buffers: no shape ever changes, and the attention mask must hide the
+    part that is not filled yet.
     """
 
     def __init__(self, room: int, at: Tensor | None = None):
@@ -73,8 +73,8 @@ def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     Equally likely tokens at the nucleus's edge all belong to it; the library keeps an arbitrary few of them, enough to
     reach top_p.
 
-    Exact without sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they lie
-    outside the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
+    Exact without sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they
+    lie outside the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
 
     Args:
         logits: (b, V) float32, after temperature.
@@ -135,8 +135,8 @@ def decode(
 
     Returns:
         (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
-        their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before processors and
-        nucleus.
+        their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before processors
+        and nucleus.
     """
     limit, prompt_length = generation_config.max_new_tokens, input_ids.shape[1]
     attention_mask = model_kwargs["attention_mask"]  # None if nothing is padded
