@@ -60,7 +60,7 @@ RECORDS = {
     "math": [{"problem": "Find $x$.", "level": "Level 3", "type": "Algebra", "solution": r"so \boxed{\frac{6}{4}}."}],
     "svamp": [{"Body": "Dan had 3.", "Question": "How many?", "Answer": 3.5, "Type": "Sum", "ID": "c-1"}],
 }
-ASDIV = """<?xml version="1.0" encoding="UTF-8" ?><Root><ProblemSet><Problem ID="1" Grade="1" Source="x"><Body>B &lt; 3.
+ASDIV = """<?xml version="1.0"?><Root><ProblemSet><Problem ID="1" Grade="1" Source="x"><Body>B &lt; 3.
 </Body><Question>Q?</Question><Solution-Type>Sum</Solution-Type><Answer>9 (apples)</Answer></Problem></ProblemSet>
 </Root>"""
 FILES = [(name, suffix) for name in RECORDS for suffix in (".jsonl", ".json", ".csv", ".parquet")] + [("asdiv", ".xml")]
