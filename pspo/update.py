@@ -1,11 +1,14 @@
-"""The optimizer steps of one rollout: minibatches, microbatches, the gradient of each, and one step at a time."""
+"""The optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
+
+For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward.
+"""
 
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,20 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from pspo.config import TrainConfig
-from pspo.distributed import (
-    as_forward,
-    concatenate,
-    gather,
-    highest,
-    is_sharded,
-    microbatches,
-    sum_gradients,
-    total,
-    whole,
-)
-from pspo.losses import Counts, diagnose, divided_sum, kl_estimate, token_divisors, token_weights
-from pspo.model import autocast, backward_in_one_pass, out_of_memory, token_logprobs
+from pspo import distributed as dist
+from pspo.config import AlgorithmConfig, TrainConfig
+from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_divisors, token_weights
+from pspo.model import autocast, backward_in_one_pass, is_out_of_memory, token_logprobs
 from pspo.rollout import Batch, Rollout, to_device
 
 T = TypeVar("T")
@@ -34,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass
 class Learner:
-    """What an optimizer step changes, and the reference model that it leaves alone (None where beta is 0).
+    """Everything an optimizer step changes, and the reference model that it leaves alone (None if beta is 0).
 
     Attributes:
         steps: optimizer steps taken.
-        microbatch_limit: tokens, below --optimizer.microbatch_tokens where memory has run out before.
+        microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
     """
 
     policy: PreTrainedModel
@@ -49,142 +42,94 @@ class Learner:
     microbatch_limit: int | None = None
 
 
-def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
-    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches and ranks.
+class Minibatch(NamedTuple):
+    """The rows of one optimizer step: this rank's microbatches, and the counts of all ranks'."""
 
-    Old log-probs cost no pass of their own where they need none: rows first visited before any step use that
-    visit's detached log-probs. A row stays in its microbatch, so that its old and new log-probs come from identical
-    shapes.
+    counts: Counts
+    batches: list[Batch]
+
+
+def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
+    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over microbatches and ranks.
+
+    Rows first visited before any step need no pass for old log-probs: that visit's are the old ones. A row stays in its
+    microbatch, because in bf16 old and new log-probs must come from identical shapes.
 
     Args:
         rollout: B rows, this rank's.
         advantages: (B,) float32.
 
     Returns:
-        The metrics of each step, in order, of all ranks' rows; ratios and the like are those of the tokens with A != 0.
+        The metrics of each step, in order, over all ranks' rows; ratios and the like are over tokens with A != 0.
     """
-    algorithm = config.algorithm
-    if algorithm.mask_truncated:
+    if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
-    if is_sharded(learner.policy):
-        even_out(minibatches)
-    with_room(partial(add_fixed_logprobs, learner, minibatches, config), learner, minibatches, config)
+    if dist.is_sharded(learner.policy):  # then every rank must run the same number of passes
+        minibatches = [
+            Minibatch(c, dist.pad_to_longest(batches, batches[0].masked_row())) for c, batches in minibatches
+        ]
+    retry = partial(retry_in_halves, learner=learner, minibatches=minibatches, config=config)
 
+    retry(partial(add_fixed_logprobs, learner, minibatches, config))
     steps: list[dict[str, float]] = []
-    for counts, batches in minibatches * algorithm.epochs:
+    for minibatch in minibatches * config.algorithm.epochs:
         if learner.steps == config.run.max_steps:
             break
-        gradient = partial(accumulate, learner, batches, counts, config)
-        loss, kl_reference, seen = with_room(gradient, learner, minibatches, config)
-        sum_gradients(learner.policy)
-        loss, kl_reference = total(torch.stack([loss, kl_reference]))
-        seen = concatenate(seen, dim=1)  # (4, N)
-        max_norm = config.optimizer.max_grad_norm or math.inf
-        grad_norm = whole(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
-        lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + seen[0].sum()))
-        if finite:  # numbers gone bad never reach the weights
-            learner.optimizer.step()
-        learner.scheduler.step()
-        learner.optimizer.zero_grad()
-        learner.steps += 1
-        steps.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)})
+        gradient = retry(partial(accumulate, learner, minibatch, config))
+        loss, kl_reference, tokens = sum_over_ranks(learner.policy, *gradient)
+        steps.append(optimizer_step(learner, loss, tokens, config))
         if learner.reference is not None:
-            steps[-1]["kl_reference"] = float(kl_reference)
-        steps[-1] |= diagnose(*seen, mask=seen[2] != 0)  # the same tokens for every method: those with an advantage
-    learner.microbatch_limit = min(filter(None, gather(learner.microbatch_limit)), default=None)  # one for all ranks
+            steps[-1]["kl_reference"] = kl_reference.item()
+        steps[-1] |= diagnose(*tokens, mask=tokens[2] != 0)  # the same tokens for every method
+    learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
     return steps
 
 
-def add_fixed_logprobs(learner: Learner, minibatches: list[tuple[Counts, list[Batch]]], config: TrainConfig) -> None:
-    """Give the microbatches the log-probs that need a pass now, while the policy is still the old one."""
-    with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
-        for m, (_, batches) in enumerate(minibatches):
-            for i, batch in enumerate(batches):
-                inputs = (*batch.rollout.token_ids, config.rollout.temperature)
-                # Only rows first visited after a step need old ones.
-                old_logprobs = as_forward(token_logprobs, learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = as_forward(token_logprobs, learner.reference, *inputs) if learner.reference else None
-                batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-
-
-def accumulate(
-    learner: Learner, batches: list[Batch], counts: Counts, config: TrainConfig
+def sum_over_ranks(
+    policy: PreTrainedModel, loss: Tensor, kl_reference: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of a minibatch, over its microbatches; those without old log-probs are given this visit's.
+    """Sum gradients, loss and KL over the ranks, and concatenate their tokens (4, N)."""
+    dist.sum_gradients(policy)
+    loss, kl_reference = dist.sum_over_ranks(torch.stack([loss, kl_reference]))
+    return loss, kl_reference, dist.concat_over_ranks(tokens, dim=1)
+
+
+def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: TrainConfig) -> dict[str, float]:
+    """Clip the gradient and step; a step whose loss, log-probs or gradient are not finite is skipped."""
+    max_norm = config.optimizer.max_grad_norm or math.inf
+    grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
+    lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + tokens[0].sum()))
+    if finite:
+        learner.optimizer.step()
+    learner.scheduler.step()
+    learner.optimizer.zero_grad()
+    learner.steps += 1
+    return {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)}
+
+
+def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Accumulate a minibatch's gradient over its microbatches; a first visit's log-probs become the old ones.
 
     Returns:
         Loss and KL to the reference, scalars; and (4, N) of the N unmasked tokens in the microbatches: log-probs, old
-        log-probs, advantages and weights. All without gradient.
+        log-probs, advantages and weights dL/dlogprob. All without gradient.
     """
-    algorithm, device = config.algorithm, learner.policy.device
-    loss, kl_reference, seen = torch.zeros((), device=device), torch.zeros((), device=device), []
-    for i, batch in enumerate(microbatches(learner.policy, batches, config.distributed.gather)):
+    algorithm, (counts, batches), device = config.algorithm, minibatch, learner.policy.device
+    loss, kl_reference, tokens = torch.zeros((), device=device), torch.zeros((), device=device), []
+    for i, batch in enumerate(dist.communicate_once(learner.policy, batches, config.distributed.gather)):
         share, logprobs = backward(learner.policy, batch, counts, config)
+        loss += share
         if batch.old_logprobs is None:
             batch = batches[i] = replace(batch, old_logprobs=logprobs)
-        loss += share
         mask, row_advantages = batch.rollout.completion_mask, batch.advantages[:, None]  # (b, t), (b, 1)
         if batch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator)
             kl_reference += kl.sum() / max(counts.tokens, 1)
         weights = token_weights(algorithm.surrogate, logprobs, batch.old_logprobs, row_advantages, mask)
         values = (logprobs, batch.old_logprobs, row_advantages, weights)
-        seen.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
-    return loss, kl_reference, torch.cat(seen, dim=1)
-
-
-def even_out(minibatches: list[tuple[Counts, list[Batch]]]) -> None:
-    """Add microbatches without a single unmasked token, so that every rank takes the same number of passes."""
-    for _, batches in minibatches:
-        row = batches[0].rows(torch.zeros(1, dtype=torch.long, device=batches[0].advantages.device))
-        rollout = replace(row.rollout, completion_mask=torch.zeros_like(row.rollout.completion_mask))
-        batches += [replace(row, rollout=rollout)] * (highest(len(batches)) - len(batches))
-
-
-def with_room(
-    work: Callable[[], T], learner: Learner, minibatches: list[tuple[Counts, list[Batch]]], config: TrainConfig
-) -> T:
-    """What ``work`` returns; where memory runs out it starts over, with microbatches half as large from then on.
-
-    The denominators are the minibatch's, so that the gradient is the same to rounding. Log-probs that microbatches
-    have been given stay.
-    """
-    while True:
-        try:
-            return work()
-        except RuntimeError as error:
-            batches = [batch for _, batches in minibatches for batch in batches]
-            rows = max(len(batch.rollout) for batch in batches)
-            mendable = out_of_memory(error) and config.optimizer.halve_on_oom and rows > 1
-            if not mendable or is_sharded(learner.policy):  # whose ranks have to take the same number of passes
-                raise
-        # Out of the except block, whose error holds on to the tensors of the pass that failed.
-        learner.optimizer.zero_grad()
-        learner.microbatch_limit = max(1, max(map(padded_tokens, batches)) // 2)
-        for _, batches in minibatches:
-            batches[:] = [part for batch in batches for part in halves(batch)]
-        if learner.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
-        tqdm.write(
-            f"out of memory: the step is repeated, with microbatches of at most {learner.microbatch_limit:,} tokens "
-            "from here on (--optimizer.microbatch_tokens)",
-            file=sys.stderr,
-        )
-
-
-def padded_tokens(batch: Batch) -> int:
-    """What a forward pass computes, prompts of adjacent rows once."""
-    ids = batch.rollout.prompt_ids
-    prompts = 1 + int((ids[1:] != ids[:-1]).any(dim=1).sum())
-    return prompts * ids.shape[1] + batch.rollout.completion_ids.numel()
-
-
-def halves(batch: Batch) -> list[Batch]:
-    """Its first and its second half of the rows; a single row stays."""
-    parts = torch.arange(len(batch.rollout), device=batch.advantages.device).tensor_split(2)
-    return [batch.rows(part) for part in parts if len(part)]
+        tokens.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
+    return loss, kl_reference, torch.cat(tokens, dim=1)
 
 
 def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -193,47 +138,64 @@ def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: Trai
     Returns:
         The share, a scalar, and the policy's log-probs, (b, t); both without gradient.
     """
-    algorithm, completion_mask = config.algorithm, batch.rollout.completion_mask  # (b, t)
-    token_local = algorithm.surrogate.token_local
+    algorithm, mask, advantages = config.algorithm, batch.rollout.completion_mask, batch.advantages[:, None]
+    inputs = (policy, *batch.rollout.token_ids, config.rollout.temperature)
+    if algorithm.surrogate.token_local:  # the same gradient, without computing any logits twice
+        divisors = token_divisors(mask, algorithm.aggregation, counts)
+        token_inputs = (batch.old_logprobs, batch.ref_logprobs, advantages, mask)
+        with autocast(config.model.autocast, policy.device):
+            return backward_in_one_pass(*inputs, partial(per_token_loss, algorithm), token_inputs, divisors)
 
-    def laid_out(values: Tensor) -> Tensor:
-        """A token-local loss may see the unmasked tokens alone, as (N, 1): then the head needs one pass only."""
-        return values.expand_as(completion_mask)[completion_mask][:, None] if token_local else values
+    with autocast(config.model.autocast, policy.device):
+        logprobs = token_logprobs(*inputs)  # (b, t)
+    losses = per_token_loss(algorithm, logprobs, batch.old_logprobs, batch.ref_logprobs, advantages, mask)  # (b, t)
+    loss = aggregate(losses, mask, algorithm.aggregation, counts)
+    loss.backward()
+    return loss.detach(), logprobs.detach()
 
-    mask, advantages = laid_out(completion_mask), laid_out(batch.advantages[:, None])
-    divisors = laid_out(token_divisors(completion_mask, algorithm.aggregation, counts))
-    old = None if batch.old_logprobs is None else laid_out(batch.old_logprobs)
-    ref = None if batch.ref_logprobs is None else laid_out(batch.ref_logprobs)
-    share = torch.zeros((), device=mask.device)
 
-    def loss(logprobs: Tensor, part: slice = slice(None)) -> Tensor:
-        old_logprobs = logprobs.detach() if old is None else old[part]
-        per_token_loss = algorithm.surrogate(logprobs, old_logprobs, advantages[part], mask[part])
-        if ref is not None:
-            kl = kl_estimate(logprobs, ref[part], mask[part], algorithm.kl_estimator)
-            per_token_loss = per_token_loss + algorithm.beta * kl
-        total = divided_sum(per_token_loss, mask[part], divisors[part])
-        share.add_(total.detach())
-        return total
+def per_token_loss(
+    algorithm: AlgorithmConfig,
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """The surrogate, and beta times the KL to the reference, of every token: (b, t), 0 where masked.
 
-    with autocast(config.model.autocast, mask.device):
-        inputs = (policy, *batch.rollout.token_ids, config.rollout.temperature)
-        if token_local:
-            return share, as_forward(backward_in_one_pass, *inputs, loss)
-        logprobs = as_forward(token_logprobs, *inputs)
-    loss(logprobs).backward()
-    return share, logprobs.detach()
+    Args:
+        logprobs: (b, t); ``old_logprobs``, ``ref_logprobs``, ``mask`` alike; ``advantages`` (b, 1) or (b, t).
+        old_logprobs: None on the first visit, when this policy is the old one.
+        ref_logprobs: None if beta is 0.
+    """
+    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
+    if ref_logprobs is not None:
+        losses = losses + algorithm.beta * kl_estimate(logprobs, ref_logprobs, mask, algorithm.kl_estimator)
+    return losses
+
+
+def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
+    """Compute what needs a pass before any step: the reference's log-probs, and old ones of later minibatches."""
+    with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
+        for m, (_, batches) in enumerate(minibatches):
+            for i, batch in enumerate(batches):
+                inputs = (*batch.rollout.token_ids, config.rollout.temperature)
+                old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
+                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference else None
+                batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
 def split_minibatches(
     rollout: Rollout, advantages: Tensor, config: TrainConfig, limit: int | None = None
-) -> list[tuple[Counts, list[Batch]]]:
+) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
-    Rows that cannot move the loss (no unmasked token, or advantage 0 where surrogate and KL are silent then) are left
-    out but counted: the denominators are the full minibatch's, so loss and gradient stay what they were. The groups of
-    a minibatch are sorted by length, so that microbatches hold little padding; a group is split only where it is over
-    --optimizer.microbatch_tokens alone.
+    Rows that cannot move the loss (no unmasked token, or advantage 0 if surrogate and KL are silent then) are left out
+    but counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
+    minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
+    --optimizer.microbatch_tokens.
     """
     algorithm, group_size = config.algorithm, config.rollout.group_size
     limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
@@ -244,7 +206,7 @@ def split_minibatches(
     prompt_lengths, lengths = (mask.sum(dim=1).tolist() for mask in (rollout.prompt_mask, rollout.completion_mask))
 
     def tokens(rows: list[int]) -> int:
-        """What the forward pass computes, padding included; `token_logprobs` computes a group's prompt once."""
+        """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
         alone = config.model.gradient_checkpointing or config.distributed.strategy == "fsdp2"
         prompts = rows if alone else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
@@ -252,12 +214,12 @@ def split_minibatches(
     minibatches = []
     for numbers in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
         groups = [range(number * group_size, (number + 1) * group_size) for number in numbers.tolist()]
-        own = [sum(lengths[row] for group in groups for row in group), len(groups) * group_size]
-        in_all = total(torch.tensor(own, device=advantages.device)).tolist()
-        counts = Counts(*in_all, config.rollout.max_completion_tokens)
+        sizes = [sum(lengths[row] for group in groups for row in group), len(groups) * group_size]
+        sizes = dist.sum_over_ranks(torch.tensor(sizes, device=advantages.device)).tolist()
+        counts = Counts(*sizes, config.rollout.max_completion_tokens)
         kept = [[row for row in group if moving[row]] for group in groups]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        if not kept:  # a row whose gradient is 0: a step without any gradient would stop AdamW's momentum, too
+        if not kept:  # a row whose gradient is 0: without any gradient AdamW's momentum would stop, too
             kept = [[groups[0][0]]]
         microbatches: list[list[int]] = [[]]
         for rows in kept:
@@ -266,5 +228,33 @@ def split_minibatches(
                     microbatches.append([])
                 microbatches[-1] += part
         indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
-        minibatches.append((counts, [Batch(rollout, advantages).rows(rows) for rows in indices]))
+        minibatches.append(Minibatch(counts, [Batch(rollout, advantages).rows(rows) for rows in indices]))
     return minibatches
+
+
+def retry_in_halves(work: Callable[[], T], learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> T:
+    """Return what ``work`` returns; if memory runs out, halve the microbatches and start over.
+
+    The denominators are the minibatch's, so the gradient is the same to rounding. Log-probs that microbatches already
+    have stay.
+    """
+    while True:
+        try:
+            return work()
+        except RuntimeError as error:
+            batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+            halvable = config.optimizer.halve_on_oom and max(len(batch.rollout) for batch in batches) > 1
+            if not (is_out_of_memory(error) and halvable) or dist.is_sharded(learner.policy):  # its ranks go in step
+                raise
+        # Outside the except block, whose error holds the tensors of the failed pass.
+        learner.optimizer.zero_grad()
+        learner.microbatch_limit = max(1, max(batch.padded_tokens for batch in batches) // 2)
+        for minibatch in minibatches:
+            minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
+        if learner.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tqdm.write(
+            f"out of memory: the step is repeated, with microbatches of at most {learner.microbatch_limit:,} tokens "
+            "from here on (--optimizer.microbatch_tokens)",
+            file=sys.stderr,
+        )

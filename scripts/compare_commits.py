@@ -8,11 +8,13 @@ every result of both and exits with 1 if any differs. Takes about five minutes a
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # with several, sums may depend on the machine's load
 TRAIN = ["-m", "pspo.train"]
 SHORT = ["--run.test_limit=0", "--run.validation_limit=32"]
 RUNS = {  # by output folder: the commands that make it
@@ -34,7 +36,7 @@ def results(checkout: Path, output: Path) -> dict[str, str]:
     for name, commands in RUNS.items():
         for command in commands:
             words = [sys.executable, *command, f"--run.output_dir={output / name}"]
-            subprocess.run(words, cwd=checkout, check=True, capture_output=True)
+            subprocess.run(words, cwd=checkout, check=True, capture_output=True, env=ONE_THREAD)
         for file in sorted([*(output / name).glob("*/model.safetensors"), *(output / name).glob("*.jsonl")]):
             content = file.read_bytes()
             if file.name == "metrics.jsonl":

@@ -15,7 +15,7 @@ Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 
 @dataclass(frozen=True)
 class Counts:
-    """What one optimizer minibatch holds, over all its microbatches (and ranks).
+    """Size of one optimizer minibatch, over all its microbatches and ranks.
 
     Args:
         tokens: unmasked completion tokens.
@@ -37,11 +37,11 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, counts: Co
 
     A minibatch without a single unmasked token has loss 0. Raises ValueError for another ``how``.
     """
-    return divided_sum(per_token_loss, mask, token_divisors(mask, how, counts))
+    return (per_token_loss.where(mask, 0.0) / token_divisors(mask, how, counts)).sum()
 
 
 def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
-    """What `aggregate` divides each token's loss by before it sums, (B, 1) float32."""
+    """The number that `aggregate` divides each row's token losses by, (B, 1) float32."""
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if how == "dapo":
         return torch.full_like(lengths, max(counts.tokens, 1))
@@ -50,8 +50,3 @@ def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
     if how == "dr_grpo":
         return torch.full_like(lengths, counts.sequences * counts.max_completion_tokens)
     raise ValueError(f"unknown aggregation {how!r}: choose dapo, grpo or dr_grpo")
-
-
-def divided_sum(per_token_loss: Tensor, mask: Tensor, divisors: Tensor) -> Tensor:
-    """The last step of `aggregate`, for any rows of (B, T) tensors or single tokens as (N, 1): a scalar."""
-    return (per_token_loss.where(mask, 0.0) / divisors).sum()

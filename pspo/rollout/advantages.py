@@ -5,6 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pspo import distributed as dist
+
 AdvantageScale = Literal["none", "group", "batch"]
 
 
@@ -14,10 +16,10 @@ def group_relative_advantages(
     """A = R - mean of its group (Dwyer et al. 2026, section 2), optionally divided by a standard deviation.
 
     Args:
-        rewards: (B,), the rows of one prompt adjacent.
+        rewards: (B,), the rows of one prompt adjacent. NaN is an unknown reward: left out of its group's mean, A = 0.
         group_size: completions per prompt; must divide B and be at least 2.
         scale: "none" (the paper), "group" (GRPO, Shao et al. 2024: std of the group) or "batch" (std of all
-            rewards). Standard deviations have ddof = 1.
+            rewards, over all ranks). Standard deviations have ddof = 1.
         eps: added to the standard deviation.
 
     Returns:
@@ -32,12 +34,15 @@ def group_relative_advantages(
     if rewards.dim() != 1 or len(rewards) == 0 or len(rewards) % group_size:
         raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)  # (B / G, G)
+    unknown = groups.isnan()
+    highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
+    all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)
+    groups = groups.where(~unknown, groups.nanmean(dim=1, keepdim=True).nan_to_num())  # leaves the mean as it is
     advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(dim=1, keepdim=True) + eps)
     elif scale == "batch":
-        advantages = advantages / (groups.std() + eps)
+        advantages = advantages / (dist.concat_over_ranks(groups).std() + eps)
     elif scale != "none":
         raise ValueError(f"unknown advantage scale {scale!r}: choose none, group or batch")
-    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(all_equal, 0.0, advantages).flatten()
+    return torch.where(all_equal | unknown, 0.0, advantages).flatten()

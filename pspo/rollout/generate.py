@@ -1,8 +1,8 @@
-"""Sample completions with Hugging Face `generate`, and say exactly what was sampled."""
+"""Sample completions with Hugging Face `generate`; every field that shapes the distribution is explicit."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.model import attends_fully, shares_prompts
+from pspo import distributed as dist
+from pspo.model import attends_fully, autocast, shares_prompts
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Decoder, Rollout, to_device
-
-DATE = "26 Jul 2024"  # what Llama's templates say where there is no clock
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.logprobs and self.library:
-            raise ValueError("logprobs are not to be had from the library's own loop (decoder hf, repetition_penalty)")
+            raise ValueError("logprobs are unavailable with decoder=hf and with a repetition_penalty")
 
     @property
     def library(self) -> bool:
-        """Whether the library's own loop decodes; the penalty's masks are made for rows that stay."""
+        """True if transformers' own loop is required: its repetition penalty needs every row to stay in the batch."""
         return self.decoder == "hf" or self.repetition_penalty != 1 or self.synced
+
+    def greedy(self) -> "Sampling":
+        """Greedy decoding of the plain model, with the same limit and stop tokens."""
+        return replace(self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0)
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0
@@ -70,35 +73,6 @@ class Sampling:
         )
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system_prompt: str = ""
-) -> list[list[int]]:
-    """Render system and user turn with the tokenizer's chat template, up to where the assistant begins.
-
-    A template that asks for the date is told the same one every day: a run goes on with the prompts it began with.
-    Raises ValueError where the template refuses, as some do a system turn.
-    """
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    conversations = [[*system, {"role": "user", "content": text}] for text in texts]
-    try:
-        template = tokenizer.get_chat_template()
-        if "strftime_now" in template:
-            template = "{% macro strftime_now(format) %}" + DATE + "{% endmacro %}\n" + template
-        encoded = tokenizer.apply_chat_template(
-            conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
-        )
-    except Exception as error:  # a template is a program of the model's maker and raises what it likes
-        raise ValueError(
-            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} failed ({error}); "
-            "if it knows no system turn, set --data.system_prompt ''"
-        ) from error
-    if not all(encoded["input_ids"]):
-        raise ValueError(
-            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} makes a prompt of nothing"
-        )
-    return encoded["input_ids"]
-
-
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
     width = max(map(len, prompts))
@@ -108,16 +82,28 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
-    """Raise ValueError where the model cannot be decoded that way."""
+    """Raise ValueError if the decoder does not support the model."""
     if decoder != "hf" and not shares_prompts(model):
-        raise ValueError(f"--rollout.decoder {decoder} does not know {type(model).__name__}'s kind of cache; choose hf")
+        raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
     if decoder != "graphs":
         return
     if not attends_fully(model) or model.config._attn_implementation != "sdpa":
         raise ValueError(
-            f"--rollout.decoder graphs needs sdpa attention and layers that attend to everything, which "
-            f"{type(model).__name__} ({model.config._attn_implementation}) has not; choose pspo"
+            "--rollout.decoder graphs needs sdpa attention and full attention in every layer, "
+            f"not {type(model).__name__}'s ({model.config._attn_implementation}); choose pspo"
         )
+
+
+@contextlib.contextmanager
+def sampling_context(model: PreTrainedModel, autocast_mode: str, weights: str = "gathered") -> Iterator[None]:
+    """Sampling context: unsharded weights under autocast.
+
+    Args:
+        autocast_mode: --model.autocast.
+        weights: --distributed.rollout.
+    """
+    with dist.unsharded(model, weights), autocast(autocast_mode, model.device):
+        yield
 
 
 @torch.no_grad()
@@ -162,7 +148,7 @@ def _complete(
     """(N, P) prompts to (N * group_size, T) completions, padded after their stop token, and their log-probs."""
     config = sampling.generation_config()
     if not sampling.library:
-        config.top_p = 1.0  # ours; the rest is done by the library's processors
+        config.top_p = 1.0  # sample_nucleus does it; the rest is the library's processors'
         loop = partial(
             decode,
             group_size=group_size,
@@ -182,10 +168,10 @@ def _complete(
 
 @contextlib.contextmanager
 def _inference(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the model's generation config, training mode and compiled body, and give them back.
+    """Hide the model's generation config, training mode and compiled body, and restore them.
 
-    transformers fills what we leave unset from the model's generation config, and refuses a KV cache in training mode
-    with gradient checkpointing. A body compiled for training would be compiled anew for decoding.
+    transformers fills unset fields from the model's generation config, and refuses a KV cache in training mode with
+    gradient checkpointing. A body compiled for training would be compiled again for decoding.
     """
     config, training, body = model.generation_config, model.training, model.base_model
     compiled, body._compiled_call_impl = body._compiled_call_impl, None

@@ -1,4 +1,4 @@
-"""What a rollout is made of."""
+"""The tensors of a rollout, and of its rows as the loss sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ Decoder = Literal["pspo", "graphs", "hf"]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; to a GPU from pinned memory, so that the CPU need not wait for the copy."""
+    """Move a tensor; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -91,7 +91,7 @@ class Batch:
         rollout: B rows.
         advantages: (B,) float32.
         old_logprobs: (B, T) float32 without gradient, of the policy that made the rollout; None until known.
-        ref_logprobs: (B, T) float32 without gradient, of the reference model; None where beta is 0.
+        ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
     """
 
     rollout: Rollout
@@ -105,3 +105,21 @@ class Batch:
         width = rollout.completion_ids.shape[1]
         old, ref = (None if part is None else part[indices, :width] for part in (self.old_logprobs, self.ref_logprobs))
         return Batch(rollout, self.advantages[indices], old, ref)
+
+    def masked_row(self) -> "Batch":
+        """One row without an unmasked token: a microbatch whose gradient is 0."""
+        row = self.rows(torch.zeros(1, dtype=torch.long, device=self.advantages.device))
+        masked = replace(row.rollout, completion_mask=torch.zeros_like(row.rollout.completion_mask))
+        return replace(row, rollout=masked)
+
+    def halves(self) -> list["Batch"]:
+        """The first and the second half of the rows; a single row stays whole."""
+        parts = torch.arange(len(self.rollout), device=self.advantages.device).tensor_split(2)
+        return [self.rows(part) for part in parts if len(part)]
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that a forward pass computes, padding included, prompts of adjacent rows once."""
+        ids = self.rollout.prompt_ids
+        prompts = 1 + int((ids[1:] != ids[:-1]).any(dim=1).sum())
+        return prompts * ids.shape[1] + self.rollout.completion_ids.numel()

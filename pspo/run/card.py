@@ -1,30 +1,34 @@
-"""The README.md of a saved model, in the form that the Hugging Face hub reads."""
+"""The README.md of a saved model, in the form that the Hugging Face hub reads, and the command that evaluates it."""
 
 import re
+import shlex
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.config import RewardConfig, TrainConfig
+from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.model import ASSETS
 from pspo.run.results import percent
 from pspo.tasks.datasets import SOURCES
 
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def rewards(config: RewardConfig) -> str:
-    """The weighted sum: 1 x MathReward(...) + -0.5 x Brevity."""
-    weights = config.weights or [1.0] * len(config.functions)
-    names = [repr(function) if is_dataclass(function) else type(function).__name__ for function in config.functions]
-    return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True))
+model = AutoModelForCausalLM.from_pretrained("path/to/this/model")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/model")
+messages = {messages!r}
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+completion = model.generate(**prompt, max_new_tokens={limit}, do_sample=False)
+print(tokenizer.decode(completion[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
 
 
 def model_card(
     config: TrainConfig,
-    command: str,
     *,
     problems: int,
     step: int,
@@ -32,27 +36,27 @@ def model_card(
     before: Mapping[str, Any],
     validation: Mapping[str, Any],
 ) -> str:
-    """What a model is, what made it, and what was measured so far.
+    """The model, how it was trained, and its evaluation so far.
 
     Args:
-        command: evaluates the model.
         problems: number of training problems.
-        step, tokens: optimizer steps and rollout tokens behind it.
-        before: `Evaluation.record` of the base model on the held-out problems; empty where not measured.
-        validation: validation_reward, validation_accuracy and the "step" that they are of, which need not be this
-            model's; empty where not measured.
+        step, tokens: optimizer steps and rollout tokens up to this model.
+        before: `Evaluation.record` of the base model on the held-out problems; empty if not measured.
+        validation: validation_reward, validation_accuracy and the "step" that they belong to, which may be another
+            than this model's; empty if not measured.
     """
     base, method = config.model.name_or_path, type(config.algorithm.surrogate).__name__
     on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base) and not any(
         path.is_dir() for path in (Path(base), ASSETS / base)
     )
     name = base if on_hub else Path(base).name  # no folder of somebody's machine
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if on_hub:
-        front["base_model"] = base
-    if hub_ids := [SOURCES[part].hub_id for part in config.data.name.split("+") if part in SOURCES]:
-        front["datasets"] = hub_ids
-    front["tags"] = list(dict.fromkeys(["pspo", "reinforcement-learning", method.lower()]))
+    front = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base if on_hub else None,
+        datasets=[SOURCES[part].hub_id for part in config.data.name.split("+") if part in SOURCES] or None,
+        tags=list(dict.fromkeys(["pspo", "reinforcement-learning", method.lower()])),
+    )
 
     def listed(section: object) -> str:
         return ", ".join(f"{part.name} {getattr(section, part.name)}" for part in fields(section))
@@ -60,7 +64,7 @@ def model_card(
     made = {
         "base model": name,
         "data": f"{config.data.name}, {problems:,} problems",
-        "reward": rewards(config.reward),
+        "reward": describe_rewards(config.reward),
         "algorithm": listed(config.algorithm),
         "rollout": listed(config.rollout),
         "optimizer": listed(config.optimizer),
@@ -76,23 +80,41 @@ def model_card(
         measured.append(f"| {when} | mean reward on validation problems | {validation['validation_reward']:.3f} |")
         measured.append(f"| {when} | greedy accuracy on validation problems | {share} |")
     system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
+    path = "path/to/data" if config.data.path else None  # instead of a path on this machine
+    command = evaluate_command(replace(config, data=replace(config.data, path=path)), "path/to/this/model")
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"---\n{front.to_yaml()}\n---",
         f"# {name}, trained with {method}",
         "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in made.items())]),
         "## Evaluation so far",
         "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
         "## Use",
-        f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/model")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/model")
-messages = {[*system, {"role": "user", "content": "What is 2 + 3?"}]!r}
-prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-completion = model.generate(**prompt, max_new_tokens={config.rollout.max_completion_tokens}, do_sample=False)
-print(tokenizer.decode(completion[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-```""",
+        USE.format(
+            messages=[*system, {"role": "user", "content": "What is 2 + 3?"}],
+            limit=config.rollout.max_completion_tokens,
+        ),
         f"```bash\n{command}\n```",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def describe_rewards(config: RewardConfig) -> str:
+    """The weighted sum, such as 1 x MathReward(...) + -0.5 x Brevity."""
+    weights = config.weights or [1.0] * len(config.functions)
+    names = [repr(function) if is_dataclass(function) else type(function).__name__ for function in config.functions]
+    return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True))
+
+
+def evaluate_command(config: TrainConfig, model: str) -> str:
+    """The command that evaluates a trained model on the same data, prompts and lengths."""
+    switches = {"model.name_or_path": model, "data.name": config.data.name}
+    for name, section in (("model", config.model), ("data", config.data)):
+        for part in fields(section):
+            if part.name not in ("name_or_path", "revision", "limit") and getattr(section, part.name) != part.default:
+                switches[f"{name}.{part.name}"] = getattr(section, part.name)
+    if config.run.test_limit:
+        switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
+    if config.rollout.max_completion_tokens != EvalConfig.max_completion_tokens:
+        switches["eval.max_completion_tokens"] = config.rollout.max_completion_tokens
+    switches["run.output_dir"] = Path(model).parent / "evaluation"
+    return " ".join(["python -m pspo.evaluate", *(f"--{name} {shlex.quote(str(v))}" for name, v in switches.items())])

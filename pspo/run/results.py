@@ -1,4 +1,4 @@
-"""What completions come to: means with 95% intervals, pass@k, breakdowns, and their tables."""
+"""Evaluation results: means with 95% intervals, pass@k, breakdowns."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest, bootstrap
 
-from pspo.run.records import cluster_bootstrap, wilson
 from pspo.tasks import Problem
-
-LONGEST_BREAKDOWN = 12  # lines on the terminal
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class Evaluation:
         format_share: share ending in the format "#### number".
         truncated_share: share that hit the token limit.
         completion_tokens: mean length.
-        breakdown: by "source", "category" and "level", as far as the problems differ in it, and by its values: n,
-            accuracy and true accuracy.
+        breakdown: n, accuracy and true accuracy by each value of "source", "category" and "level" in which the problems
+            differ.
         completions: one record per sample, in the order of the problems.
     """
 
@@ -65,10 +63,10 @@ class Evaluation:
 
 
 def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]], samples: int) -> Evaluation:
-    """Means and intervals over the records of `pspo.evaluate.evaluate`: ``samples`` of each problem, in order.
+    """Means and intervals over the records of `pspo.run.evaluation.evaluate`: ``samples`` of each problem, in order.
 
-    Intervals are Wilson's for one sample per problem, otherwise of a bootstrap over the problems, which has no width
-    where all problems come out alike.
+    Intervals are Wilson's for one sample per problem, otherwise a bootstrap's over the problems (of no width if all
+    problems come out alike).
     """
 
     def by_problem(key: str) -> np.ndarray:  # (n,) mean over each problem's samples
@@ -76,7 +74,7 @@ def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]]
         return values.reshape(len(problems), samples).mean(axis=1)
 
     def interval(values: np.ndarray) -> tuple[float, float]:  # of the mean of values (m,), one per problem
-        return wilson(values.sum(), len(values)) if samples == 1 else cluster_bootstrap(values)
+        return wilson(int(values.sum()), len(values)) if samples == 1 else cluster_bootstrap(values)
 
     correct, contains = by_problem("correct"), by_problem("contains_gold")
     powers = {2**j for j in range(samples.bit_length())}  # all up to samples
@@ -118,13 +116,29 @@ def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]]
     )
 
 
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """95% score interval of a proportion (Wilson 1927)."""
+    low, high = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    return float(low), float(high)
+
+
+def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% percentile interval of the mean of values (n,), one per cluster, resampling the clusters."""
+    if len(values) < 2:
+        return float(values.mean()), float(values.mean())
+    found = bootstrap(
+        (values,), np.mean, n_resamples=resamples, batch=100, method="percentile", rng=np.random.default_rng(seed)
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that k of n samples, drawn without replacement, hold at least one of the ``correct`` ones."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text, the first row as the header, all but the first column to the right."""
+    """Rows as aligned text, the first one as the header; all but the first column right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -138,37 +152,3 @@ def percent(share: float, ci95: tuple[float, float] | None = None) -> str:
     """A share as "42.0%", with its interval as "42.0% [37.7, 46.4]"."""
     interval = f" [{100 * ci95[0]:.1f}, {100 * ci95[1]:.1f}]" if ci95 else ""
     return f"{100 * share:.1f}%{interval}"
-
-
-def render(results: dict[str, Any]) -> str:
-    """What ``results.json`` holds, as tables: one line per temperature, pass@k, and the breakdowns."""
-
-    def estimate(result: dict[str, Any], name: str) -> str:
-        return percent(result[name]["value"], result[name]["ci95"])
-
-    temperatures = results["temperatures"]
-    rows = [("temperature", "accuracy [95%]", "true accuracy [95%]", "reward", "format", "truncated", "tokens")]
-    for temperature, result in temperatures.items():
-        shares = (percent(result["format_share"]), percent(result["truncated_share"]))
-        rows.append(
-            (temperature, estimate(result, "accuracy"), estimate(result, "true_accuracy"),
-             f"{result['mean_reward']:.3f}", *shares, f"{result['completion_tokens']:.1f}")
-        )  # fmt: skip
-    on = f"{results['n']:,} problems of {results['data']} {results['split']}"
-    parts = [f"{results['model']} on {on}\n{table(rows)}"]
-
-    sampled = {temperature: result for temperature, result in temperatures.items() if result["samples"] > 1}
-    if sampled:
-        passes = [name for name in next(iter(sampled.values())) if name.startswith("pass@")]
-        rows = [("temperature", *(f"{name} of {results['samples']} [95%]" for name in passes))]
-        rows += [(temperature, *(estimate(result, name) for name in passes)) for temperature, result in sampled.items()]
-        parts.append(table(rows))
-
-    for part, groups in next(iter(temperatures.values()))["breakdown"].items():
-        rows = [(part, "n", *(f"accuracy at {temperature} [95%]" for temperature in temperatures))]
-        for value, group in groups.items():
-            here = [result["breakdown"][part][value] for result in temperatures.values()]
-            rows.append((value or "-", group["n"], *(estimate(result, "accuracy") for result in here)))
-        long = f"{part}: {len(groups)} kinds, in results.json"
-        parts.append(table(rows) if len(groups) <= LONGEST_BREAKDOWN else long)
-    return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Trackers, imported only where asked for. They get the lines of ``metrics.jsonl``, never what a model has said."""
+"""Trackers, imported only on request. They get the lines of ``metrics.jsonl``, never a model's text."""
 
 import importlib
 import math
@@ -9,13 +9,13 @@ MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio"
 
 
 class Tracker:
-    """Tracks nothing (``--run.tracker none``); the others do as they say."""
+    """Tracks nothing: ``--run.tracker none``, and the base of the others."""
 
     def log(self, line: dict[str, float]) -> None:
-        """Take one line of ``metrics.jsonl``; what is not finite is left out."""
+        """Log one line of ``metrics.jsonl``, without values that are not finite."""
 
     def finish(self) -> None:
-        """Send what is left. Not for a run that failed: wandb then says so by itself."""
+        """Send the rest of a finished run; wandb marks a failed one by itself."""
 
 
 class TensorBoard(Tracker):
@@ -33,11 +33,11 @@ class TensorBoard(Tracker):
 
 
 class Service(Tracker):
-    """wandb or trackio, which has wandb's functions; the run is called as its folder, in the project "pspo"."""
+    """wandb or trackio, which has wandb's functions; the run is named as its folder, in the project "pspo"."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any]):
         self.module = importlib.import_module(MODULES[name])
-        where = {"dir": str(folder)} if name == "wandb" else {}  # trackio has one place for all
+        where = {"dir": str(folder)} if name == "wandb" else {}  # trackio has one folder for all runs
         self.module.init(project="pspo", name=folder.resolve().name, config=config, **where)
 
     def log(self, line: dict[str, float]) -> None:
@@ -48,7 +48,7 @@ class Service(Tracker):
 
 
 def check_tracker(name: str) -> None:
-    """Raise ValueError, with the fix, where the tracker's package cannot be imported."""
+    """Raise ValueError, with the fix, if the tracker's package cannot be imported."""
     try:
         if name != "none":
             importlib.import_module(MODULES[name])
@@ -63,7 +63,7 @@ def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int = 0
         name: none, tensorboard (which writes into ``folder``), wandb or trackio.
         folder: the run's.
         config: the resolved configuration.
-        step: where the run goes on; TensorBoard hides what it was sent beyond, wandb and trackio begin another run.
+        step: that the run resumes from; TensorBoard hides later points, wandb and trackio begin another run.
     """
     if name == "none":
         return Tracker()

@@ -1,0 +1,169 @@
+"""Ranks: one process per GPU, started by torchrun, and what they send each other.
+
+In a single process every function here returns what it was given.
+"""
+
+import atexit
+import os
+import random
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+Strategy = Literal["none", "ddp", "fsdp2"]
+
+
+def under_torchrun() -> bool:
+    """True if torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def local_device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if under_torchrun() else torch.device("cuda")
+
+
+def init(strategy: Strategy, timeout: float) -> None:
+    """Join the other ranks, if torchrun started this one.
+
+    Args:
+        timeout: seconds after which a rank gives up waiting for the others.
+
+    Raises:
+        ValueError: strategy and launcher do not fit, or there are too few GPUs.
+    """
+    if not under_torchrun():
+        if strategy != "none":
+            raise ValueError(
+                f"--distributed.strategy {strategy} needs torchrun: torchrun --nproc-per-node N -m pspo.train ..."
+            )
+        return
+    gpu = torch.cuda.is_available()
+    if gpu:
+        if (processes := int(os.environ["LOCAL_WORLD_SIZE"])) > torch.cuda.device_count():
+            raise ValueError(f"--nproc-per-node {processes}: this machine has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(local_device())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
+    if not is_main():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process lives)
+    run_on_main(lambda: check_strategy(strategy))
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raise ValueError if several ranks would each train the same model alone."""
+    if strategy == "none" and world_size() > 1:
+        raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
+
+
+def run_main(main: Callable[[], None]) -> NoReturn:
+    """Run a command and end its process; under torchrun once every rank has finished.
+
+    Under torchrun it ends by `os._exit`, because gloo threads can abort the interpreter's shutdown (PyTorch 2.13).
+    """
+    code = 0
+    try:
+        main()
+        if dist.is_initialized():
+            barrier()
+            dist.destroy_process_group()
+    except SystemExit as ended:
+        code = ended.code or 0
+    if not under_torchrun():
+        sys.exit(code)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()  # trackers register some
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """True on rank 0, which prints and writes."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def run_on_main(function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with code 2."""
+    outcome: list[Any] = [None, False]
+    try:
+        if is_main():
+            outcome = [function(), True]
+    finally:
+        if world_size() > 1:
+            dist.broadcast_object_list(outcome)
+    if not outcome[1]:
+        raise SystemExit(2)  # rank 0 prints why
+    return outcome[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order. Tensors must be on the CPU."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum in place over the ranks, and return the tensor."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def concat_over_ranks(values: Tensor, dim: int = 0) -> Tensor:
+    """Concatenate every rank's tensor along ``dim``, in which sizes may differ."""
+    return torch.cat(gather_objects(values.cpu()), dim).to(values.device) if world_size() > 1 else values
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of the ranks' values; for a flag, whether any rank's is set."""
+    return max(gather_objects(value))
+
+
+def pad_to_longest(items: list[T], filler: T) -> list[T]:
+    """Append ``filler`` until this rank has as many items as the rank with the most."""
+    return items + [filler] * (max_over_ranks(len(items)) - len(items))
+
+
+def take_rank_share(items: list[T], minibatches: int) -> list[T]:
+    """This rank's part of a rollout's prompts: an equal part of each minibatch, so that ranks share every minibatch."""
+    size = len(items) // (minibatches * world_size())
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    return [item for part in parts[rank() :: world_size()] for item in part]
+
+
+def seed_generators(seed: int, steps: int = 0) -> None:
+    """Seed python's, numpy's and torch's generators, differently on every rank and after every number of steps.
+
+    On rank 0 at step 0 the seed is the run's own, as in a single process.
+    """
+    parts = np.random.SeedSequence((seed, rank(), steps))
+    rank_seed = seed if rank() == steps == 0 else int(parts.generate_state(1)[0])
+    for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+        seed_generator(rank_seed)

@@ -1,0 +1,209 @@
+"""Sharded models: weights, gradients and optimizer state spread over the ranks by FSDP2 (`fully_shard`).
+
+Layers are gathered for each pass; for rollouts all weights are gathered once, so that decoding needs no communication.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from pspo.distributed.ranks import rank, world_size
+
+T = TypeVar("T")
+
+
+def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
+    """Spread a model's weights over the ranks, layer by layer.
+
+    The float32 shards are optimized. Under autocast, weights are gathered in that dtype, and so are the norms and the
+    residual stream (autocast alone keeps those in float32); gradients are reduced in float32. The model stays in
+    training mode: without dropout that changes no number, and it turns prompt sharing off, so that every rank runs
+    every layer equally often.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
+    layers = [module for module in policy.modules() if type(module).__name__ in policy._no_split_modules]
+    for module in (*layers, policy):
+        fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+        module.set_gradient_divide_factor(1.0)  # a sum, not a mean,
+        module.set_force_sum_reduction_for_comms(True)  # which gloo needs to be told
+    type(policy).call_as_forward = _call
+    register_fsdp_forward_method(policy, "call_as_forward")
+    policy.train()
+
+
+def _call(_: nn.Module, function: Callable[[], T]) -> T:
+    return function()
+
+
+def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate ``function(model, ...)``: a sharded model runs it as its forward pass, with weights gathered."""
+
+    @functools.wraps(function)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> T:
+        bound = functools.partial(function, model, *args, **kwargs)  # FSDP would cast tensors that it sees
+        return model.call_as_forward(bound) if is_sharded(model) else bound()
+
+    return call
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]:
+    """Allocate a sharded model of the meta device, and read each rank's rows of the weights from safetensors files.
+
+    Returns the names that the files lack.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()
+    for module in model.modules():
+        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies and the like
+            model._init_weights(module)
+    kept = model.state_dict().keys()  # parameters, and the buffers that are saved
+    missing = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in missing.keys() & tensors.keys():
+                tensor = missing.pop(name)
+                if not isinstance(tensor, DTensor):
+                    tensor.copy_(tensors.get_tensor(name))
+                    continue
+                size = -(-len(tensor) // world_size())  # rows of a rank; the last ones may have fewer, or none
+                rows = tensors.get_slice(name)[rank() * size : min((rank() + 1) * size, len(tensor))]
+                tensor.to_local().copy_(rows)
+    return sorted(missing)
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module, how: str = "gathered") -> Iterator[None]:
+    """Keep all weights on every rank meanwhile, if ``how`` is "gathered": passes then need no communication."""
+    modules = [module for module in model.modules() if is_sharded(module)] if how == "gathered" else []
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(True, recurse=False)
+
+
+def communicate_once(model: nn.Module, batches: list[T], gather: str) -> Iterator[T]:
+    """Yield a step's microbatches; with ``gather`` "step" a sharded model communicates only in the first and last."""
+    once = is_sharded(model) and gather == "step"
+    if once:
+        model.set_reshard_after_forward(False)
+    for i, batch in enumerate(batches):
+        if once:
+            last = i == len(batches) - 1
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+        yield batch
+    if once:
+        model.set_reshard_after_forward(True)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum the gradients over the ranks; a sharded model's backward passes have done so already."""
+    if world_size() > 1 and not is_sharded(model):
+        for parameter in model.parameters():
+            if parameter.grad is None:  # on this rank; another may have used it
+                parameter.grad = torch.zeros_like(parameter)
+        for handle in [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]:
+            handle.wait()
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank, if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard, if the tensor is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+    """A sharded model's whole weights, on rank 0's CPU; None for a model that is whole anyway."""
+    if not is_sharded(model):
+        return None
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+class UnshardedState:
+    """Optimizer state that is the same on every rank: learning rates and AdamW's step. `save_shards` has the rest."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.state = optimizer, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        step = next((float(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0.0)
+        return {"step": step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for group, lr in zip(self.optimizer.param_groups, saved["lr"], strict=True):
+            group["lr"] = lr
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(saved["step"])
+
+
+def _shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """This rank's shards of the weights, and of the moments that the optimizer keeps of each."""
+    weights = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    moments = {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value.ndim > 0
+    }
+    return weights | moments
+
+
+def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write every rank's shards as safetensors files; raises RuntimeError if a rank cannot."""
+    try:
+        checkpoint.save(
+            _shards(model, optimizer), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        )
+    except CheckpointException as error:  # which is no Exception
+        raise RuntimeError(_first_line(error)) from None
+
+
+def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read what `save_shards` wrote, on any number of ranks; raises RuntimeError if that fails."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # until `UnshardedState` is loaded
+    optimizer.step()  # moves nothing, but makes the moments' tensors
+    optimizer.zero_grad()
+    wanted, reader = _shards(model, optimizer), HuggingFaceStorageReader(str(folder))
+    if not any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
+        wanted = {name: part for name, part in wanted.items() if name.startswith("model.")}  # saved before any step
+    try:
+        with torch.no_grad():
+            checkpoint.load(wanted, storage_reader=reader)
+    except CheckpointException as error:
+        raise RuntimeError(_first_line(error)) from next(iter(error.failures.values()))[0]
+
+
+def _first_line(error: CheckpointException) -> str:
+    cause, *_ = error.failures.values()
+    return " ".join(str(cause[0]).split())

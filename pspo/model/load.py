@@ -1,0 +1,231 @@
+"""Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pspo import distributed as dist
+from pspo.model.device import casts_to_bf16
+from pspo.model.linear import use_onednn
+from pspo.model.logprobs import head_logits
+
+transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
+
+if TYPE_CHECKING:
+    from pspo.config import ModelConfig
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+def locate(name_or_path: str) -> str:
+    """The folder of an embedded model or of a local one, or else the name as a hub id.
+
+    Raises ValueError for a path that is no model folder.
+    """
+    if (ASSETS / name_or_path / "config.json").is_file():
+        return str(ASSETS / name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() or path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
+        if not (path / "config.json").is_file():
+            what = "holds no config.json" if path.is_dir() else "does not exist"
+            raise ValueError(f"--model.name_or_path: model folder {path} {what}")
+        return str(path)
+    return name_or_path
+
+
+def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
+    """The tokenizer, checked to have what prompts and stopping need.
+
+    Raises ValueError for a model that cannot be found, or a tokenizer without chat template or end token.
+    """
+    source = locate(config.name_or_path)
+    with _load_errors(config):
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    if not tokenizer("0")["input_ids"]:  # transformers makes an empty one of a folder without
+        raise ValueError(f"--model.name_or_path {config.name_or_path} has no tokenizer: add its files to the folder")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"--model.name_or_path: the tokenizer of {config.name_or_path} has no chat template: "
+            "add a chat_template.jinja to the model folder, or use an instruct model"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--model.name_or_path: the tokenizer of {config.name_or_path} has no eos token to end with")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
+    return tokenizer
+
+
+def load_model_config(config: "ModelConfig") -> PretrainedConfig:
+    """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
+    source = locate(config.name_or_path)
+    with _load_errors(config):
+        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
+
+
+def load_policy(config: "ModelConfig", device: torch.device, sharded: bool = False) -> PreTrainedModel:
+    """The model with float32 weights, ready to train.
+
+    Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
+    float32 whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
+
+    Args:
+        sharded: over the ranks, each of which reads its own rows.
+
+    Raises:
+        ValueError: the model cannot be found, or its logits are more than its output embedding applied to its last
+            hidden state (and softcapping, which `head_logits` knows).
+    """
+    policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
+    check_head(policy)
+    if config.compile:
+        policy.base_model.compile(dynamic=True)
+    return policy
+
+
+def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
+    model_config = _without_dropout(config)
+    with _load_errors(config):
+        policy, loading = AutoModelForCausalLM.from_pretrained(
+            locate(config.name_or_path),
+            config=model_config,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+        if loading["missing_keys"]:  # they would be random
+            raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
+    return _ready(policy.to(device), config)
+
+
+def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
+    """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
+    dist.run_on_main(lambda: _weight_files(config) and None)  # downloads once, before the other ranks look
+    files, model_config = _weight_files(config), _without_dropout(config)
+    with _load_errors(config):
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(
+                model_config,
+                dtype=torch.float32,
+                attn_implementation=config.attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+            )
+        if (files[0].parent / "generation_config.json").exists():
+            policy.generation_config = GenerationConfig.from_pretrained(files[0].parent)
+    policy = _ready(policy, config)
+    dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
+    if missing := dist.fill(policy, files, device):
+        raise ValueError(
+            f"--model.name_or_path {config.name_or_path}: its files lack {', '.join(missing[:3])} ...; load it in one "
+            "process and save it with save_pretrained"
+        )
+    return policy
+
+
+def _weight_files(config: "ModelConfig") -> list[Path]:
+    """The safetensors files of a local model, or of one of the hub, downloaded if need be."""
+    with _load_errors(config):
+        source = locate(config.name_or_path)
+        if not Path(source).is_dir():
+            patterns = ["*.safetensors", "*.json"]
+            source = huggingface_hub.snapshot_download(source, revision=config.revision, allow_patterns=patterns)
+        files = sorted(Path(source).glob("*.safetensors"))
+        if not files:
+            raise ValueError("it has no safetensors files")
+        return files
+
+
+def _without_dropout(config: "ModelConfig") -> PretrainedConfig:
+    model_config = load_model_config(config)
+    for part in (model_config, model_config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+                setattr(part, name, 0.0)
+    return model_config
+
+
+def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
+    policy.eval()
+    use_onednn(policy)
+    if config.gradient_checkpointing:
+        policy.activation_checkpointing_enable({"use_reentrant": False})
+        policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
+    return policy
+
+
+@contextlib.contextmanager
+def _load_errors(config: "ModelConfig") -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # refused anyway
+            yield
+    except Exception as error:  # the library raises anything on a broken model folder
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        if "custom code" in reason or "remote code" in reason:
+            raise ValueError(
+                f"--model.trust_remote_code is off, and {config.name_or_path} needs the Python code in it: "
+                "read that code and set --model.trust_remote_code true if you trust it, or use another model"
+            ) from error
+        if isinstance(error, ImportError) or "attention implementation" in reason or "attn_implementation" in reason:
+            raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
+        raise ValueError(
+            f"--model.name_or_path {config.name_or_path} is neither an embedded model (tiny-base, tiny-math) "
+            f"nor a folder or hub model that loads: {reason}"
+        ) from error
+
+
+@dist.gathers_weights
+@torch.no_grad()
+def check_head(policy: PreTrainedModel) -> None:
+    """Raise ValueError if the logits are made in a way that `token_logprobs` does not know."""
+    ids = torch.arange(4, device=policy.device)[None]
+    hidden = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.allclose(
+        head_logits(policy, hidden), policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3
+    ):
+        raise ValueError(
+            f"{type(policy).__name__} does more to its logits than its output embedding and softcapping; "
+            "pspo.model.logprobs.head_logits must learn it before this architecture can be trained"
+        )
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a completion: those of the model's generation config and the tokenizer's eos.
+
+    Raises ValueError if one is no token of the model.
+    """
+    stops = model.generation_config.eos_token_id
+    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id]
+    for stop in stops:
+        if stop is not None and not (isinstance(stop, int) and 0 <= stop < model.config.get_text_config().vocab_size):
+            raise ValueError(f"--model.name_or_path: eos_token_id {stop!r} of its generation_config.json is no token")
+    return sorted({*stops} - {None})
+
+
+def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that prompts are padded with; raises ValueError if it is none of the model's."""
+    size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
+    if pad >= size:
+        raise ValueError(
+            f"--model.name_or_path: the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's "
+            f"{size:,}; name another in its tokenizer_config.json"
+        )
+    return pad

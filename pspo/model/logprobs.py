@@ -1,0 +1,85 @@
+"""Log-probs of completions: the one source of old, new and reference log-probs."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from pspo import distributed as dist
+from pspo.model.shared_prompts import hidden_states_of_shared_prompts
+
+CHUNK_BYTES = 2**24  # of float32 logits held at a time,
+CHUNK_TOKENS = 256  # but at least these tokens': each chunk costs a pass over the output embedding's gradient
+
+
+@dist.gathers_weights
+def token_logprobs(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log pi(completion token | everything before it).
+
+    Logits are computed at unmasked completion positions only, in chunks of tokens that are recomputed in the
+    backward pass, so that no (B, T, V) tensor ever exists.
+
+    Args:
+        prompt_ids, prompt_mask: (B, P), left-padded.
+        completion_ids, completion_mask: (B, T), right-padded; masked positions get 0.
+        temperature: divides the logits, as in the sampling. The nucleus is not renormalised.
+
+    Returns:
+        (B, T) float32 (float64 for a float64 model), in nats.
+    """
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
+    chunks = (x.split(chunk_tokens(model)) for x in (hidden, completion_ids[completion_mask]))
+    pieces = [
+        checkpoint(_chunk_logprobs, model, h, targets, temperature, use_reentrant=False)
+        for h, targets in zip(*chunks, strict=True)
+    ]
+    return unflatten(torch.cat(pieces), completion_mask)
+
+
+def hidden_states(
+    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+) -> Tensor:
+    """(B, T, H): the last hidden states, from which the model predicts each completion token."""
+    ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
+    mask = torch.cat([prompt_mask, completion_mask], dim=1)[:, :-1].long()
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    width = prompt_ids.shape[1]
+    shared = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
+    if shared is not None:
+        return shared
+    body = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    return body.last_hidden_state[:, width - 1 :]
+
+
+def _chunk_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log pi(target) from hidden states (n, H) and targets (n,): (n,), float32 or wider."""
+    logits = head_logits(model, hidden, temperature)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    """(..., H) hidden states to (..., V) logits, as the model's own forward does, divided by the temperature."""
+    head = model.get_output_embeddings()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if softcap is None and getattr(head, "bias", None) is None:
+        return head(hidden / temperature)  # a pass over (..., H) instead of one over (..., V)
+    logits = head(hidden)
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+
+
+def chunk_tokens(model: PreTrainedModel) -> int:
+    """Number of tokens whose logits are held at a time."""
+    return max(CHUNK_TOKENS, CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
+
+
+def unflatten(values: Tensor, mask: Tensor) -> Tensor:
+    """(N,) values of the unmasked tokens to (B, T), 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

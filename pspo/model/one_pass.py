@@ -1,0 +1,73 @@
+"""The one-pass head: the gradient of a token-local loss without computing any logits twice.
+
+`token_logprobs` computes each chunk of logits again in the backward pass, because all of them do not fit into memory.
+If a token's loss depends on that token's log-prob alone, its gradient can be formed while the chunk's logits are there.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pspo import distributed as dist
+from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, unflatten
+
+
+@dist.gathers_weights
+def backward_in_one_pass(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    temperature: float,
+    token_loss: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    divisors: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accumulate the gradient of a loss that is a sum over tokens, each term a function of its own log-prob.
+
+    Each chunk of logits is turned into its own gradient, in place; then one backward pass goes through the body.
+
+    Args:
+        prompt_ids ... temperature: as for `token_logprobs`.
+        token_loss: maps log-probs (n, 1) of some unmasked tokens, and those tokens' ``inputs``, to their losses (n, 1).
+        inputs: tensors that broadcast to (B, T), each handed to ``token_loss`` as (n, 1); None stays None.
+        divisors: (B, 1), of every token's loss before the sum (`pspo.losses.token_divisors`).
+
+    Returns:
+        The loss, a scalar, and the log-probs, (B, T): bit for bit those of `token_logprobs`. Both without gradient; the
+        model's gradient is that of `token_logprobs` and ``backward()``, to rounding.
+    """
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
+    chunk = chunk_tokens(model)
+
+    def chunks(values: Tensor) -> tuple[Tensor, ...]:
+        """(B, T) to the unmasked tokens' (n, 1), chunk by chunk."""
+        return values.expand_as(completion_mask)[completion_mask][:, None].split(chunk)
+
+    states = hidden.detach().split(chunk)
+    token_inputs = zip(*([None] * len(states) if x is None else chunks(x) for x in inputs), strict=True)
+    loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []
+    for h, target, divisor, of_tokens in zip(
+        states, chunks(completion_ids), chunks(divisors), token_inputs, strict=True
+    ):
+        logits = head_logits(model, h.requires_grad_(), temperature)  # (n, V)
+        probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        logprobs = probs.gather(1, target)  # (n, 1)
+        peak = probs.amax(dim=1, keepdim=True)
+        total = probs.sub_(peak).exp_().sum(dim=1, keepdim=True)
+        logprobs = (logprobs - (total.log() + peak)).requires_grad_()
+        chunk_loss = (token_loss(logprobs, *of_tokens) / divisor).sum()
+        (slopes,) = torch.autograd.grad(chunk_loss, logprobs)
+        # dlogprob / dlogits = one-hot of the target - probs
+        d_logits = probs.mul_(-slopes / total).scatter_add_(1, target, slopes.to(probs.dtype))
+        with torch.autocast(h.device.type, enabled=False):
+            logits.backward(d_logits.to(logits.dtype))
+        loss = loss + chunk_loss.detach()
+        pieces.append(logprobs.detach())
+        gradients.append(h.grad)
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden.backward(torch.cat(gradients))
+    return loss, unflatten(torch.cat(pieces).squeeze(1), completion_mask)

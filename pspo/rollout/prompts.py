@@ -1,0 +1,121 @@
+"""Prompts: problems, encoded with the model's chat template, and the order in which a run draws them."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from pspo.model import load_model_config
+from pspo.tasks import Problem, load_problems
+
+if TYPE_CHECKING:
+    from pspo.config import DataConfig, ModelConfig
+
+DATE = "26 Jul 2024"  # Llama's templates print it if there is no clock
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Problems and their encoded prompts, index by index."""
+
+    problems: list[Problem]
+    ids: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def take(self, indices: Sequence[int]) -> "Prompts":
+        return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices])
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the encoded prompts, the answers and what a breakdown goes by."""
+        parts = [
+            (ids, str(problem.answer), problem.source, problem.category, problem.level)
+            for ids, problem in zip(self.ids, self.problems, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def load_prompts(
+    config: "DataConfig", tokenizer: PreTrainedTokenizerBase, split: str, limit: int | None, room: float
+) -> Prompts:
+    """Load one split and encode its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
+
+    Raises ValueError if none is left, or the split does not exist.
+    """
+    problems = load_problems(
+        config.name,
+        split,
+        config.path,
+        limit=limit,
+        seed=config.seed,
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        fractions=config.fractions,
+        holdout=config.holdout,
+    )
+    ids = encode_prompts(tokenizer, [problem.prompt for problem in problems], config.system_prompt)
+    longest = min(config.max_prompt_tokens, room)
+    kept = [i for i in range(len(ids)) if len(ids[i]) <= longest]
+    if not kept:
+        raise ValueError(
+            f"all {len(ids)} {split} prompts of {config.name} are longer than {longest} tokens, the shortest has "
+            f"{min(map(len, ids))}: raise --data.max_prompt_tokens, or lower max_completion_tokens if the "
+            "model's positions are the limit"
+        )
+    if len(kept) < len(ids):
+        dropped = f"dropped {len(ids) - len(kept):,} of {len(ids):,} prompts over {longest} tokens"
+        print(f"{config.name} {split}: {dropped}")
+    return Prompts(problems, ids).take(kept)
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system_prompt: str = ""
+) -> list[list[int]]:
+    """Render system and user turn with the tokenizer's chat template, up to where the assistant begins.
+
+    A template that prints the date gets the same one every day, so that a resumed run has the same prompts. Raises
+    ValueError if the template fails, as some do on a system turn.
+    """
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    conversations = [[*system, {"role": "user", "content": text}] for text in texts]
+    try:
+        template = tokenizer.get_chat_template()
+        if "strftime_now" in template:
+            template = "{% macro strftime_now(format) %}" + DATE + "{% endmacro %}\n" + template
+        encoded = tokenizer.apply_chat_template(
+            conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+    except Exception as error:  # a template is a program that comes with the model
+        raise ValueError(
+            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} failed ({error}); "
+            "if it knows no system turn, set --data.system_prompt ''"
+        ) from error
+    if not all(encoded["input_ids"]):
+        raise ValueError(
+            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} makes a prompt of nothing"
+        )
+    return encoded["input_ids"]
+
+
+def room_for_prompts(config: "ModelConfig", max_completion_tokens: int, switch: str) -> float:
+    """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
+
+    Raises ValueError, naming the switch, if none fit.
+    """
+    positions = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions <= max_completion_tokens:
+        raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
+    return math.inf if positions is None else positions - max_completion_tokens
+
+
+def prompt_order(n: int, seed: int) -> Iterator[int]:
+    """Endless passes over n prompts, each in a new random order."""
+    for epoch in count():
+        yield from np.random.default_rng((seed, epoch)).permutation(n).tolist()

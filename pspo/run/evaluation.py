@@ -1,0 +1,138 @@
+"""Evaluate a model on problems: the validation of a run, its test before and after, and `pspo.evaluate`."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pspo import distributed as dist
+from pspo.config import EvalConfig, RewardConfig
+from pspo.rollout import Prompts, Sampling, generate
+from pspo.run.results import Evaluation, summarise
+from pspo.tasks import contains_answer, extract_answer, matches_format, total_rewards
+from pspo.tasks.answers import TOLERANCE
+
+SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that are decoded together: these samples of each of these problems."""
+
+    problems: list[int]
+    samples: range
+
+
+def chunks(
+    lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int, max_rows: float = math.inf
+) -> list[Chunk]:
+    """Split ``samples`` of each prompt so that rows x (longest prompt + max_completion_tokens) fits ``max_tokens``.
+
+    Prompts of similar length are batched, to pad little. A problem's samples are split only if they do not fit; a
+    single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
+
+    Args:
+        lengths: tokens of each prompt.
+    """
+    parts, together = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        rows = max(1, min(max_rows, max_tokens // (lengths[i] + max_completion_tokens)))  # i is the longest so far
+        if together and (len(together) + 1) * samples > rows:
+            parts.append(Chunk(together, range(samples)))
+            together = []
+        if samples <= rows:
+            together.append(i)
+        else:
+            parts += [Chunk([i], range(s, min(s + rows, samples))) for s in range(0, samples, rows)]
+    return [*parts, Chunk(together, range(samples))] if together else parts
+
+
+def evaluate(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    sampling: Sampling,
+    reward: RewardConfig,
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    max_tokens: int = EvalConfig.max_tokens,
+    max_rows: float = math.inf,
+    bar: str = "",
+    done: Iterable[dict[str, Any]] = (),
+    save: Callable[[list[dict[str, Any]]], None] = lambda records: None,
+) -> Evaluation:
+    """Evaluate on every problem, drawing ``samples`` completions of each.
+
+    The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
+
+    Args:
+        max_tokens, max_rows: see `chunks`; ``sampling.max_rows`` applies as well.
+        done: records of an earlier call with the same arguments; chunks that are complete in them are not drawn again.
+        save: called with each new chunk's records.
+    """
+    completions = {(record["problem"], record["sample"]): record for record in done}
+    lengths = [len(ids) for ids in prompts.ids]
+    parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
+    devices = [policy.device] if policy.device.type == "cuda" else []
+    bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "disable": not bar or not dist.is_main()}
+    # Ranks take turns; if they must decode in step, all decode the same.
+    turns, turn = (1, 0) if sampling.synced else (dist.world_size(), dist.rank())
+    with torch.random.fork_rng(devices), tqdm(**bar_of) as progress:
+        for first in range(0, len(parts), turns):
+            records = []
+            for number, chunk in parts[first : first + turns][turn : turn + 1]:
+                keys = {(i, sample) for i in chunk.problems for sample in chunk.samples}
+                if not completions.keys() >= keys:
+                    torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
+                    records = complete(policy, tokenizer, prompts, chunk, sampling, reward)
+            by_rank = dist.gather_objects(records)[:turns]  # of ranks in step the first's: rewards may be random
+            records = [record for of_rank in by_rank for record in of_rank]
+            if records and dist.is_main():
+                save(records)
+            completions |= {(record["problem"], record["sample"]): record for record in records}
+            progress.update(sum(len(c.problems) * len(c.samples) for _, c in parts[first : first + turns]))
+    return summarise(prompts.problems, [completions[key] for key in sorted(completions)], samples)
+
+
+def complete(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    chunk: Chunk,
+    sampling: Sampling,
+    reward: RewardConfig,
+) -> list[dict[str, Any]]:
+    """Draw and score a chunk's completions, one record each."""
+    keys = [(i, sample) for i in chunk.problems for sample in chunk.samples]
+    rollout = generate(policy, tokenizer, [prompts.ids[i] for i in chunk.problems], sampling, len(chunk.samples))
+    problems = [prompts.problems[i] for i, _ in keys]
+    totals, _ = total_rewards(
+        reward.functions, reward.weights, rollout.texts, problems, reward.timeout, reward.on_error
+    )
+    ended, tokens = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
+    records = []
+    for row, (i, sample) in enumerate(keys):
+        text, gold = rollout.texts[row], problems[row].answer
+        answer = extract_answer(text)
+        records.append(
+            {
+                "temperature": sampling.temperature,
+                "problem": i,
+                "sample": sample,
+                "prompt": problems[row].prompt,
+                "gold": str(gold),
+                "completion": text,
+                "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
+                "contains_gold": contains_answer(text, gold),
+                "format": matches_format(text),
+                "reward": 0.0 if math.isnan(totals[row]) else totals[row],  # --reward.on_error none
+                "tokens": tokens[row],
+                "truncated": not ended[row],
+            }
+        )
+    return records

@@ -1,0 +1,135 @@
+"""Everything before the first rollout: the run's folder, data, model, optimizer, and the state to resume from."""
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from pspo import distributed as dist
+from pspo.config import OptimizerConfig, TrainConfig
+from pspo.model import load_policy, load_tokenizer, pad_token_id, stop_token_ids
+from pspo.rollout import Sampling, check_decoder, load_prompts, room_for_prompts
+from pspo.run.checkpoint import Progress, Saver
+from pspo.run.records import check_output, environment, write_json, write_text
+from pspo.run.resume import allowed_changes, claim, record_changes, restore, run_to_resume
+from pspo.run.state import Run
+from pspo.run.trackers import check_tracker, start_tracker
+from pspo.update import Learner
+
+
+def prepare(config: TrainConfig, resolved: str) -> Run:
+    """Load everything, and make the run's folder or restore the run that it holds.
+
+    Args:
+        resolved: the configuration as YAML, for the folder.
+
+    Raises:
+        ValueError: for anything the user can mend, before anything expensive happens where possible.
+    """
+    config.check_ranks(dist.world_size())
+    lock = contextlib.ExitStack()
+    output, resumed, changed = dist.run_on_main(lambda: find_output(config, resolved, lock))
+    check_tracker(config.run.tracker)
+
+    tokenizer = load_tokenizer(config.model)
+    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
+    limits = {"train": config.data.limit}
+    if config.run.validate_every:
+        limits["validation"] = config.run.validation_limit
+    if config.run.test_limit:
+        limits["test"] = config.run.test_limit
+    prompts = {split: load_prompts(config.data, tokenizer, split, limit, room) for split, limit in limits.items()}
+
+    dist.seed_generators(config.run.seed)
+    device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
+    policy, reference = load_policy(config.model, device, sharded), None
+    check_decoder(policy, config.rollout.decoder)
+    if config.algorithm.beta > 0:
+        reference = load_policy(config.model, device, sharded).requires_grad_(False)
+    optimizer = make_optimizer(policy, config.optimizer)
+    schedule = "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule
+    scheduler = get_scheduler(schedule, optimizer, config.optimizer.warmup_steps, config.run.max_steps)
+    learner = Learner(policy, reference, optimizer, scheduler)
+    stateful = {"optimizer": dist.UnshardedState(optimizer) if sharded else optimizer, "scheduler": scheduler}
+    progress = Progress({split: prompts[split].fingerprint() for split in prompts})
+    if resumed:
+        learner.steps, progress = restore(config, output, policy, stateful, progress)
+        learner.microbatch_limit = progress.microbatch_limit
+        if changed:
+            dist.run_on_main(lambda: record_changes(output, resolved))
+    else:
+        dist.run_on_main(lambda: make_output(output, resolved, device, lock))
+    tracker = config.run.tracker if dist.is_main() else "none"
+    return Run(
+        config,
+        learner,
+        tokenizer,
+        make_sampling(config, policy, tokenizer),
+        prompts,
+        output,
+        lock,
+        progress,
+        Saver(output, config.run.keep, policy, tokenizer, stateful),
+        start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps),
+    )
+
+
+def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        policy.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def make_sampling(config: TrainConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        stop_ids=stop_token_ids(policy, tokenizer),
+        pad_id=pad_token_id(policy, tokenizer),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        repetition_penalty=rollout.repetition_penalty,
+        max_completion_tokens=rollout.max_completion_tokens,
+        min_completion_tokens=rollout.min_completion_tokens,
+        max_rows=rollout.max_rows,
+        decoder=rollout.decoder,
+        synced=config.distributed.rollout == "synced",
+    )
+
+
+def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool, bool]:
+    """The run's folder, locked if it holds a run to resume; whether it does; and whether any switch has changed."""
+    resumed = run_to_resume(config.run.resume, config.run.output_dir)
+    output = resumed or Path(config.run.output_dir or default_output(config))
+    check_output(output)
+    if resumed is None:
+        return output, False, False
+    lock.enter_context(claim(resumed))
+    changes = allowed_changes(resumed, resolved)
+    for message in changes.values():
+        print(f"resuming with a change: {message}", file=sys.stderr)
+    return output, True, bool(changes)
+
+
+def default_output(config: TrainConfig) -> str:
+    method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
+    return f"runs/{Path(config.model.name_or_path).name}-{config.data.name}-{method}-{stamp}"
+
+
+def make_output(output: Path, resolved: str, device: torch.device, lock: contextlib.ExitStack) -> None:
+    """Make the run's folder and lock it."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock.enter_context(claim(output))
+    write_text(output / "config.yaml", resolved)
+    write_json(output / "environment.json", environment(str(device), dist.world_size()))

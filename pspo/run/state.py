@@ -1,0 +1,274 @@
+"""The state of a training run: everything around the algorithm that `pspo.train.train` moves forward."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pspo import distributed as dist
+from pspo.config import TrainConfig
+from pspo.model import load_policy, peak_memory_gb
+from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
+from pspo.run.card import model_card
+from pspo.run.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
+from pspo.run.evaluation import evaluate
+from pspo.run.records import append_jsonl, write_json
+from pspo.run.results import Evaluation
+from pspo.run.signals import Stopped, StopSignals
+from pspo.run.trackers import Tracker
+from pspo.update import Learner
+
+
+@dataclass
+class Run:
+    """A run between its first and its last rollout; `pspo.run.prepare.prepare` makes it, new or resumed.
+
+    Attributes:
+        prompts: by split: train, validation, test.
+        output: the run's folder; ``lock`` holds it while the run is open.
+        progress: the part of the state that checkpoints hold.
+        signals: ask the run to stop.
+    """
+
+    config: TrainConfig
+    learner: Learner
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    prompts: dict[str, Prompts]
+    output: Path
+    lock: contextlib.ExitStack
+    progress: Progress
+    saver: Saver
+    tracker: Tracker
+    signals: StopSignals = field(default_factory=StopSignals)
+
+    def start(self) -> None:
+        """Test and validate the untrained model, unless the run is resumed."""
+        self.began = time.perf_counter() - self.progress.seconds
+        order = prompt_order(len(self.prompts["train"]), self.config.run.seed)
+        self.order = islice(order, self.progress.prompts, None)
+        self.stopped = False
+        if self.progress.before is None:
+            self.progress.before = self.test(self.learner.policy, "test before")
+            if self.config.run.validate_every:
+                self.progress.best = self.progress.validated = {"step": 0} | self.validate()
+                self.save_best()
+        steps = {"total": self.config.run.max_steps, "initial": self.learner.steps}
+        self.bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
+
+    @property
+    def limit_reached(self) -> bool:
+        config = self.config.run
+        return self.learner.steps >= config.max_steps or self.progress.tokens >= (config.max_tokens or math.inf)
+
+    def ended(self) -> bool:
+        """True if a limit is reached, or a signal to any rank has asked to stop."""
+        self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
+        return self.stopped or self.limit_reached
+
+    def next_prompts(self) -> Prompts:
+        """This rank's prompts of the next rollout."""
+        self.first_step, self.seconds = self.learner.steps, {}
+        drawn = list(islice(self.order, self.config.rollout.prompts))
+        self.drawn = self.prompts["train"].take(dist.take_rank_share(drawn, self.config.algorithm.minibatches))
+        return self.drawn
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the rollout, for its line of metrics."""
+        self.bar.set_description(name)
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def record(
+        self,
+        rollout: Rollout,
+        rewards: Tensor,
+        rewards_by_name: dict[str, list[float]],
+        advantages: Tensor,
+        steps: list[dict[str, float]],
+    ) -> None:
+        """Count a rollout and describe it: a line of metrics and a few samples, of all ranks.
+
+        Args:
+            rewards, advantages: (B,); ``rewards_by_name`` each B values.
+        """
+        of_rank = (rollout.cpu(), self.drawn.problems, rewards.tolist(), rewards_by_name, advantages.cpu())
+        rollouts, problems, rewards, by_name, advantages = zip(*dist.gather_objects(of_rank), strict=True)
+        rollout, problems, rewards = Rollout.join(rollouts), list(chain(*problems)), list(chain(*rewards))
+        by_name = {name: list(chain(*(values[name] for values in by_name))) for name in rewards_by_name}
+        progress, learner, group_size = self.progress, self.learner, self.config.rollout.group_size
+        progress.prompts += self.config.rollout.prompts
+        progress.tokens += rollout.tokens
+        progress.ranks, progress.microbatch_limit = dist.world_size(), learner.microbatch_limit
+        self.tokens, self.steps = rollout.tokens, steps
+        self.line = {"step": learner.steps, "tokens": progress.tokens}
+        self.line |= rollout_metrics(rollout, rewards, by_name, torch.cat(advantages))
+        self.line |= steps[-1]  # the most off-policy one
+        self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
+        self.samples = [
+            {"step": learner.steps, "prompt": problem.prompt, "gold": str(problem.answer),
+             "completion": rollout.texts[i * group_size], "reward": rewards[i * group_size]}
+            for i, problem in enumerate(problems[: self.config.run.samples])
+        ]  # fmt: skip
+
+    def validate_if_due(self) -> None:
+        """Validate if due, add it to the rollout's line, and keep the model if it is the best so far."""
+        every, progress = self.config.run.validate_every, self.progress
+        if every and (self.limit_reached or crossed(every, self.first_step, self.learner.steps)):
+            with self.phase("validate"):
+                validation = self.validate()
+            self.line |= validation
+            progress.validated = {"step": self.learner.steps} | validation
+            if validation["validation_reward"] > progress.best["validation_reward"]:
+                progress.best = progress.validated
+                self.save_best()
+
+    def save_if_due(self) -> None:
+        """Write the rollout's line and samples, and a checkpoint if one is due.
+
+        Raises RunFailed after --optimizer.max_skipped skipped steps in a row.
+        """
+        self.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in self.seconds.items()}
+        if dist.is_main():
+            with recording(self.output):
+                append_jsonl(self.output / "metrics.jsonl", self.line)
+                append_jsonl(self.output / "samples.jsonl", *self.samples)
+            self.tracker.log(self.line)
+        self.count_skipped()
+        self.progress.seconds = time.perf_counter() - self.began
+        if self.limit_reached or crossed(self.config.run.save_every, self.first_step, self.learner.steps):
+            self.saver.save(self.learner.steps, self.card(), self.progress)
+        self.bar.update(self.learner.steps - self.first_step)
+        rate = self.tokens / (self.seconds["generate"] + self.seconds["train"])
+        length = self.line["completion_tokens"]
+        self.bar.set_postfix_str(f"reward {self.line['reward']:.3f}, length {length:.0f}, {rate:,.0f} tokens/s")
+
+    def count_skipped(self) -> None:
+        """Raise RunFailed after --optimizer.max_skipped skipped steps in a row."""
+        for step in self.steps:
+            self.progress.skipped = self.progress.skipped + 1 if step["step_skipped"] else 0
+            if self.progress.skipped >= self.config.optimizer.max_skipped:
+                self.saver.wait()
+                saved = next(iter(checkpoints(self.output)), "none yet")
+                raise RunFailed(
+                    f"{self.progress.skipped} optimizer steps in a row were skipped: loss ({step['loss']}), gradient "
+                    f"(norm {step['grad_norm']}) or log-probs were not finite. The weights are unchanged; last "
+                    f"checkpoint: {saved}. Lower --optimizer.lr, or check the reward and the surrogate"
+                )
+
+    def finish(self) -> dict[str, Any]:
+        """Save the final model, test the returned one, and return the summary, as written to ``summary.json``.
+
+        Raises Stopped, everything saved, if a signal ended the run.
+        """
+        self.bar.close()
+        if self.stopped:
+            self.saver.save(self.learner.steps, self.card(), self.progress)
+            self.saver.wait()  # on every rank: the launcher ends all with the first that ends
+            raise Stopped
+        self.saver.wait()
+        save_model(self.learner.policy, self.tokenizer, self.output / "final", self.card())
+        policy, returned = self.learner.policy, self.output / ("best" if self.progress.best else "final")
+        if self.progress.best:
+            best = replace(self.config.model, name_or_path=str(returned))
+            policy = load_policy(best, policy.device, dist.is_sharded(policy))
+        summary = {
+            "before": self.progress.before,
+            "after": self.test(policy, "test after"),
+            "tokens": self.progress.tokens,
+            "optimizer_steps": self.learner.steps,
+            "seconds": round(time.perf_counter() - self.began, 2),
+            "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
+            "best_model": str(returned),
+            "best_step": self.progress.best.get("step", self.learner.steps),
+        }
+        if dist.is_main():
+            with recording(self.output):
+                write_json(self.output / "summary.json", summary)
+            self.tracker.finish()
+        return summary
+
+    def validate(self) -> dict[str, float]:
+        """Mean reward under the training's sampling, and greedy accuracy, on the validation problems."""
+        policy = self.learner.policy
+        sampled = self.evaluate(policy, "validation", self.sampling, "validate")
+        greedy = self.evaluate(policy, "validation", self.sampling.greedy(), "validate")
+        return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
+
+    def test(self, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
+        """Greedy accuracy on the held-out problems; {} for --run.test_limit 0."""
+        if self.config.run.test_limit == 0:
+            return {}
+        return self.evaluate(policy, "test", self.sampling.greedy(), bar).record()
+
+    def evaluate(self, policy: PreTrainedModel, split: str, sampling: Sampling, bar: str) -> Evaluation:
+        """One completion of each prompt; the ranks share the prompts evenly, unless they must decode in step."""
+        prompts, model = self.prompts[split], self.config.model
+        rows = math.inf if sampling.synced else math.ceil(len(prompts) / dist.world_size())
+        with sampling_context(policy, model.autocast, self.config.distributed.rollout):
+            return evaluate(policy, self.tokenizer, prompts, sampling, self.config.reward, max_rows=rows, bar=bar)
+
+    def save_best(self) -> None:
+        """Save the policy as the best one, with the validation that says so, which a resumed run reads."""
+        best, validation = self.output / "best", self.progress.best
+        save_model(
+            self.learner.policy,
+            self.tokenizer,
+            best,
+            self.card(),
+            lambda folder: write_json(folder / "validation.json", validation),
+        )
+
+    def card(self) -> str:
+        """The model card of the policy as it is now."""
+        progress, problems = self.progress, len(self.prompts["train"])
+        counts = {"problems": problems, "step": self.learner.steps, "tokens": progress.tokens}
+        return model_card(self.config, **counts, before=progress.before or {}, validation=progress.validated)
+
+
+@contextlib.contextmanager
+def recording(output: Path) -> Iterator[None]:
+    """End the run if a record cannot be written (disk full)."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"cannot write into {output}: {error}") from error
+
+
+def crossed(every: int, before: int, after: int) -> bool:
+    """True if a multiple of ``every`` lies in (before, after]; never for 0."""
+    return every > 0 and before // every < after // every
+
+
+def rollout_metrics(
+    rollout: Rollout, rewards: list[float], rewards_by_name: dict[str, list[float]], advantages: Tensor
+) -> dict[str, float]:
+    """Statistics of one rollout's B samples; unknown rewards (NaN) are left out of the means."""
+    lengths = rollout.completion_mask.sum(dim=1).float()
+    known, *by_name = (
+        [value for value in values if not math.isnan(value)] or [math.nan]
+        for values in (rewards, *rewards_by_name.values())
+    )
+    return {
+        "reward": float(np.mean(known)),
+        "reward_std": float(np.std(known)),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in zip(rewards_by_name, by_name, strict=True)},
+        "reward_unknown_share": float(np.isnan(rewards).mean()),
+        "empty_share": float(np.mean([not text.strip() for text in rollout.texts])),
+        "zero_advantage_share": (advantages == 0).float().mean().item(),
+        "completion_tokens": lengths.mean().item(),
+        "completion_tokens_max": lengths.max().item(),
+        "truncated_share": (~rollout.terminated).float().mean().item(),
+    }
