@@ -23,7 +23,7 @@ import yaml
 from tqdm import tqdm
 
 from pspo.run.records import flat, lock, read_config, write_text
-from pspo.run.resume import EXIT_STOPPED
+from pspo.run.signals import EXIT_STOPPED
 
 MODELS = ("best", "final", "checkpoints")  # folders in a run's
 
