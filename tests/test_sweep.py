@@ -7,7 +7,6 @@ pspo.evaluate would, with validation rewards that a test chooses. The nightly on
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,13 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from pspo.config import TrainConfig
 from pspo.run.cli import parse
 from pspo.sweep.__main__ import main
-from pspo.sweep.plan import SweepConfig, grid_points, jobs_of, make_plan, setting_name
+from pspo.sweep.plan import SweepConfig, make_plan
 
 PYTHON, REPOSITORY = sys.executable, Path(__file__).parents[1]
 
@@ -63,12 +61,13 @@ summary = {"best_model": str(folder / "best"), "tokens": 1000, "seconds": 2.0}
 """
 
 GRID = {"algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": [0.1, 0.2], "optimizer.lr": [1e-6, "5e-6"]}
+DDP = {1: {}, 2: {"distributed.strategy": "ddp"}}  # switches by number of processes
 SEARCH = {"seeds": [42], "keep": 2, "confirm_seeds": [43, 44], "switches": {"run.max_steps": 6}}
 A, B, C, D = (f"clip-epsilon={epsilon}-lr={lr}" for epsilon in (0.1, 0.2) for lr in ("1e-06", "5e-06"))
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch) -> None:
     """The current folder, empty but for the stand-in, which takes the place of python."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "stand_in.py"
@@ -77,7 +76,6 @@ def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.delenv("OMP_NUM_THREADS")
     world()
-    return tmp_path
 
 
 def world(rewards: dict | None = None, seconds: float = 0, fail: dict | None = None) -> None:
@@ -149,10 +147,7 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
         f"--run.output_dir={folders[0]}/evaluation",
     ]  # fmt: skip
     assert [Path(folder, "best").exists() for folder in folders] == [True, False]  # a search needs no weights
-
-    before = len(calls())
-    assert sweep() == 0
-    assert len(calls()) == before  # finished runs are not run again
+    assert (sweep(), len(calls())) == (0, 12)  # finished runs are not run again
 
 
 def test_without_a_search_every_setting_runs_with_every_seed(here):
@@ -185,12 +180,10 @@ def test_failed_runs_are_named_and_retried_on_request_and_nothing_is_selected_wi
     failing = f"e-search/{B}/seed-42"
     rewards = {f"e-search/{B}/seed-{seed}": 1.0 for seed in (42, 43, 44)}
     world(rewards, fail={failing: 3})
-    for attempt in range(2):  # the second names it again, and does not run it
+    for _ in range(2):  # the second names it again, and does not run it
         assert sweep() == 1
-        captured = capsys.readouterr()
-        reason = "exit code 3, no summary.json: the last line"
-        assert f"failed: out/{failing}: {reason} (see out/{failing}.log)" in captured.err
-        assert (f"out/{failing}: {reason}" in captured.out) == (attempt == 0)
+        reason = f"out/{failing}: exit code 3, no summary.json: the last line"
+        assert f"failed: {reason} (see out/{failing}.log)" in capsys.readouterr().err
         assert len(calls()) == 4
     assert json.loads(Path("out/e/selection.json").read_text())["clip"]["selected"] is None
     world(rewards)
@@ -200,12 +193,13 @@ def test_failed_runs_are_named_and_retried_on_request_and_nothing_is_selected_wi
     assert not list(Path("out").rglob("*.failed"))
 
 
-def test_a_failed_evaluation_is_repeated_without_the_training(here):
+def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(here, capsys):
     sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {}})
-    world(fail={"e/pspo/seed-0/evaluation": 1})
+    world(fail={"e/pspo/seed-0/evaluation": 75})
     assert sweep() == 1
+    assert "failed: out/e/pspo/seed-0: exit code 75" in capsys.readouterr().err
     world()
-    assert sweep("--retry_failed") == 0
+    assert sweep() == 0  # without --retry_failed
     assert calls() == ["e/pspo/seed-0", "e/pspo/seed-0/evaluation", "e/pspo/seed-0/evaluation"]
 
 
@@ -230,33 +224,19 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys, n
 def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here, capsys):
     sweep_file(methods={"pspo": {}})
     world(seconds=600)
-    launcher = f"{shlex.quote(sys.executable)} {{command}}"
-    first = subprocess.Popen(
-        [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml", "--launcher", launcher],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-    )
-    wait_for_calls(1)
-    for killed in (False, True):  # killed alone, it leaves its run behind
-        if killed:
-            first.kill()
-            first.wait()
+    command = ["-m", "pspo.sweep", "--config", "sweep.yaml", "--launcher", f"{sys.executable} {{command}}"]
+    with subprocess.Popen([PYTHON, *command], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}) as first:
+        wait_for_calls(1)
         assert sweep() == 2
-        assert "--output out is in use by another sweep or its runs" in capsys.readouterr().err
+        first.kill()  # alone: its run goes on
+    assert sweep() == 2
+    assert "--output out is in use by another sweep or its runs" in capsys.readouterr().err
     os.kill(noted()[0]["pid"], signal.SIGKILL)
     world()
     while (code := sweep()) == 2:
         time.sleep(0.1)
     assert code == 0
     assert calls() == ["e/pspo/seed-0"] * 2
-
-
-def test_a_run_that_a_scheduler_stopped_is_not_failed_and_resumes(here, capsys):
-    sweep_file(methods={"pspo": {}})
-    world(fail={"e/pspo/seed-0": 75})
-    assert sweep() == 1
-    assert "failed: out/e/pspo/seed-0: exit code 75" in capsys.readouterr().err
-    world()
-    assert sweep() == 0
 
 
 def test_a_finished_run_with_other_switches_is_refused(here, capsys):
@@ -269,37 +249,27 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     assert "{'optimizer.lr': (3e-05, 0.0001)}" in err
 
 
-@pytest.mark.parametrize(("experiment", "message"), [
-    ({"sedes": [1]}, "sedes"),
-    ({"search": SEARCH | {"keep": 0}}, "keep"),
-    ({"methods": {"clip": 3}}, "methods"),
-    ({"methods": {"clip": {"algorithm.epsi": 1}}}, "pspo.sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
-    ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
-    ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, "experiments.e.methods.both must .* differ"),
-    ({"methods": {"pspo": {}}, "search": SEARCH | {"confirm_seeds": [42]}}, "must have settings and seeds that differ"),
-    ({"search": SEARCH, "shared": {"run.validate_every": 0}}, "run.validate_every must be above 0 in a search"),
-    ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, "e, evaluate evaluation: error: .*tempratures"),
+@pytest.mark.parametrize(("experiment", "args", "message"), [
+    ({"sedes": [1]}, [], "sedes"),
+    ({"search": SEARCH | {"keep": 0}}, [], "keep"),
+    ({"methods": {"clip": 3}}, [], "methods"),
+    ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo.sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
+    ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
+    ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, [], "experiments.e.methods.both must .* differ"),
+    ({"methods": {"pspo": {}}, "search": SEARCH | {"confirm_seeds": [42]}}, [], "must have settings and seeds that"),
+    ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
+    ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, [], "e, evaluate evaluation: error: .*tempratures"),
+    ({}, ["--only", "[f]"], r"--only must name experiments \(e\), got 'f'"),
+    ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
+    ({"shared": DDP[2]}, ["--processes", "3"], "rollout.prompts 32 must be a multiple of"),
 ])  # fmt: skip
-def test_a_bad_file_is_one_line_before_anything_runs(here, capsys, experiment, message):
+def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experiment, args, message):
     sweep_file(**experiment)
-    assert sweep() == 2
+    assert sweep(*args) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1, err
     assert re.search(message, err), err
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(("args", "strategy", "message"), [
-    (["--only", "[f]"], "none", "--only must name experiments (e), got 'f'"),
-    (["--processes", "3"], "ddp", "rollout.prompts 32 must be a multiple of"),
-    (["--processes", "2"], "none", "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
-    (["--launcher", "no-such-scheduler {command}"], "none", "no-such-scheduler"),
-])  # fmt: skip
-def test_bad_switches(here, capsys, args, strategy, message):
-    sweep_file(shared={"distributed.strategy": strategy}, methods={"pspo": {}})
-    assert sweep(*args) == 2
-    assert message in capsys.readouterr().err
-    assert calls() == []
 
 
 def test_dry_run_prints_settings_runs_and_tokens_and_runs_nothing(here, capsys):
@@ -318,20 +288,20 @@ def test_dry_run_prints_settings_runs_and_tokens_and_runs_nothing(here, capsys):
 
 def test_a_launcher_gets_the_command_as_one_word_and_no_environment_of_ours(here, capsys):
     sweep_file(methods={"pspo": {}})
+    assert sweep("--launcher", "no-such-scheduler {command}") == 2
     assert sweep("--launcher", "true {command}") == 1  # it does not wait
     assert "exit code 0, no summary.json" in capsys.readouterr().err
     launcher = f"sh -c 'exec {sys.executable} \"$1\"' name {{command}}"
     assert sweep("--launcher", launcher, "--workers", "2", "--retry_failed") == 0
     (call,) = noted()
-    assert call["words"] == ["pspo.train", "--config", "out/e/pspo/seed-0.yaml"]
-    assert call["omp"] is None
+    assert (call["words"], call["omp"]) == (["pspo.train", "--config", "out/e/pspo/seed-0.yaml"], None)
 
 
 @pytest.mark.parametrize(("processes", "shares", "threads"), [(1, {"4", "6", "8"}, "2"), (2, {"4,6"}, "4")])
 def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, processes, shares, threads):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,8")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    sweep_file(shared={"distributed.strategy": "ddp" if processes > 1 else "none"})
+    sweep_file(shared=DDP[processes])
     world(seconds=0.3, fail={f"e/{D}/seed-0": 1})
     assert sweep(f"--processes={processes}") == 1
     assert {call["cuda"] for call in noted()} == shares
@@ -340,35 +310,24 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
     assert "exit code 1, no summary.json: the last line (see" in capsys.readouterr().err  # before torchrun's report
 
 
-@pytest.mark.parametrize("name", ["paper", "tiny"])
-def test_the_sweep_files_of_the_repository(monkeypatch, name):
+@pytest.mark.parametrize(("name", "only", "runs"), [
+    ("paper", "[alpha]", 12), ("tiny", "[control]", 45),
+    pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
+    pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_the_sweep_files_of_the_repository(capsys, monkeypatch, name, only, runs):
     monkeypatch.chdir(REPOSITORY)
-    sweep, _ = parse(SweepConfig, "pspo.sweep", ["--config", f"configs/sweep/{name}.yaml", "--output=none"])
-    sizes, searched = {}, {}
-    for experiment, part in sweep.experiments.items():
-        points = {method: grid_points(grid) for method, grid in part.methods.items()}
-        sizes[experiment] = {method: len(settings) for method, settings in points.items()}
-        for method, settings in points.items() if sizes[experiment] not in searched.values() else ():
-            setting, switches = setting_name(method, settings[-1]), part.shared | settings[-1]
-            assert jobs_of(sweep, experiment, setting, "full", [0], switches)  # is accepted
-        searched |= {experiment: sizes[experiment]} if part.search else {}
-    if name == "paper":
-        assert list(searched.values()) == [{"noclip": 3, "clip": 12, "pspo": 12, "p3o": 12, "sapo": 18, "topr": 27}] * 4
-    else:
-        assert searched.keys() == {"tiny-base", "tiny-math"}
-        assert all(len(part.seeds) == 5 for part in sweep.experiments.values())
+    main(["--config", f"configs/sweep/{name}.yaml", "--only", only, "--output=none", "--dry_run"])
+    assert re.search(rf"runs +{runs}\n", capsys.readouterr().out)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch, processes):
-    if processes > 1 and not torch.distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
     monkeypatch.chdir(tmp_path)
     sweep_file(
         shared={"rollout.prompts": 4, "rollout.max_completion_tokens": 24, "data.limit": 20, "run.max_steps": 2,
-                "run.test_limit": 0, "run.validate_every": 1, "run.validation_limit": 4,
-                "distributed.strategy": "ddp" if processes > 1 else "none"},
+                "run.test_limit": 0, "run.validate_every": 1, "run.validation_limit": 4, **DDP[processes]},
         methods={"pspo": {"algorithm.surrogate.alpha": 0.5}, "lost": {"model.name_or_path": "./nowhere"}},
         evaluate={"evaluation": {"data.limit": 4}},
     )  # fmt: skip

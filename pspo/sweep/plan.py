@@ -1,5 +1,6 @@
 """From experiments to jobs: grids of settings, the stages of the paper's search, and what it selects."""
 
+import functools
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from pspo.run.cli import parse, user_errors
 from pspo.run.records import differences, read_config, read_jsonl
 
 Switches = dict[str, Any]
+parse_once = functools.cache(parse)  # a search has two stages with the same switches
 
 
 @dataclass(frozen=True)
@@ -155,13 +157,12 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
             confirm = {"confirm": (search.keep, search.confirm_seeds, search.switches)}
             stages = {"grid": (None, search.seeds, search.switches)} | confirm | stages
         for method, grid in tqdm(experiment.methods.items(), f"check {name}", leave=False, disable=None):
-            points, jobs = grid_points(grid), []
-            for (stage, (_, seeds, own)), point in product(stages.items(), points):
-                setting, switches = setting_name(method, point), experiment.shared | point | own
-                jobs += jobs_of(sweep, name, setting, stage, seeds, switches)
+            settings, jobs = {}, []
+            for (stage, (_, seeds, own)), point in product(stages.items(), grid_points(grid)):
+                settings[setting := setting_name(method, point)] = point
+                jobs += jobs_of(sweep, name, setting, stage, seeds, experiment.shared | point | own)
             unique = 0 < len(jobs) == len({job.folder for job in jobs})
             require(unique, f"experiments.{name}.methods.{method}", "must have settings and seeds that differ", grid)
-            settings = {setting_name(method, point): point for point in points}
             plan.append(Method(name, method, settings, {stage: n for stage, (n, _, _) in stages.items()}, jobs))
     return plan
 
@@ -169,7 +170,7 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
 def jobs_of(sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches) -> list[Job]:
     """Jobs of a setting in a stage; ValueError if one cannot run or is finished with other switches."""
     prog, searching, jobs = f"pspo.sweep: {name}/{setting}", stage != "full", []
-    parsed, text = parse(TrainConfig, prog, as_args(switches))
+    parsed, text = parse_once(TrainConfig, prog, tuple(as_args(switches)))
     complete = yaml.safe_load(text)
     data, rollout, algorithm, run = parsed.data, parsed.rollout, parsed.algorithm, parsed.run
     tokens = rollout.prompts * rollout.group_size * (data.max_prompt_tokens + rollout.max_completion_tokens)

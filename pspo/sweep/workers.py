@@ -33,8 +33,7 @@ class Workers:
         self.idle = asyncio.Queue()  # GPUs of the workers that have nothing to do
         for group in islice(cycle(groups), workers):
             self.idle.put_nowait(group)
-        self.sweep, self.lock = sweep, lock
-        self.failed: dict[Path, str] = {}
+        self.sweep, self.lock, self.failed = sweep, lock, {}  # reasons by folder
 
     async def carry_out(self, job: Job) -> None:
         """Train and evaluate, or do what is left of it; if cancelled, no process is left running."""
