@@ -26,6 +26,23 @@ def require(ok: bool, switch: str, rule: str, value: object) -> None:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
 
 
+RANGES = {
+    "above 0": lambda x: 0 < x < math.inf,
+    "at least 0": lambda x: 0 <= x < math.inf,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in [0, 2^32)": lambda x: 0 <= x < 2**32,
+}
+
+
+def require_ranges(config: object, section: str, names: dict[str, str]) -> None:
+    """Check fields against `RANGES`, {range: "field field"}; a field that is None is not set."""
+    for rule, fields_of_rule in names.items():
+        for name in fields_of_rule.split():
+            value = getattr(config, name)
+            require(value is None or RANGES[rule](value), f"{section}.{name}", f"must be {rule}", value)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Model and numerics.
@@ -78,9 +95,7 @@ class DataConfig:
     max_prompt_tokens: int = 512
 
     def __post_init__(self) -> None:
-        require(self.limit is None or self.limit > 0, "data.limit", "must be above 0", self.limit)
-        require(0 <= self.holdout < 1, "data.holdout", "must be in [0, 1)", self.holdout)
-        require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "must be above 0", self.max_prompt_tokens)
+        require_ranges(self, "data", {"above 0": "limit max_prompt_tokens", "in [0, 1)": "holdout"})
 
 
 @dataclass(frozen=True)
@@ -139,24 +154,13 @@ class RolloutConfig:
     decoder: Decoder = "pspo"
 
     def __post_init__(self) -> None:
-        require(self.prompts > 0, "rollout.prompts", "must be above 0", self.prompts)
+        above_0 = "prompts max_completion_tokens temperature repetition_penalty max_rows"
+        require_ranges(self, "rollout", {"above 0": above_0, "at least 0": "top_k", "in (0, 1]": "top_p"})
         rule = "must be at least 2: a group of 1 has advantage 0 always"
         require(self.group_size >= 2, "rollout.group_size", rule, self.group_size)
-        limit = self.max_completion_tokens
-        require(limit > 0, "rollout.max_completion_tokens", "must be above 0", limit)
-        fits = 0 <= self.min_completion_tokens <= limit
-        rule = f"must be between 0 and rollout.max_completion_tokens ({limit})"
+        fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
+        rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
-        require(0 < self.temperature < math.inf, "rollout.temperature", "must be above 0 and finite", self.temperature)
-        require(0 < self.top_p <= 1, "rollout.top_p", "must be in (0, 1]", self.top_p)
-        require(self.top_k >= 0, "rollout.top_k", "must be at least 0", self.top_k)
-        require(
-            0 < self.repetition_penalty < math.inf,
-            "rollout.repetition_penalty",
-            "must be above 0 and finite",
-            self.repetition_penalty,
-        )
-        require(self.max_rows > 0, "rollout.max_rows", "must be above 0", self.max_rows)
 
 
 @dataclass(frozen=True)
@@ -186,9 +190,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         own = type(self.surrogate).__call__ is not Surrogate.__call__
         require(own, "algorithm.surrogate", "must be a subclass of Surrogate that defines __call__", self.surrogate)
-        require(self.epochs > 0, "algorithm.epochs", "must be above 0", self.epochs)
-        require(self.minibatches > 0, "algorithm.minibatches", "must be above 0", self.minibatches)
-        require(0 <= self.beta < math.inf, "algorithm.beta", "must be at least 0 and finite", self.beta)
+        require_ranges(self, "algorithm", {"above 0": "epochs minibatches", "at least 0": "beta"})
 
 
 @dataclass(frozen=True)
@@ -224,16 +226,9 @@ class OptimizerConfig:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        require(0 < self.lr < math.inf, "optimizer.lr", "must be above 0 and finite", self.lr)
-        require(0 <= self.beta1 < 1, "optimizer.beta1", "must be in [0, 1)", self.beta1)
-        require(0 <= self.beta2 < 1, "optimizer.beta2", "must be in [0, 1)", self.beta2)
-        require(0 <= self.eps < math.inf, "optimizer.eps", "must be at least 0 and finite", self.eps)
-        decay = self.weight_decay
-        require(0 <= decay < math.inf, "optimizer.weight_decay", "must be at least 0 and finite", decay)
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be at least 0", self.warmup_steps)
-        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "must be at least 0", self.max_grad_norm)
-        require(self.microbatch_tokens > 0, "optimizer.microbatch_tokens", "must be above 0", self.microbatch_tokens)
-        require(self.max_skipped > 0, "optimizer.max_skipped", "must be above 0", self.max_skipped)
+        at_least_0 = "eps weight_decay warmup_steps max_grad_norm"
+        rules = {"above 0": "lr microbatch_tokens max_skipped", "at least 0": at_least_0, "in [0, 1)": "beta1 beta2"}
+        require_ranges(self, "optimizer", rules)
 
 
 @dataclass(frozen=True)
@@ -269,13 +264,9 @@ class RunConfig:
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
     def __post_init__(self) -> None:
-        require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
-        require(self.max_steps > 0, "run.max_steps", "must be above 0", self.max_steps)
-        require(self.max_tokens is None or self.max_tokens > 0, "run.max_tokens", "must be above 0", self.max_tokens)
-        require(self.validation_limit > 0, "run.validation_limit", "must be above 0", self.validation_limit)
-        require(self.keep > 0, "run.keep", "must be above 0", self.keep)
-        for name in ("validate_every", "test_limit", "save_every", "samples"):
-            require(getattr(self, name) >= 0, f"run.{name}", "must be at least 0", getattr(self, name))
+        at_least_0 = "validate_every test_limit save_every samples"
+        above_0 = "max_steps max_tokens validation_limit keep"
+        require_ranges(self, "run", {"above 0": above_0, "at least 0": at_least_0, "in [0, 2^32)": "seed"})
 
 
 @dataclass(frozen=True)
@@ -358,11 +349,7 @@ class EvalConfig:
         require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
-        require(self.samples > 0, "eval.samples", "must be above 0", self.samples)
-        require(0 < self.top_p <= 1, "eval.top_p", "must be in (0, 1]", self.top_p)
-        limit = self.max_completion_tokens
-        require(limit > 0, "eval.max_completion_tokens", "must be above 0", limit)
-        require(self.max_tokens > 0, "eval.max_tokens", "must be above 0", self.max_tokens)
+        require_ranges(self, "eval", {"above 0": "samples max_completion_tokens max_tokens", "in (0, 1]": "top_p"})
 
 
 @dataclass(frozen=True)
@@ -378,7 +365,7 @@ class EvalRunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
+        require_ranges(self, "run", {"in [0, 2^32)": "seed"})
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
 
     dist.seed_generators(config.run.seed)
     device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
+    if device.type == "cpu":  # otherwise several threads add up gradients in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     policy, reference = load_policy(config.model, device, sharded), None
     check_decoder(policy, config.rollout.decoder)
     if config.algorithm.beta > 0:

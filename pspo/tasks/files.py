@@ -8,7 +8,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def file_rows(paths: list[Path]) -> list[Row]:
                 if not isinstance(record, dict):
                     raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
                 rows.append(Row(f"{path} record {number}", record))
-        except (ValueError, OSError, csv.Error, ElementTree.ParseError) as error:
+        except (ValueError, InvalidOperation, OSError, csv.Error, ElementTree.ParseError) as error:
             raise ValueError(f"{path}: {error}") from error
     if not rows:
         raise ValueError(f"{paths[0]} holds no problems; check --data.path")
