@@ -74,16 +74,8 @@ class MathReward(Reward):
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = _exact_tolerance(self.tolerance)
-        return [
-            math_reward(
-                completion,
-                problem.answer,
-                tolerance=tolerance,
-                format_bonus=self.format_bonus,
-                marker=self.marker,
-            )
-            for completion, problem in zip(completions, problems, strict=True)
-        ]
+        how = {"tolerance": tolerance, "format_bonus": self.format_bonus, "marker": self.marker}
+        return [math_reward(text, problem.answer, **how) for text, problem in zip(completions, problems, strict=True)]
 
 
 def _exact_tolerance(tolerance: float) -> Fraction:
@@ -130,12 +122,10 @@ def total_rewards(
         raise ValueError(f"{len(completions)} completions but {len(problems)} problems: pass one for each completion")
 
     by_name: dict[str, list[float]] = {}
-    for function in functions:
-        name = kind = type(function).__name__
-        copies = 1
-        while name in by_name:
-            copies += 1
-            name = f"{kind}_{copies}"
+    for i, function in enumerate(functions):
+        name = type(function).__name__
+        copies = sum(type(other).__name__ == name for other in functions[:i])
+        name = f"{name}_{copies + 1}" if copies else name
         by_name[name] = _values(function, name, completions, problems, timeout, on_error)
     totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     return totals, by_name
