@@ -8,8 +8,7 @@ from benchmarks.plan.__main__ import main
 from benchmarks.plan.cost import Assumptions, Load, PlanConfig, Strategy, memory, messages, seconds, shapes
 from benchmarks.plan.shapes import QWEN, Shape
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
-from pspo.model import _hidden_states as hidden_states
-from pspo.model import token_logprobs
+from pspo.model.logprobs import hidden_states, token_logprobs
 from pspo.rollout import Rollout
 from pspo.update import split_minibatches
 

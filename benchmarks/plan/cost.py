@@ -8,7 +8,8 @@ from typing import Literal
 
 from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
 from pspo.config import ModelConfig, TrainConfig, require
-from pspo.model import HEAD_CHUNK_TOKENS, load_model_config
+from pspo.model import load_model_config
+from pspo.model.logprobs import CHUNK_TOKENS
 
 PHASES = ("rollout", "training")
 SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices
@@ -177,7 +178,7 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
             "gradients": (4 * shape.parameters if in_one else 6 * gathered) + (4 * share if s.shards > 1 else 0),
             "activations": shape.activations(load.tokens, load.keys, load.pairs, config.model.gradient_checkpointing),
             # A chunk's logits and their gradient; and its share of the head's own, in bf16 and cast to be added up.
-            "head": 8 * HEAD_CHUNK_TOKENS * shape.vocab + (6 if s.shards == 1 else 2) * shape.head,
+            "head": 8 * CHUNK_TOKENS * shape.vocab + (6 if s.shards == 1 else 2) * shape.head,
         },
     }  # fmt: skip
 
