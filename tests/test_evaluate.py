@@ -115,23 +115,24 @@ def test_every_mean(scripted):
     assert columns["contains_gold"] == [True, True, False, True, False, False, True]
     assert columns["reward"] == [1.0, 1.0, 0.05, 0.0, 0.0, 0.0, 1.0]
     assert columns["truncated"] == [False] * 5 + [True, False]
-    assert (result.accuracy, result.ci95) == (pytest.approx(3 / 7), wilson(3, 7))
-    assert (result.true_accuracy, result.true_accuracy_ci95) == (pytest.approx(4 / 7), wilson(4, 7))
-    assert result.pass_at_k == {1: pytest.approx(3 / 7)}
-    means = (result.mean_reward, result.format_share, result.truncated_share, result.completion_tokens)
-    assert means == pytest.approx((3.05 / 7, 3 / 7, 1 / 7, (3 + 1 + 5 + 2 + 4 + 6 + 2) / 7))
+    flat = result.record()
+    assert (flat["accuracy"], flat["ci95"]) == (pytest.approx(3 / 7), wilson(3, 7))
+    assert (flat["true_accuracy"], flat["true_accuracy_ci95"]) == (pytest.approx(4 / 7), wilson(4, 7))
+    assert result.results["pass@1"]["value"] == pytest.approx(3 / 7)
+    means = [flat[name] for name in ("mean_reward", "format_share", "truncated_share", "completion_tokens")]
+    assert means == pytest.approx([3.05 / 7, 3 / 7, 1 / 7, (3 + 1 + 5 + 2 + 4 + 6 + 2) / 7])
 
 
 def test_several_samples_are_clusters_of_their_problem(scripted):
     right = np.array([0, 1, 2, 6, 3, 0, 6])  # of 6 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(POLICY, None, PROBLEMS, SAMPLING, RewardConfig(), samples=6)
-    assert (result.accuracy, result.ci95) == (pytest.approx(18 / 42), cluster_bootstrap(right / 6))
-    assert result.mean_reward == pytest.approx((18 + 24 * 0.05) / 42)
-    assert set(result.pass_at_k) == {1, 2, 4, 6}  # the powers of 2, and all
-    for k, share in result.pass_at_k.items():
+    result = evaluate(POLICY, None, PROBLEMS, SAMPLING, RewardConfig(), samples=6).results
+    assert result["accuracy"] == {"value": pytest.approx(18 / 42), "ci95": cluster_bootstrap(right / 6)}
+    assert result["mean_reward"] == pytest.approx((18 + 24 * 0.05) / 42)
+    assert [name for name in result if "@" in name] == ["pass@1", "pass@2", "pass@4", "pass@6"]  # powers of 2, and all
+    for k in (1, 2, 4, 6):
         each = np.array([pass_at_k(6, count, k) for count in right.tolist()])
-        assert (share, result.pass_at_k_ci95[k]) == (pytest.approx(each.mean()), cluster_bootstrap(each))
+        assert result[f"pass@{k}"] == {"value": pytest.approx(each.mean()), "ci95": cluster_bootstrap(each)}
 
 
 def test_breakdowns_and_their_tables(scripted):
@@ -139,7 +140,7 @@ def test_breakdowns_and_their_tables(scripted):
     problems = [replace(problem, category=category, level=level) for category, level, problem in kinds]
     right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(POLICY, None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig(), samples=2).results()
+    result = evaluate(POLICY, None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig(), samples=2).results
     assert result["accuracy"] == {"value": 3 / 7, "ci95": cluster_bootstrap(np.array(right) / 2)}
     shares = {part: {value: (group["n"], group["accuracy"]["value"]) for value, group in groups.items()}
               for part, groups in result["breakdown"].items()}  # fmt: skip

@@ -149,7 +149,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     save=lambda records: append_jsonl(kept, *records),
                 )
             completions += result.completions
-            results[f"{temperature:g}"] = result.results()
+            results[f"{temperature:g}"] = result.results
     except KeyboardInterrupt:
         print(f"\nstopped; the same command resumes {output}", file=sys.stderr)
         raise SystemExit(130) from None

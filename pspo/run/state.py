@@ -204,7 +204,8 @@ class Run:
         policy = self.learner.policy
         sampled = self.evaluate(policy, "validation", self.sampling, "validate")
         greedy = self.evaluate(policy, "validation", self.sampling.greedy(), "validate")
-        return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
+        reward, accuracy = sampled.results["mean_reward"], greedy.results["accuracy"]["value"]
+        return {"validation_reward": reward, "validation_accuracy": accuracy}
 
     def test(self, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
         """Greedy accuracy on the held-out problems; {} for --run.test_limit 0."""
