@@ -31,7 +31,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     Raises:
         ValueError: for anything the user can mend, before anything expensive happens where possible.
     """
-    config.check_ranks(dist.world_size())
+    dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
     lock = contextlib.ExitStack()
     output, resumed, changed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
