@@ -17,8 +17,8 @@ class Evaluation:
 
     Attributes:
         results: as in ``results.json``: accuracy (the extracted answer is right), true_accuracy (the gold value is
-            anywhere in the response) and pass@k, each as value and ci95; mean reward, length, shares of right format and
-            truncation; a breakdown by source, category and level.
+            anywhere in the response) and pass@k, each as value and ci95; mean reward and length, shares of right format
+            and truncation; a breakdown by source, category and level.
         completions: one record per sample, in the order of the problems.
     """
 
