@@ -1,9 +1,10 @@
-"""Answers: hand-written tables, round trips of every spelling, and hostile text of a million characters."""
+"""Answers: hand-written tables, round trips of every spelling, and hostile texts."""
 
 import time
 from fractions import Fraction
 
 import pytest
+from fuzz_answers import check
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -182,34 +183,31 @@ def test_lazy_comparison_is_the_exact_one(exponent, mantissa, gold, offset):
 
 @settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("0123456789.,/-+eE#$%\\{}frac \n\u2212\u0665x()!"), max_size=60) | st.text())
-def test_no_text_raises(text):
-    value = extract_answer(text)
-    assert value is None or contains_answer(text, value)
-    if matches_format(text):
-        assert value is not None
-    assert extract_answer(text + "\n####0.1234567") == Fraction(1234567, 10**7)
+def test_any_text_is_read_as_by_a_scanner_without_regular_expressions(text):
+    check(text)
 
 
+LONG = 250_000
 HOSTILE = [
     "1", "#", "-", ".", "/", "{", "\\", "$", " ", "\n", "\u2028", MINUS, "1,", "1,111,", r"1,\! ", "1{,}", "1.", ".1",
     "1/", "1/2/", "1/0 ", "1e", "1e-", "1e9999 ", "1e-9999 ", "1e99999 ", "0e9999 ", "-$", r"\frac{", r"\frac{1}{",
     r"\frac{ 1 }{ 2 }", r"\frac ", "#### ", "####\n", "##### ", "#### 3/0\n",
 ]  # fmt: skip
-HOSTILE = {unit: unit * (10**6 // len(unit)) for unit in HOSTILE} | {
-    "distinct integers": " ".join(map(str, range(150_000))),
-    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(85_000)),
-    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(85_000)),
-    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 500,
-    "blanks in an argument": r"\frac{" + " " * 10**6,
-    "blanks after the marker": "####" + " " * 10**6 + "x",
+HOSTILE = {unit: unit * (LONG // len(unit)) for unit in HOSTILE} | {
+    "distinct integers": " ".join(map(str, range(40_000))),
+    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(20_000)),
+    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(20_000)),
+    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 125,
+    "blanks in an argument": r"\frac{" + " " * LONG,
+    "blanks after the marker": "####" + " " * LONG + "x",
 }
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=map(repr, HOSTILE))
-def test_a_million_hostile_characters_take_linear_time(text):
-    """Each call takes 0.05 to 0.5 s of CPU; anything quadratic would take minutes."""
+def test_hostile_text_takes_linear_time(text):
+    """Each takes about 0.1 s of CPU for 250,000 characters; anything quadratic would take minutes."""
     start = time.process_time()
     extract_answer(text)
     matches_format(text)
     contains_answer(text, Fraction(-355, 113))
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 5

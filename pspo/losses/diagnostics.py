@@ -1,8 +1,8 @@
-"""What a surrogate did with the tokens of one optimizer step, without knowing which surrogate it was.
+"""Statistics of one optimizer step that hold for every surrogate.
 
-Everything follows from the per-token weight w = dL/dlogprob of the per-token loss: where a surrogate ignores a
-token w is 0, and |w / (A r)| is the slope that it leaves of the plain importance-weighted gradient (1 for NoClip,
-1 - alpha for PSPO, 1 or 0 for Clip).
+They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the surrogate ignores a token, and
+|w / (A r)| is the slope relative to the plain importance-weighted gradient: 1 for NoClip, 1 - alpha for PSPO, 1 or 0
+for Clip.
 """
 
 import torch
@@ -50,7 +50,7 @@ def diagnose(
 
         All are 0 for an empty mask except the ratios and ``ess``, which are 1.
     """
-    if not mask.any():  # nothing to look at reads like one token that nothing happened to
+    if not mask.any():  # an empty step reads like one unchanged token
         nothing = logprobs.new_zeros(1)
         return diagnose(nothing, nothing, nothing, nothing, nothing == 0)
     advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on

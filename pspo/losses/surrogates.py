@@ -29,10 +29,9 @@ class Surrogate:
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
-    # Two promises that let the trainer work less. A class that does not make one itself, whatever it inherits from, is
-    # taken not to: always right, and only slower.
-    silent_at_zero_advantage = False  # tokens with A = 0 have a loss and gradient of exactly 0: their rows may stay out
-    token_local = False  # a token's loss is a function of that token's own inputs: it may be called on any of them
+    # Optional hints; leaving them out is always correct. A subclass does not inherit them.
+    silent_at_zero_advantage = False  # loss and gradient are exactly 0 where A = 0: such rows are left out
+    token_local = False  # a token's loss depends on that token's inputs alone: enables the one-pass head
 
     def __init_subclass__(cls) -> None:
         for promise in ("silent_at_zero_advantage", "token_local"):

@@ -1,4 +1,4 @@
-r"""Read the number that a completion answers with, exactly and whatever the model has printed.
+r"""Extract the number that a completion gives as its answer, exactly.
 
 A *number* is an optional sign (`+`, `-`, U+2212) and one of
 
@@ -14,8 +14,8 @@ A *number* is an optional sign (`+`, `-`, U+2212) and one of
 - What is glued to the digits plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
 - Mixed numbers are not joined: `2\frac{1}{2}` is 2 and 1/2.
 
-Arithmetic is on integers and Fractions. Every quantifier below is possessive or short, so that reading takes time
-linear in the text, and nothing here raises on any text.
+Arithmetic is on integers and Fractions. Every quantifier below is possessive or short, so parsing takes time linear in
+the text, and no text raises.
 """
 
 import re
@@ -32,7 +32,7 @@ _DIGITS = r"(?>[1-9][0-9]{0,2}(?:(?:,(?:\\! ?)?|\{,\})[0-9]{3}(?![0-9]))++|[0-9]
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"
 _ARGUMENT = rf"(?:\{{ *+[-+]?{_DIGITS} *+\}}|[0-9])"
 _NUMBER = re.compile(
-    r"(?=[-+]?\\?[$£€¥₹]?[.\\0-9])"  # implied by what follows; passes over plain text ten times as fast
+    r"(?=[-+]?\\?[$£€¥₹]?[.\\0-9])"  # implied by the rest; skips plain text ten times as fast
     r"(?:(?<![^\W_])(?<!\))([-+])(?:\\?[$£€¥₹])?+)?+"  # [^\W_] is a letter or digit of any script
     rf"(?:\\[dtc]?frac *+({_ARGUMENT}) *+({_ARGUMENT})"
     rf"|(?<![0-9]/)({_DECIMAL})/({_DECIMAL})(?!/[0-9])"
@@ -47,18 +47,18 @@ Marker = Literal["last", "first"]
 
 
 class Number(NamedTuple):
-    """numerator / denominator * 10**exponent, not expanded: finding `1e9999` costs no more than finding `1`."""
+    """numerator / denominator * 10**exponent, not expanded: `1e9999` costs no more than `1`."""
 
     numerator: int
     denominator: int
     exponent: int
 
     def value(self) -> Fraction:
-        """The exact value. (It can have over 4,300 digits, which Python's `str` refuses to print.)"""
+        """Exact value; it can have over 4,300 digits, which `str` refuses to print."""
         return Fraction(self.numerator * 10 ** max(self.exponent, 0), self.denominator * 10 ** max(-self.exponent, 0))
 
     def is_near(self, gold: int | Fraction) -> bool:
-        """Whether |value - gold| <= TOLERANCE, expanding the exponent only where the magnitudes do not settle it."""
+        """True if |value - gold| <= TOLERANCE; expands the exponent only if the magnitudes do not settle it."""
         a, b, exponent = self
         p, q = gold.numerator, gold.denominator
         if exponent:
@@ -74,7 +74,7 @@ class Number(NamedTuple):
 
 
 def _read(match: re.Match[str]) -> Number | None:
-    """The number that a match of `_NUMBER` spells, or None for a zero denominator or too many digits."""
+    """Number spelled by a match of `_NUMBER`; None for a zero denominator or too many digits."""
     sign, numerator, denominator, over, under, decimal, exponent = match.groups("")
     above, below = numerator or over or decimal, denominator or under or "1"
     above_digits, below_digits = _digits(above), _digits(below)
@@ -93,7 +93,7 @@ def _digits(text: str) -> str:
 
 
 def find_numbers(text: str) -> Iterator[Number]:
-    """The numbers of the text from left to right, each spelling once."""
+    """Yield the numbers of the text from left to right, each spelling once."""
     seen = set()
     for match in _NUMBER.finditer(text.replace("\u2212", "-")):
         if match.group() not in seen:
@@ -104,14 +104,14 @@ def find_numbers(text: str) -> Iterator[Number]:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a text that is one number and nothing else (outer blanks aside), or None."""
+    """Return the value of a text that is one number and nothing else (outer blanks aside), or None."""
     match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
     number = _read(match) if match else None
     return number.value() if number else None
 
 
 def _marked_line(completion: str, marker: Marker) -> str | None:
-    """What follows the last (or first) `####` on its line; None without a marker."""
+    """Return the rest of the line after the last (or first) `####`; None without a marker."""
     if marker not in ("last", "first"):
         raise ValueError(f"marker must be 'last' or 'first', not {marker!r}")
     end = None
@@ -123,13 +123,13 @@ def _marked_line(completion: str, marker: Marker) -> str | None:
 
 
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
-    """The number that the completion gives as its answer, exact; None where it holds no number.
+    """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
-    It is the first number after the marker `####` on the marker's line, whatever stands before it there; without
-    a marker, or with no number on that line, the last number of the whole completion.
+    It is the first number after the marker `####` on the marker's line; without a marker, or with no number on that
+    line, the last number of the whole completion.
 
     Args:
-        marker: which `####` counts where there are several, "last" or "first". `#####` is none.
+        marker: which `####` counts if there are several, "last" or "first"; `#####` is no marker.
     """
     line = _marked_line(completion, marker)
     number = None if line is None else next(find_numbers(line), None)
@@ -142,7 +142,7 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
 
 
 def matches_format(completion: str, marker: Marker = "last") -> bool:
-    """Whether the marker `####` is followed, on its line, by one number and nothing else.
+    """True if the marker `####` is followed, on its line, by one number and nothing else.
 
     Blanks and tabs around the number and one `.` after it are allowed; units, currency, `%` or boxes are not.
     """
@@ -155,5 +155,5 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
 
 def contains_answer(completion: str, gold: int | Fraction) -> bool:
-    """Whether any number in the completion is within 1e-6 of gold: the paper's "true accuracy"."""
+    """True if any number in the completion is within 1e-6 of gold: the paper's "true accuracy"."""
     return any(number.is_near(gold) for number in find_numbers(completion))

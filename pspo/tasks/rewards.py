@@ -1,7 +1,6 @@
-"""Rewards: a completion and its problem in, a number out.
+"""Rewards: functions of completions and their problems.
 
-A reward of one's own is a subclass of `Reward` named in the configuration by its import path; it needs no
-registration:
+A reward of your own is a subclass of `Reward`, named in the configuration by its import path, without registration:
 
     @dataclass(frozen=True)
     class Brevity(Reward):
@@ -27,10 +26,10 @@ OnError = Literal["raise", "none"]
 
 
 class Reward:
-    """Base class of all rewards. Not a dataclass itself: jsonargparse then takes any subclass by `class_path`."""
+    """Base class of all rewards; not a dataclass, so that jsonargparse accepts any subclass by its import path."""
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
-        """One finite number per completion; completions[i] answers problems[i]."""
+        """Return one finite number per completion; completions[i] answers problems[i]."""
         raise NotImplementedError
 
 
@@ -42,10 +41,9 @@ def math_reward(
     format_bonus: float = 0.05,
     marker: Marker = "last",
 ) -> float:
-    """min(1, [|prediction - gold| <= tolerance] + format_bonus * [format matches]).
+    """Return min(1, [|prediction - gold| <= tolerance] + format_bonus * [format matches]); by default 0, 0.05 or 1.
 
-    By default one of 0, 0.05 and 1 (the paper, section on rewards). Prediction and format are those of
-    `extract_answer` and `matches_format`; the comparison is exact.
+    The paper's reward. Prediction and format are `extract_answer` and `matches_format`; the comparison is exact.
     """
     prediction = extract_answer(completion, marker)
     if prediction is not None and abs(prediction - gold) <= tolerance:
@@ -58,9 +56,9 @@ class MathReward(Reward):
     """`math_reward` against each problem's answer: 0, 0.05 or 1.
 
     Attributes:
-        tolerance: the largest |prediction - gold| that is correct; read as a decimal, so that 1e-6 is exactly that.
-        format_bonus: what a wrong or missing answer in the right format earns, in [0, 1].
-        marker: which `####` counts where a completion has several, "last" or "first".
+        tolerance: largest |prediction - gold| that is correct; taken as a decimal: 1e-6 is exactly that.
+        format_bonus: reward of a wrong answer in the right format, in [0, 1].
+        marker: which `####` counts if a completion has several, "last" or "first".
     """
 
     tolerance: float = 1e-6
@@ -76,20 +74,12 @@ class MathReward(Reward):
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = _exact_tolerance(self.tolerance)
-        return [
-            math_reward(
-                completion,
-                problem.answer,
-                tolerance=tolerance,
-                format_bonus=self.format_bonus,
-                marker=self.marker,
-            )
-            for completion, problem in zip(completions, problems, strict=True)
-        ]
+        how = {"tolerance": tolerance, "format_bonus": self.format_bonus, "marker": self.marker}
+        return [math_reward(text, problem.answer, **how) for text, problem in zip(completions, problems, strict=True)]
 
 
 def _exact_tolerance(tolerance: float) -> Fraction:
-    """The decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
+    """Return the decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
     try:
         value = Fraction(str(tolerance))
     except (ValueError, ZeroDivisionError):
@@ -101,7 +91,7 @@ def _exact_tolerance(tolerance: float) -> Fraction:
 
 @dataclass(frozen=True)
 class FormatReward(Reward):
-    """1 where the completion gives its answer in the format `#### <number>`, else 0."""
+    """1 if the completion gives its answer in the format `#### <number>`, else 0."""
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         return [float(matches_format(completion)) for completion in completions]
@@ -115,38 +105,27 @@ def total_rewards(
     timeout: float = 0.0,
     on_error: OnError = "raise",
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum of several rewards, and each one's own values.
+    """Compute the weighted sum of several rewards.
 
     Args:
-        weights: one finite number per function; None weighs each with 1.
-        timeout: seconds that each function may take, 0 for no limit.
-        on_error: "none": NaN stands for the values that a function did not give, and for their totals.
+        weights: one number per function; None for all 1.
+        timeout: seconds each function may take, 0 for no limit; TimeoutError beyond.
+        on_error: "raise", or "none": a completion for which a function fails gets NaN from it, and as its total.
 
     Returns:
-        (B,) totals, and by class name (`Name`, `Name_2`, ... where a class comes twice) (B,) unweighted values.
-
-    Raises:
-        ValueError: numbers of weights, completions or problems disagree, or (with on_error "raise") a function returns
-            anything but one finite number per completion. What a function itself raises comes through, TimeoutError
-            where it takes too long.
+        (B,) totals, and by class name (`Name`, `Name_2`, ... if a class comes twice) (B,) unweighted values.
     """
     weights = [1.0] * len(functions) if weights is None else weights
     if len(weights) != len(functions) or not functions:
         raise ValueError(f"{len(functions)} rewards but {len(weights)} weights: give at least one, and as many of each")
-    if not all(_is_finite_number(weight) for weight in weights):
-        raise ValueError(f"reward weights must be finite numbers, not {list(weights)!r}")
     if len(completions) != len(problems):
-        raise ValueError(
-            f"{len(completions)} completions but {len(problems)} problems: pass one problem per completion"
-        )
+        raise ValueError(f"{len(completions)} completions but {len(problems)} problems: pass one for each completion")
 
     by_name: dict[str, list[float]] = {}
-    for function in functions:
-        name = kind = type(function).__name__
-        copies = 1
-        while name in by_name:
-            copies += 1
-            name = f"{kind}_{copies}"
+    for i, function in enumerate(functions):
+        name = type(function).__name__
+        copies = sum(type(other).__name__ == name for other in functions[:i])
+        name = f"{name}_{copies + 1}" if copies else name
         by_name[name] = _values(function, name, completions, problems, timeout, on_error)
     totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     return totals, by_name
@@ -174,7 +153,7 @@ def _values(
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, name: str) -> Iterator[None]:
-    """TimeoutError after so many seconds, 0 for no limit. By SIGALRM, so in the main thread only."""
+    """Raise TimeoutError after so many seconds, 0 for no limit; by SIGALRM, so in the main thread only."""
     if seconds == 0:
         yield
         return
@@ -191,19 +170,5 @@ def _time_limit(seconds: float, name: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def without_unknown(rewards: Sequence[float], group_size: int) -> list[float]:
-    """NaN replaced by the mean of its group's other rewards, 0 if there are none: the group's mean stays what it is."""
-    filled = []
-    for start in range(0, len(rewards), group_size):
-        group = rewards[start : start + group_size]
-        known = [reward for reward in group if not math.isnan(reward)]
-        mean = min(max(sum(known) / len(known), min(known)), max(known)) if known else 0.0  # equal ones: to the bit
-        filled += [mean if math.isnan(reward) else reward for reward in group]
-    return filled
-
-
 def _is_finite_number(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # of an int or a Fraction beyond all floats
-        return False
+    return isinstance(value, Real) and math.isfinite(value)
