@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ import pspo.train
 import pspo.update
 from pspo.config import TrainConfig
 from pspo.model import ASSETS
-from pspo.run.checkpoint import Saver, checkpoints, describe
+from pspo.run.checkpoint import checkpoints, describe
 from pspo.run.cli import parse
 from pspo.run.resume import FREE, LONGER, ROUNDING, find_checkpoint
 from pspo.run.state import Run
@@ -68,19 +67,10 @@ def whole(tmp_path_factory) -> Path:
 
 
 def killed_at_step(step: int, *args: str) -> Callable[[], int]:
-    """A run in out/, killed when it is about to take this optimizer step, all that it began to save on the disk."""
+    """A run in out/, killed when it is about to take this optimizer step."""
 
     def action() -> int:
-        savers = []
-
-        def kill(learner, *_) -> None:
-            if learner.steps == step:
-                for saver in savers:
-                    saver.wait()
-                send(signal.SIGKILL)
-
-        before("save", lambda saver, *_: savers.append(saver), Saver)
-        before("optimizer_step", kill, pspo.update)
+        before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
         return train("out", *args)
 
     return action
@@ -135,7 +125,7 @@ def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
 @pytest.mark.parametrize("n", [45, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(5, 70, 8))])
 def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole, n):
     def action() -> int:
-        before("save", at_call(3, lambda: kill_at_file_event(n)), Saver)
+        before("save_checkpoint", at_call(3, lambda: kill_at_file_event(n)), Run)
         return train("out")
 
     assert forked(action) == -signal.SIGKILL
@@ -217,20 +207,20 @@ def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said)
     assert stamps(cut_off) == left
 
 
-@pytest.mark.parametrize(("megabytes", "written"), [(1, 4), (5, 6)])
-def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, megabytes, written):
-    """Full for the weights, or for the larger optimizer state: that is written in the background, and seen later."""
+@pytest.mark.parametrize("megabytes", [1, 5])
+def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, megabytes):
+    """Full for the weights, or for the larger optimizer state."""
 
     def fill() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes * 2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def action() -> int:
-        before("save", at_call(2, fill), Saver)
+        before("save_checkpoint", at_call(2, fill), Run)
         return train("out")
 
     assert forked(action) == 1
     steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == written
+    assert steps == [2, 4]
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert "cannot save out/checkpoints/step-000004: " in err.splitlines()[-1]
@@ -250,36 +240,13 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
     assert "cannot write into out: [Errno 28]" in err.splitlines()[-1]
 
 
-def test_a_save_is_finished_if_a_run_that_failed_is_told_to_stop(capfd):
-    """The save continues in the background when the next reward raises; the signal comes while it is waited for."""
-    failed = threading.Event()
-
-    def fail() -> None:
-        failed.set()
-        raise RuntimeError("a reward's")
-
-    def slowly(*_: object) -> None:
-        failed.wait()
-        time.sleep(0.5)
-        send(signal.SIGTERM)
-
-    def action() -> int:
-        before("_finish", slowly, Saver)
-        before("score", at_call(2, fail))
-        return train("out")
-
-    assert forked(action) == 1
-    assert "RuntimeError: a reward's" in capfd.readouterr().err
-    assert find_checkpoint(Path("out"), "auto").name == "step-000002"
-
-
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = {  # when, what, the exit code, the newest checkpoint
     "first validation": (Run, "validate", 1, [signal.SIGTERM], 75, "step-000000"),
     "rollout": (pspo.train, "generate", 1, [signal.SIGINT], 75, "step-000002"),
     "training": (pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002"),
-    "save": (Saver, "save", 1, [signal.SIGINT], 75, "step-000002"),
+    "save": (Run, "save_checkpoint", 1, [signal.SIGINT], 75, "step-000002"),
     "twice": (pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002"),
 }
 

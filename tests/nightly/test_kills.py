@@ -28,8 +28,7 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
         """Weights, steps and validation all tell the step."""
         run.learner.steps, run.progress.best = step, {"step": step}
         embedding.data[0, 0] = step
-        run.saver.save(step, "", run.progress)
-        run.saver.wait()
+        run.save_checkpoint()
         run.save_best()
 
     def killed(n: int) -> None:
