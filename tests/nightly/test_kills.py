@@ -20,8 +20,15 @@ pytestmark = pytest.mark.nightly
 
 def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_best(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    switches = ["--run.output_dir=out", "--run.keep=1", "--run.test_limit=0", "--data.limit=5"]
+    switches = [
+        "--run.output_dir=out",
+        "--run.keep=1",
+        "--run.test_limit=0",
+        "--run.validate_every=0",
+        "--data.limit=5",
+    ]
     run = prepare(*parse(TrainConfig, "", switches))
+    run.start()
     embedding = run.learner.policy.get_input_embeddings().weight
 
     def save(step: int) -> None:
