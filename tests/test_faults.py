@@ -15,7 +15,7 @@ import pspo.train
 from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.rollout import Rollout
+from pspo.rollout import Rollout, group_relative_advantages
 from pspo.run.checkpoint import RunFailed, checkpoints
 from pspo.run.cli import parse
 from pspo.run.prepare import prepare
@@ -39,11 +39,6 @@ class Broken(NoClip):
 class Length(Reward):
     def __call__(self, completions, problems):
         return [len(text) + row % 3 for row, text in enumerate(completions)]  # never all the same
-
-
-class Constant(Reward):
-    def __call__(self, completions, problems):
-        return [0.3] * len(completions)
 
 
 @dataclass(frozen=True)
@@ -166,8 +161,13 @@ def test_a_bad_reward_ends_the_run_or_counts_as_none(how):
     assert (second["grad_norm"] == 0) == (share == 1)
 
 
+def test_unknown_rewards_leave_the_others_mean_alone():
+    advantages = group_relative_advantages(torch.tensor([math.nan, 2, 2, 3, 6, 6, 0, 4]), 4)
+    assert advantages.tolist() == pytest.approx([0, -1 / 3, -1 / 3, 2 / 3, 2, 2, -4, 0])
+
+
 def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen():
-    assert train("--reward.functions=[test_faults.Constant]", "--algorithm.advantage_scale=group") == 0
+    assert train("--reward.weights=[0.0]", "--algorithm.advantage_scale=group") == 0
     for line in metrics():
         assert line["zero_advantage_share"] == 1
         assert line["reward_std"] == line["grad_norm"] == 0
