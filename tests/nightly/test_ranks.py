@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import test_distributed
 import torch
-from processes import assert_same, before, ranks
+from processes import assert_same, at_call, before, kill_at_file_event, ranks
 from test_distributed import SMALL, make_config, step, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig
 from pspo.losses import SAPO
+from pspo.run.state import Run
 
 pytestmark = pytest.mark.nightly
 REPOSITORY = Path(__file__).parents[2]
@@ -80,6 +81,20 @@ def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whol
     assert list((output / "checkpoints").iterdir()) == []
     assert train(output, "fsdp2") == [0, 0]
     assert_same(whole, output)
+
+
+@pytest.mark.parametrize(("rank", "n"), [(0, 3), (0, 40), (1, 3)])
+def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactly(whole, tmp_path, rank, n):
+    """At its n-th file event: while the shards are written, or after."""
+
+    def fault() -> None:
+        if os.environ["RANK"] == str(rank):
+            before("save_checkpoint", at_call(2, lambda: kill_at_file_event(n)), Run)
+
+    codes = train(tmp_path / "run", "fsdp2", fault=fault)
+    assert codes[rank] == -signal.SIGKILL
+    assert train(tmp_path / "run", "fsdp2") == [0, 0]
+    assert_same(whole, tmp_path / "run")
 
 
 def test_two_launchers_are_one_job(whole, tmp_path):
