@@ -4,9 +4,8 @@ Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`
 ``A`` the advantage, and every surrogate returns a loss *to be minimised*, of shape (B, T), unreduced, 0 where
 masked. Means over tokens live in `pspo.losses.aggregate`, never here.
 
-One numerical rule, in one place (`log_ratio`): under the mask the log-ratio is set to 0 before ``exp``, and
-elsewhere it is clamped to +-20, so that no finite input gives inf or NaN in the loss or its gradient.
-Arithmetic is float32 or wider: bfloat16 in gives float32 out, float64 in gives float64 out.
+`log_ratio` holds the one numerical rule: 0 under the mask and clamped to +-20 elsewhere, so that no finite input gives
+inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out.
 """
 
 import math

@@ -1,13 +1,6 @@
 """Rewards: functions of completions and their problems.
 
-A reward of your own is a subclass of `Reward`, named in the configuration by its import path, without registration:
-
-    @dataclass(frozen=True)
-    class Brevity(Reward):
-        max_characters: int = 500
-
-        def __call__(self, completions, problems):
-            return [float(len(completion) <= self.max_characters) for completion in completions]
+A reward of your own is a subclass of `Reward`, named by its import path: --reward.functions '[my_reward.Brevity]'.
 """
 
 import contextlib
@@ -119,10 +112,9 @@ def total_rewards(
         raise ValueError(f"{len(completions)} completions but {len(problems)} problems: pass one for each completion")
 
     by_name: dict[str, list[float]] = {}
-    for i, function in enumerate(functions):
-        name = type(function).__name__
-        copies = sum(type(other).__name__ == name for other in functions[:i])
-        name = f"{name}_{copies + 1}" if copies else name
+    names = [type(function).__name__ for function in functions]
+    for i, (name, function) in enumerate(zip(names, functions, strict=True)):
+        name = f"{name}_{names[:i].count(name) + 1}" if name in by_name else name
         by_name[name] = _values(function, name, completions, problems, timeout, on_error)
     totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     return totals, by_name
