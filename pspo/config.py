@@ -5,8 +5,8 @@ the switches. A value out of range raises ValueError naming its switch, before a
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from pspo.distributed import Strategy
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
@@ -29,18 +29,25 @@ def require(ok: bool, switch: str, rule: str, value: object) -> None:
 RANGES = {
     "above 0": lambda x: 0 < x < math.inf,
     "at least 0": lambda x: 0 <= x < math.inf,
+    "at least 2": lambda x: 2 <= x < math.inf,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in [0, 2^32)": lambda x: 0 <= x < 2**32,
 }
 
 
-def require_ranges(config: object, section: str, names: dict[str, str]) -> None:
-    """Check fields against `RANGES`, {range: "field field"}; a field that is None is not set."""
-    for rule, fields_of_rule in names.items():
-        for name in fields_of_rule.split():
-            value = getattr(config, name)
-            require(value is None or RANGES[rule](value), f"{section}.{name}", f"must be {rule}", value)
+def number(default: float | None, interval: str) -> Any:
+    """Field with a number in one of `RANGES`, or None for not set."""
+    return field(default=default, metadata={"range": interval})
+
+
+def check_ranges(config: object) -> None:
+    """Check every `number` of every section."""
+    for section in fields(config):
+        for part in fields(values := getattr(config, section.name)):
+            interval, value = part.metadata.get("range"), getattr(values, part.name)
+            ok = None in (interval, value) or RANGES[interval](value)
+            require(ok, f"{section.name}.{part.name}", f"must be {interval}", value)
 
 
 @dataclass(frozen=True)
@@ -85,17 +92,14 @@ class DataConfig:
 
     name: str = "arithmetic"
     path: str | None = None
-    limit: int | None = None
+    limit: int | None = number(None, "above 0")
     seed: int = 0
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     fractions: bool = True
-    holdout: float = 0.0
+    holdout: float = number(0.0, "in [0, 1)")
     system_prompt: str = SYSTEM_PROMPT
-    max_prompt_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        require_ranges(self, "data", {"above 0": "limit max_prompt_tokens", "in [0, 1)": "holdout"})
+    max_prompt_tokens: int = number(512, "above 0")
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,7 @@ class RewardConfig:
         require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
         fits = self.weights is None or len(self.weights) == len(self.functions)
         require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
-        own = all(type(function).__call__ is not Reward.__call__ for function in self.functions)
-        require(own, "reward.functions", "must be subclasses of Reward that say what is rewarded", self.functions)
-        finite = all(map(math.isfinite, self.weights or []))
-        require(finite, "reward.weights", "must be finite", self.weights)
+        require(all(map(math.isfinite, self.weights or [])), "reward.weights", "must be finite", self.weights)
         require(0 <= self.timeout < 2**31, "reward.timeout", "must be at least 0 and below 2^31", self.timeout)
 
 
@@ -131,7 +132,7 @@ class RolloutConfig:
 
     Args:
         prompts: prompts per rollout
-        group_size: completions per prompt
+        group_size: completions per prompt; a group of 1 would always have advantage 0
         max_completion_tokens: maximum length of a completion
         min_completion_tokens: minimum length of a completion; stop tokens are masked until then
         temperature: sampling temperature, also applied to every log-prob
@@ -142,22 +143,18 @@ class RolloutConfig:
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
     """
 
-    prompts: int = 32
-    group_size: int = 4
-    max_completion_tokens: int = 128
+    prompts: int = number(32, "above 0")
+    group_size: int = number(4, "at least 2")
+    max_completion_tokens: int = number(128, "above 0")
     min_completion_tokens: int = 0
-    temperature: float = 0.6
-    top_p: float = 0.85
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    max_rows: int = 256
+    temperature: float = number(0.6, "above 0")
+    top_p: float = number(0.85, "in (0, 1]")
+    top_k: int = number(0, "at least 0")
+    repetition_penalty: float = number(1.0, "above 0")
+    max_rows: int = number(256, "above 0")
     decoder: Decoder = "pspo"
 
     def __post_init__(self) -> None:
-        above_0 = "prompts max_completion_tokens temperature repetition_penalty max_rows"
-        require_ranges(self, "rollout", {"above 0": above_0, "at least 0": "top_k", "in (0, 1]": "top_p"})
-        rule = "must be at least 2: a group of 1 has advantage 0 always"
-        require(self.group_size >= 2, "rollout.group_size", rule, self.group_size)
         fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
         rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
@@ -179,18 +176,13 @@ class AlgorithmConfig:
     """
 
     surrogate: Surrogate = field(default_factory=PSPO)
-    epochs: int = 2
-    minibatches: int = 1
+    epochs: int = number(2, "above 0")
+    minibatches: int = number(1, "above 0")
     aggregation: Aggregation = "dapo"
     advantage_scale: AdvantageScale = "none"
-    beta: float = 0.0
+    beta: float = number(0.0, "at least 0")
     kl_estimator: KLEstimator = "k3"
     mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        own = type(self.surrogate).__call__ is not Surrogate.__call__
-        require(own, "algorithm.surrogate", "must be a subclass of Surrogate that defines __call__", self.surrogate)
-        require_ranges(self, "algorithm", {"above 0": "epochs minibatches", "at least 0": "beta"})
 
 
 @dataclass(frozen=True)
@@ -213,22 +205,17 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-5
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
+    lr: float = number(3e-5, "above 0")
+    beta1: float = number(0.9, "in [0, 1)")
+    beta2: float = number(0.999, "in [0, 1)")
+    eps: float = number(1e-8, "at least 0")
+    weight_decay: float = number(0.0, "at least 0")
+    warmup_steps: int = number(0, "at least 0")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: float = 1.0
-    microbatch_tokens: int = 4096
+    max_grad_norm: float = number(1.0, "at least 0")
+    microbatch_tokens: int = number(4096, "above 0")
     halve_on_oom: bool = True
-    max_skipped: int = 10
-
-    def __post_init__(self) -> None:
-        at_least_0 = "eps weight_decay warmup_steps max_grad_norm"
-        rules = {"above 0": "lr microbatch_tokens max_skipped", "at least 0": at_least_0, "in [0, 1)": "beta1 beta2"}
-        require_ranges(self, "optimizer", rules)
+    max_skipped: int = number(10, "above 0")
 
 
 @dataclass(frozen=True)
@@ -252,21 +239,16 @@ class RunConfig:
 
     output_dir: str | None = None
     resume: str = "auto"
-    seed: int = 0
-    max_steps: int = 100
-    max_tokens: int | None = None
-    validate_every: int = 20
-    validation_limit: int = 128
-    test_limit: int = 500
-    save_every: int = 50
-    keep: int = 2
-    samples: int = 2
+    seed: int = number(0, "in [0, 2^32)")
+    max_steps: int = number(100, "above 0")
+    max_tokens: int | None = number(None, "above 0")
+    validate_every: int = number(20, "at least 0")
+    validation_limit: int = number(128, "above 0")
+    test_limit: int = number(500, "at least 0")
+    save_every: int = number(50, "at least 0")
+    keep: int = number(2, "above 0")
+    samples: int = number(2, "at least 0")
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-
-    def __post_init__(self) -> None:
-        at_least_0 = "validate_every test_limit save_every samples"
-        above_0 = "max_steps max_tokens validation_limit keep"
-        require_ranges(self, "run", {"above 0": above_0, "at least 0": at_least_0, "in [0, 2^32)": "seed"})
 
 
 @dataclass(frozen=True)
@@ -288,9 +270,9 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         require(0 < self.timeout < 2**31, "distributed.timeout", "must be above 0 and below 2^31", self.timeout)
         for name, default in (("rollout", "gathered"), ("gather", "microbatch")):
-            value = getattr(self, name)
-            fits = value == default or self.strategy == "fsdp2"
-            require(fits, f"distributed.{name}", f"must be {default} unless distributed.strategy is fsdp2", value)
+            fits = self.strategy == "fsdp2" or getattr(self, name) == default
+            rule = f"must be {default} unless distributed.strategy is fsdp2"
+            require(fits, f"distributed.{name}", rule, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -307,6 +289,7 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
         require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
@@ -318,10 +301,9 @@ class TrainConfig:
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""
         prompts, parts = self.rollout.prompts, self.algorithm.minibatches * ranks
+        rule = f"must be a multiple of algorithm.minibatches x ranks ({parts})"
         if ranks > 1 and prompts % parts:
-            raise ValueError(
-                f"--rollout.prompts {prompts} must be a multiple of algorithm.minibatches x ranks ({parts})"
-            )
+            raise ValueError(f"--rollout.prompts {prompts} {rule}")
 
 
 @dataclass(frozen=True)
@@ -339,17 +321,16 @@ class EvalConfig:
 
     split: Literal["train", "validation", "test"] = "test"
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    samples: int = 1
-    top_p: float = 1.0
-    max_completion_tokens: int = 128
-    max_tokens: int = 65_536
+    samples: int = number(1, "above 0")
+    top_p: float = number(1.0, "in (0, 1]")
+    max_completion_tokens: int = number(128, "above 0")
+    max_tokens: int = number(65_536, "above 0")
 
     def __post_init__(self) -> None:
-        ok = len(self.temperatures) > 0 and all(0 <= temperature < math.inf for temperature in self.temperatures)
+        ok = self.temperatures and all(0 <= temperature < math.inf for temperature in self.temperatures)
         require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
-        require_ranges(self, "eval", {"above 0": "samples max_completion_tokens max_tokens", "in (0, 1]": "top_p"})
 
 
 @dataclass(frozen=True)
@@ -362,10 +343,7 @@ class EvalRunConfig:
     """
 
     output_dir: str = "evaluation"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_ranges(self, "run", {"in [0, 2^32)": "seed"})
+    seed: int = number(0, "in [0, 2^32)")
 
 
 @dataclass(frozen=True)
@@ -377,3 +355,6 @@ class EvaluateConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = EvalRunConfig()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)

@@ -143,7 +143,7 @@ def count_problems() -> dict[int, int]:
                 longer = Counter()
                 for value, n_chains in chains.items():
                     for n in arithmetic._operands(op, value):
-                        longer[arithmetic._apply(op, value, n)] += n_chains
+                        longer[arithmetic.APPLY[op](value, n)] += n_chains
                 chains = longer
             # 3 of 5 events name no friend. The one who is compared with is one of 11, or of 10 beside the friend.
             compared = last in ("+", "-", "*")

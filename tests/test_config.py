@@ -163,7 +163,7 @@ class Brevity(Reward):
     def __call__(self, completions, problems):
         return [float(len(completion) <= self.max_characters) for completion in completions]
 
-class Refuses(Reward):
+class Refuses(Brevity):
     def __init__(self):
         raise ValueError("needs a moon")
 '''
@@ -268,13 +268,13 @@ def test_a_bad_value_is_refused_by_name(case, refusal, yaml_file):
         (["--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=4"], ["PSPO", "alpha"]),
         (["--algorithm.surrogate={own}.Nope"], ["algorithm.surrogate", "Nope"]),
         (["--algorithm.surrogate={own}.Brevity"], ["algorithm.surrogate", "Brevity", "Surrogate"]),
-        (["--algorithm.surrogate=Surrogate"], ["algorithm.surrogate", "__call__"]),
+        (["--algorithm.surrogate=Surrogate"], ["algorithm.surrogate", "abstract"]),
         (["--algorithm.surrogate=no_such_module.MyLoss"], ["algorithm.surrogate", "no_such_module"]),
         (["--algorithm.surrogate={own}_imports.MyLoss"], ["algorithm.surrogate", "no_such_package"]),
         (["--algorithm.surrogate={own}_syntax.MyLoss"], ["algorithm.surrogate", "{own}_syntax.py"]),
         (["--algorithm.surrogate={own}.MyLoss", "--algorithm.surrogate.alpha=1"], ["algorithm.surrogate", "alpha"]),
         (["--reward.functions=[{own}.Refuses]"], ["reward.functions", "needs a moon"]),
-        (["--reward.functions=[Reward]"], ["reward.functions"]),
+        (["--reward.functions=[Reward]"], ["reward.functions", "abstract"]),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(own, refusal, args, named):

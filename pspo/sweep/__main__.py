@@ -28,8 +28,6 @@ from pspo.sweep.workers import Workers
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    flags = ("--dry_run", "--retry_failed")  # jsonargparse wants a value after them
-    args = [f"{arg}=true" if arg in flags else arg for arg in (sys.argv[1:] if args is None else args)]
     sweep, _ = parse(SweepConfig, "pspo.sweep", args)
     with user_errors("pspo.sweep"):
         plan = make_plan(sweep)

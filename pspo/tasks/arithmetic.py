@@ -15,8 +15,7 @@ There are 4.4 million such problems of one step, 705 million of two and 77.7 bil
 its text decides a problem's split: train, validation and test share none, for any seeds.
 """
 
-from __future__ import annotations
-
+import operator
 import random
 import zlib
 from collections.abc import Iterator
@@ -46,6 +45,7 @@ COMPARE = {  # the last event, if it is about somebody else: operation -> senten
     "/": "{name} shares the {things} equally among {n} friends. How many {things} does each friend get?",
 }
 WORDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 def problems(split: str, seed: int = 0) -> Iterator[Problem]:
@@ -70,17 +70,8 @@ def split_of(prompt: str) -> str:
 
 def _operands(op: str, value: int) -> list[int]:
     """Return all n, at least 2, for which `value op n` is a whole number from 1 to MAX_NUMBER."""
-    if op == "+":
-        return list(range(2, MAX_NUMBER - value + 1))
-    if op == "-":
-        return list(range(2, value))
-    if op == "*":
-        return list(range(2, min(10, MAX_NUMBER // value) + 1))
-    return [n for n in range(2, value) if value % n == 0]
-
-
-def _apply(op: str, a: int, b: int) -> int:
-    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[op]
+    largest = {"+": MAX_NUMBER - value, "-": value - 1, "*": min(10, MAX_NUMBER // value), "/": value - 1}[op]
+    return [n for n in range(2, largest + 1) if op != "/" or value % n == 0]
 
 
 def _draw(rng: random.Random) -> Problem:
@@ -94,11 +85,10 @@ def _draw(rng: random.Random) -> Problem:
     value = first = rng.randint(2, 10 if boxed else MAX_NUMBER)
     numbers, lines = [], []
     for op in ops:
-        choices = _operands(op, value)
-        if not choices:
+        if not (choices := _operands(op, value)):
             return _draw(rng)
         numbers.append(rng.choice(choices))
-        result = _apply(op, value, numbers[-1])
+        result = APPLY[op](value, numbers[-1])
         lines.append(f"{value} {op} {numbers[-1]} = {result}")
         value = result
 

@@ -152,35 +152,32 @@ def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | No
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"{path} does not exist; check --data.path")
-    if (path / name).is_dir():
-        return path / name
-    if mixture:
+    if mixture and not (path / name).is_dir():
         raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
-    return path
+    return path / name if (path / name).is_dir() else path
 
 
 def _split(source: Source, split: str, path: Path | None, seed: int, holdout: float) -> list[Draft]:
     """Read one split; divide a single split by `holdout`, and train into train and validation, as needed."""
     if path is None:
-        published = {ours: partial(_hub_rows, source, theirs) for ours, theirs in source.hub_splits.items()}
+        load = {ours: partial(_hub_rows, source, theirs) for ours, theirs in source.hub_splits.items()}
     else:
-        published = {ours: partial(file_rows, files) for ours, files in _files_by_split(path, source.skip).items()}
-    load = {name: lambda rows=rows: [source.read(row) for row in rows()] for name, rows in published.items()}
-    if len(load) == 1 and holdout > 0:
-        sides: dict[str, list[Draft]] = {"train": [], "test": []}
-        for draft in load.popitem()[1]():
-            sides["test" if _is_held_out(draft[0], seed, holdout) else "train"].append(draft)
-        load = {name: partial(list, side) for name, side in sides.items()}
-
-    if split in load and split != "train":
-        return load[split]()
-    if split == "test" or "train" not in load:
+        load = {ours: partial(file_rows, files) for ours, files in _files_by_split(path, source.skip).items()}
+    divide = len(load) == 1 and holdout > 0
+    if divide:
+        load = dict.fromkeys(("train", "test"), *load.values())
+    published = "train" if split == "validation" and split not in load else split
+    if published not in load:
         raise ValueError(
             f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(load))}; name a file "
             f"{split}.jsonl, or divide a single split with --data.holdout 0.3"
             + ("; --run.test_limit 0 trains without a test" if split == "test" else "")
         )
-    drafts = load["train"]()
+    drafts = [source.read(row) for row in load[published]()]
+    if divide:
+        drafts = [draft for draft in drafts if _is_held_out(draft[0], seed, holdout) == (split == "test")]
+    if published != "train":
+        return drafts
     random.Random(seed).shuffle(drafts)
     if "validation" in load:
         return drafts
@@ -240,14 +237,15 @@ def boxed(solution: str) -> list[str]:
 def _hub_rows(source: Source, hub_split: str) -> list[Row]:
     import datasets  # slow to import
 
-    rows = []
-    for config in source.configs:
-        try:
-            table = datasets.load_dataset(source.hub_id, config, split=hub_split)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(f"cannot load {source.hub_id} from the hub ({error!r}); or set --data.path") from error
-        rows += [Row(f"{source.hub_id} {config} {hub_split} record {n}", record) for n, record in enumerate(table, 1)]
-    return rows
+    try:
+        tables = {config: datasets.load_dataset(source.hub_id, config, split=hub_split) for config in source.configs}
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"cannot load {source.hub_id} from the hub ({error!r}); or set --data.path") from error
+    return [
+        Row(f"{source.hub_id} {config} {hub_split} record {n}", record)
+        for config, table in tables.items()
+        for n, record in enumerate(table, 1)
+    ]
 
 
 def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
@@ -261,7 +259,7 @@ def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
             found.setdefault(_split_of(inside), []).append(file)
     if not found:
         raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
-    unnamed = found.pop(None, None)
+    unnamed = found.pop(None, [])
     found = found or {"test": unnamed}
     for split, files in found.items():
         if len({file.suffix for file in files}) > 1:

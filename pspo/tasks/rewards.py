@@ -1,36 +1,30 @@
 """Rewards: functions of completions and their problems.
 
-A reward of your own is a subclass of `Reward`, named in the configuration by its import path, without registration:
-
-    @dataclass(frozen=True)
-    class Brevity(Reward):
-        max_characters: int = 500
-
-        def __call__(self, completions, problems):
-            return [float(len(completion) <= self.max_characters) for completion in completions]
+A reward of your own is a subclass of `Reward`, named by its import path: --reward.functions '[my_reward.Brevity]'.
 """
 
 import contextlib
 import math
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 from typing import Literal
 
-from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
+from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
 from pspo.tasks.problem import Problem
 
 OnError = Literal["raise", "none"]
 
 
-class Reward:
+class Reward(ABC):
     """Base class of all rewards; not a dataclass, so that jsonargparse accepts any subclass by its import path."""
 
+    @abstractmethod
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         """Return one finite number per completion; completions[i] answers problems[i]."""
-        raise NotImplementedError
 
 
 def math_reward(
@@ -66,25 +60,21 @@ class MathReward(Reward):
     marker: Marker = "last"
 
     def __post_init__(self) -> None:
-        _exact_tolerance(self.tolerance)
+        _exact(self.tolerance)
         if not 0 <= self.format_bonus <= 1:
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
         if self.marker not in ("last", "first"):
             raise ValueError(f"marker must be 'last' or 'first', not {self.marker!r}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
-        tolerance = _exact_tolerance(self.tolerance)
-        how = {"tolerance": tolerance, "format_bonus": self.format_bonus, "marker": self.marker}
+        how = {"tolerance": _exact(self.tolerance), "format_bonus": self.format_bonus, "marker": self.marker}
         return [math_reward(text, problem.answer, **how) for text, problem in zip(completions, problems, strict=True)]
 
 
-def _exact_tolerance(tolerance: float) -> Fraction:
+def _exact(tolerance: float) -> Fraction:
     """Return the decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
-    try:
-        value = Fraction(str(tolerance))
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if value < 0:
+    value = parse_number(str(tolerance))
+    if value is None or value < 0:
         raise ValueError(f"tolerance must be a number of at least 0 such as 1e-6, not {tolerance!r}")
     return value
 
@@ -122,10 +112,9 @@ def total_rewards(
         raise ValueError(f"{len(completions)} completions but {len(problems)} problems: pass one for each completion")
 
     by_name: dict[str, list[float]] = {}
-    for i, function in enumerate(functions):
-        name = type(function).__name__
-        copies = sum(type(other).__name__ == name for other in functions[:i])
-        name = f"{name}_{copies + 1}" if copies else name
+    names = [type(function).__name__ for function in functions]
+    for i, (name, function) in enumerate(zip(names, functions, strict=True)):
+        name = f"{name}_{names[:i].count(name) + 1}" if name in by_name else name
         by_name[name] = _values(function, name, completions, problems, timeout, on_error)
     totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     return totals, by_name
@@ -135,7 +124,7 @@ def _values(
     function: Reward, name: str, completions: list[str], problems: list[Problem], timeout: float, on_error: OnError
 ) -> list[float]:
     try:
-        with _time_limit(timeout, name):
+        with _time_limit(timeout, name) if timeout else contextlib.nullcontext():
             values = function(completions, problems)
         if not hasattr(values, "__len__"):
             raise ValueError(f"reward {name} returned {values!r}; it must return a list of numbers")
@@ -145,18 +134,16 @@ def _values(
         if on_error == "raise":
             raise
         return [math.nan] * len(completions)
-    for row, value in enumerate(values):
-        if not _is_finite_number(value) and on_error == "raise":
-            raise ValueError(f"reward {name} returned {value!r} for completion {row}; it must be a finite number")
-    return [float(value) if _is_finite_number(value) else math.nan for value in values]
+    finite = [isinstance(value, Real) and math.isfinite(value) for value in values]
+    if on_error == "raise" and not all(finite):
+        row = finite.index(False)
+        raise ValueError(f"reward {name} returned {values[row]!r} for completion {row}; it must be a finite number")
+    return [float(value) if ok else math.nan for value, ok in zip(values, finite, strict=True)]
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, name: str) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds, 0 for no limit; by SIGALRM, so in the main thread only."""
-    if seconds == 0:
-        yield
-        return
+    """Raise TimeoutError after so many seconds; by SIGALRM, so in the main thread only."""
 
     def too_late(*_: object) -> None:
         raise TimeoutError(f"reward {name} took longer than --reward.timeout {seconds:g} seconds")
@@ -168,7 +155,3 @@ def _time_limit(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
