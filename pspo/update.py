@@ -65,10 +65,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
-    if dist.is_sharded(learner.policy):  # then every rank must run the same number of passes
-        minibatches = [
-            Minibatch(c, dist.pad_to_longest(batches, batches[0].masked_row())) for c, batches in minibatches
-        ]
     retry = partial(retry_in_halves, learner=learner, minibatches=minibatches, config=config)
 
     retry(partial(add_fixed_logprobs, learner, minibatches, config))
@@ -76,36 +72,16 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     for minibatch in minibatches * config.algorithm.epochs:
         if learner.steps == config.run.max_steps:
             break
-        gradient = retry(partial(accumulate, learner, minibatch, config))
-        loss, kl_reference, tokens = sum_over_ranks(learner.policy, *gradient)
+        loss, kl_reference, tokens = retry(partial(accumulate, learner, minibatch, config))
+        dist.sum_gradients(learner.policy)
+        loss, kl_reference = dist.sum_over_ranks(torch.stack([loss, kl_reference]))
+        tokens = dist.concat_over_ranks(tokens, dim=1)
         steps.append(optimizer_step(learner, loss, tokens, config))
         if learner.reference is not None:
             steps[-1]["kl_reference"] = kl_reference.item()
         steps[-1] |= diagnose(*tokens, mask=tokens[2] != 0)  # the same tokens for every method
     learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
     return steps
-
-
-def sum_over_ranks(
-    policy: PreTrainedModel, loss: Tensor, kl_reference: Tensor, tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum gradients, loss and KL over the ranks, and concatenate their tokens (4, N)."""
-    dist.sum_gradients(policy)
-    loss, kl_reference = dist.sum_over_ranks(torch.stack([loss, kl_reference]))
-    return loss, kl_reference, dist.concat_over_ranks(tokens, dim=1)
-
-
-def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: TrainConfig) -> dict[str, float]:
-    """Clip the gradient and step; a step whose loss, log-probs or gradient are not finite is skipped."""
-    max_norm = config.optimizer.max_grad_norm or math.inf
-    grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
-    lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + tokens[0].sum()))
-    if finite:
-        learner.optimizer.step()
-    learner.scheduler.step()
-    learner.optimizer.zero_grad()
-    learner.steps += 1
-    return {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)}
 
 
 def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,6 +152,19 @@ def per_token_loss(
     return losses
 
 
+def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: TrainConfig) -> dict[str, float]:
+    """Clip the gradient and step; a step whose loss, log-probs or gradient are not finite is skipped."""
+    max_norm = config.optimizer.max_grad_norm or math.inf
+    grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
+    lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + tokens[0].sum()))
+    if finite:
+        learner.optimizer.step()
+    learner.scheduler.step()
+    learner.optimizer.zero_grad()
+    learner.steps += 1
+    return {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)}
+
+
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
     """Compute what needs a pass before any step: the reference's log-probs, and old ones of later minibatches."""
     with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
@@ -198,6 +187,7 @@ def split_minibatches(
     --optimizer.microbatch_tokens.
     """
     algorithm, group_size = config.algorithm, config.rollout.group_size
+    sharded = config.distributed.strategy == "fsdp2"
     limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
     moving = rollout.completion_mask.any(dim=1)  # (B,)
     if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
@@ -207,7 +197,7 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        alone = config.model.gradient_checkpointing or config.distributed.strategy == "fsdp2"
+        alone = config.model.gradient_checkpointing or sharded
         prompts = rows if alone else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
@@ -219,8 +209,7 @@ def split_minibatches(
         counts = Counts(*sizes, config.rollout.max_completion_tokens)
         kept = [[row for row in group if moving[row]] for group in groups]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        if not kept:  # a row whose gradient is 0: without any gradient AdamW's momentum would stop, too
-            kept = [[groups[0][0]]]
+        kept = kept or [[groups[0][0]]]  # a row whose gradient is 0: without any, AdamW's momentum would stop, too
         microbatches: list[list[int]] = [[]]
         for rows in kept:
             for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
@@ -228,7 +217,10 @@ def split_minibatches(
                     microbatches.append([])
                 microbatches[-1] += part
         indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
-        minibatches.append(Minibatch(counts, [Batch(rollout, advantages).rows(rows) for rows in indices]))
+        batches = [Batch(rollout, advantages).rows(rows) for rows in indices]
+        if sharded:  # every rank must run the same number of passes
+            batches = dist.pad_to_longest(batches, batches[0].masked_row())
+        minibatches.append(Minibatch(counts, batches))
     return minibatches
 
 
@@ -253,8 +245,5 @@ def retry_in_halves(work: Callable[[], T], learner: Learner, minibatches: list[M
             minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
         if learner.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-        tqdm.write(
-            f"out of memory: the step is repeated, with microbatches of at most {learner.microbatch_limit:,} tokens "
-            "from here on (--optimizer.microbatch_tokens)",
-            file=sys.stderr,
-        )
+        limit = f"{learner.microbatch_limit:,} tokens from here on (--optimizer.microbatch_tokens)"
+        tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {limit}", file=sys.stderr)

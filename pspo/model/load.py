@@ -13,7 +13,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -55,15 +54,12 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    for lacking, fix in (
-        (
-            not tokenizer("0")["input_ids"],
-            "no tokenizer: add its files to the folder",
-        ),  # transformers makes an empty one
-        (not tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
-        (tokenizer.eos_token_id is None, "no eos token to end completions with: use another model"),
+    for there, fix in (
+        (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
+        (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
+        (tokenizer.eos_token_id is not None, "no eos token to end completions with: use another model"),
     ):
-        if lacking:
+        if not there:
             raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
@@ -127,7 +123,7 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
                 trust_remote_code=config.trust_remote_code,
             )
         if (files[0].parent / "generation_config.json").exists():
-            policy.generation_config = GenerationConfig.from_pretrained(files[0].parent)
+            policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
     policy = _ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     if missing := dist.fill(policy, files, device):
@@ -196,9 +192,8 @@ def check_head(policy: PreTrainedModel) -> None:
     """Raise ValueError if the logits are made in a way that `token_logprobs` does not know."""
     ids = torch.arange(4, device=policy.device)[None]
     hidden = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    if not torch.allclose(
-        head_logits(policy, hidden), policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3
-    ):
+    logits = policy(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(head_logits(policy, hidden), logits, rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"{type(policy).__name__} does more to its logits than its output embedding and softcapping; "
             "pspo.model.logprobs.head_logits must learn it before this architecture can be trained"

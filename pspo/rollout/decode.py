@@ -5,7 +5,8 @@ values go into buffers allocated once, the nucleus is sampled without sorting th
 the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,10 +35,7 @@ class BufferedLayer(DynamicLayer):
         self.buffers = []
         for states in (self.keys, self.values):
             rows, heads, length, dim = states.shape
-            make = (
-                states.new_empty if self.at is None else states.new_zeros
-            )  # hidden values must be finite: 0 x NaN is NaN
-            buffer = make(rows * repeats, heads, length + self.room, dim)
+            buffer = states.new_zeros(rows * repeats, heads, length + self.room, dim)  # finite: 0 x NaN is NaN
             buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
             self.buffers.append(buffer)
         self._view(length if self.at is None else length + self.room)
@@ -49,13 +47,12 @@ class BufferedLayer(DynamicLayer):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.get_seq_length() == 0:  # the prefill
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.at is not None:
-            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-                buffer.index_copy_(2, self.at, states)
-            return self.keys, self.values
         start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = states
+            if self.at is None:
+                buffer[:, :, start:end] = states
+            else:
+                buffer.index_copy_(2, self.at, states)
         self._view(end)
         return self.keys, self.values
 
@@ -145,15 +142,13 @@ def decode(
     cache = DynamicCache(config=model.config)
     cache.layers = [BufferedLayer(limit, at) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
 
+    def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """The next token's logits, (b, V)."""
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    logits = forward(input_ids, attention_mask, positions)  # the prefill
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (b, V): b rows are live
     rows = pad(input_ids, (0, limit), value=generation_config.pad_token_id)
@@ -166,7 +161,7 @@ def decode(
     stops = torch.tensor(stop_ids, device=rows.device)
     live = torch.arange(len(rows), device=rows.device)  # (b,), indices of the live rows
     ended = torch.zeros_like(live, dtype=torch.bool)
-    step = _FixedStep(model, cache, attended, positions, at) if graphs else None
+    step = _FixedStep(forward, attended, positions, at) if graphs else None
     check_every = GPU_CHECK_EVERY if rows.is_cuda else 1
     for end in range(prompt_length, prompt_length + limit):
         logits = logits.float()
@@ -185,20 +180,13 @@ def decode(
             if step is None and 4 * ended.sum() >= len(ended):  # then fewer rows are worth copying the cache
                 stay = (~ended).nonzero().squeeze(1)
                 cache.batch_select_indices(stay)
-                attended, positions, tokens, live, ended = (
-                    part[stay] for part in (attended, positions, tokens, live, ended)
-                )
+                state = (attended, positions, tokens, live, ended)
+                attended, positions, tokens, live, ended = (part[stay] for part in state)
         if step is not None:
             logits = step(tokens)
-            continue
-        positions = positions + 1
-        logits = model(
-            input_ids=tokens[:, None],
-            attention_mask=attended[..., : end + 1],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
+        else:
+            positions = positions + 1
+            logits = forward(tokens[:, None], attended[..., : end + 1], positions)
     return rows[:, prompt_length : end + 1], None if logprobs is None else logprobs[:, : end + 1 - prompt_length]
 
 
@@ -208,18 +196,17 @@ class _FixedStep:
     Reads the tokens that were sampled last, (b,), and returns the next logits, (b, V).
     """
 
-    def __init__(self, model: PreTrainedModel, cache: DynamicCache, attended: Tensor, positions: Tensor, at: Tensor):
+    def __init__(self, forward: Callable[..., Tensor], attended: Tensor, positions: Tensor, at: Tensor):
         self.tokens, self.positions, self.at = torch.zeros_like(positions), positions.clone(), at
         self.visible = attended & (torch.arange(attended.shape[3], device=at.device) < at)  # (b, 1, 1, P + T)
-        self.inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": self.visible}
-        self.model, self.cache, self.graph = model, cache, None
+        self.forward, self.graph = partial(forward, self.tokens, self.visible, self.positions), None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self.tokens.copy_(tokens[:, None])
         self.positions += 1
         self.visible.index_fill_(3, self.at, True)
         if not self.tokens.is_cuda:
-            self.logits = self._forward()
+            self.logits = self.forward()
         else:
             if self.graph is None:
                 self._capture()
@@ -227,16 +214,13 @@ class _FixedStep:
         self.at += 1
         return self.logits
 
-    def _forward(self) -> Tensor:
-        return self.model(**self.inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
-
     def _capture(self) -> None:
         warm_up = torch.cuda.Stream()  # capture needs every kernel to have run once, on another stream
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
             for _ in range(3):
-                self._forward()
+                self.forward()
         torch.cuda.current_stream().wait_stream(warm_up)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = self._forward()
+            self.logits = self.forward()

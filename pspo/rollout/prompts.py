@@ -70,8 +70,8 @@ def load_prompts(
             "model's positions are the limit"
         )
     if len(kept) < len(ids):
-        dropped = f"dropped {len(ids) - len(kept):,} of {len(ids):,} prompts over {longest} tokens"
-        print(f"{config.name} {split}: {dropped}")
+        too_long = len(ids) - len(kept)
+        print(f"{config.name} {split}: dropped {too_long:,} of {len(ids):,} prompts over {longest} tokens")
     return Prompts(problems, ids).take(kept)
 
 
@@ -83,6 +83,7 @@ def encode_prompts(
     A template that prints the date gets the same one every day, so that a resumed run has the same prompts. Raises
     ValueError if the template fails, as some do on a system turn.
     """
+    what = f"--model.name_or_path: the chat template of {tokenizer.name_or_path}"
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     conversations = [[*system, {"role": "user", "content": text}] for text in texts]
     try:
@@ -93,14 +94,10 @@ def encode_prompts(
             conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
         )
     except Exception as error:  # a template is a program that comes with the model
-        raise ValueError(
-            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} failed ({error}); "
-            "if it knows no system turn, set --data.system_prompt ''"
-        ) from error
+        fix = "if it knows no system turn, set --data.system_prompt ''"
+        raise ValueError(f"{what} failed ({error}); {fix}") from error
     if not all(encoded["input_ids"]):
-        raise ValueError(
-            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} makes a prompt of nothing"
-        )
+        raise ValueError(f"{what} makes a prompt of nothing")
     return encoded["input_ids"]
 
 

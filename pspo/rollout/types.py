@@ -16,6 +16,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) -> Tensor:
+    """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
+    width = max(part.shape[1] for part in parts)
+    gaps = [width - part.shape[1] for part in parts]
+    return torch.cat(
+        [pad(part, (gap, 0) if left else (0, gap), value=value) for part, gap in zip(parts, gaps, strict=True)]
+    )
+
+
 @dataclass(frozen=True)
 class Rollout:
     """B prompts with one completion each; the rows of one prompt are adjacent.
@@ -64,13 +73,14 @@ class Rollout:
     @staticmethod
     def join(rollouts: Sequence["Rollout"]) -> "Rollout":
         """The rows of all, one rollout after the other; without `sampler_logprobs`."""
-        P, T = max(r.prompt_ids.shape[1] for r in rollouts), max(r.completion_ids.shape[1] for r in rollouts)
-        prompts = ([pad(part, (P - part.shape[1], 0)) for part in (r.prompt_ids, r.prompt_mask)] for r in rollouts)
-        completions = (
-            [pad(part, (0, T - part.shape[1])) for part in (r.completion_ids, r.completion_mask)] for r in rollouts
+        return Rollout(
+            cat_padded([r.prompt_ids for r in rollouts], left=True),
+            cat_padded([r.prompt_mask for r in rollouts], left=True),
+            cat_padded([r.completion_ids for r in rollouts]),
+            cat_padded([r.completion_mask for r in rollouts]),
+            torch.cat([r.terminated for r in rollouts]),
+            [text for r in rollouts for text in r.texts],
         )
-        tensors = (*zip(*prompts, strict=True), *zip(*completions, strict=True), [r.terminated for r in rollouts])
-        return Rollout(*map(torch.cat, tensors), [text for r in rollouts for text in r.texts])
 
     @property
     def token_ids(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
