@@ -4,19 +4,12 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.model.device import casts_to_bf16
@@ -49,11 +42,7 @@ def locate(name_or_path: str) -> str:
 
 def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    source = locate(config.name_or_path)
-    with _load_errors(config):
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+    tokenizer = _from_pretrained(AutoTokenizer, config)
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
         (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
@@ -66,11 +55,9 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model_config(config: "ModelConfig") -> PretrainedConfig:
+def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    source = locate(config.name_or_path)
-    with _load_errors(config):
-        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    return _from_pretrained(AutoConfig, config)
 
 
 def load_policy(config: "ModelConfig", device: torch.device, sharded: bool = False) -> PreTrainedModel:
@@ -94,25 +81,16 @@ def load_policy(config: "ModelConfig", device: torch.device, sharded: bool = Fal
 
 
 def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
-    model_config = _without_dropout(config)
-    with _load_errors(config):
-        policy, loading = AutoModelForCausalLM.from_pretrained(
-            locate(config.name_or_path),
-            config=model_config,
-            dtype=torch.float32,
-            attn_implementation=config.attn_implementation,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-        if loading["missing_keys"]:  # they would be random
-            raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
+    options = {"dtype": torch.float32, "attn_implementation": config.attn_implementation, "output_loading_info": True}
+    policy, loading = _from_pretrained(AutoModelForCausalLM, config, config=_without_dropout(config), **options)
+    if missing := sorted(loading["missing_keys"]):  # they would be random
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
     return _ready(policy.to(device), config)
 
 
 def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
-    dist.run_on_main(lambda: _weight_files(config) and None)  # downloads once, before the other ranks look
+    dist.run_on_main(lambda: _weight_files(config))  # downloads once, before the other ranks look
     files, model_config = _weight_files(config), _without_dropout(config)
     with _load_errors(config):
         with torch.device("meta"):
@@ -127,10 +105,9 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
     policy = _ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     if missing := dist.fill(policy, files, device):
-        raise ValueError(
-            f"--model.name_or_path {config.name_or_path}: its files lack {', '.join(missing[:3])} ...; load it in one "
-            "process and save it with save_pretrained"
-        )
+        lacking = f"its files lack {', '.join(missing[:3])} ..."
+        fix = "load it in one process and save it with save_pretrained"
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: {lacking}; {fix}")
     return policy
 
 
@@ -147,7 +124,7 @@ def _weight_files(config: "ModelConfig") -> list[Path]:
         return files
 
 
-def _without_dropout(config: "ModelConfig") -> PretrainedConfig:
+def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
     model_config = load_model_config(config)
     for part in (model_config, model_config.get_text_config()):
         for name, value in vars(part).items():
@@ -163,6 +140,14 @@ def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
         policy.activation_checkpointing_enable({"use_reentrant": False})
         policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
     return policy
+
+
+def _from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:
+    source = locate(model.name_or_path)
+    with _load_errors(model):
+        return auto_class.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
+        )
 
 
 @contextlib.contextmanager

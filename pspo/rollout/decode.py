@@ -5,7 +5,7 @@ values go into buffers allocated once, the nucleus is sampled without sorting th
 the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import attends_fully
+from pspo.rollout.types import Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 
@@ -113,29 +114,23 @@ def decode(
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
+    sampling: Sampling,
     group_size: int,
-    top_p: float,
-    temperature: float,
-    stop_ids: Sequence[int],
-    graphs: bool = False,
-    with_logprobs: bool = False,
     **model_kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Complete each prompt ``group_size`` times.
 
-    `generate` prepares the arguments; its processors apply minimum length, temperature and top_k.
+    The library's `generate` prepares the arguments; its processors apply minimum length, temperature and top_k.
 
     Args:
         input_ids: (N, P), left-padded prompts; their mask, (N, P) int64, is in ``model_kwargs["attention_mask"]``.
-        temperature: of the log-probs.
-        graphs: keep all shapes fixed, and on a GPU capture the step; for models with full attention in every layer.
 
     Returns:
         (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
         their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before processors
         and nucleus.
     """
-    limit, prompt_length = generation_config.max_new_tokens, input_ids.shape[1]
+    limit, prompt_length, graphs = sampling.max_completion_tokens, input_ids.shape[1], sampling.decoder == "graphs"
     attention_mask = model_kwargs["attention_mask"]  # None if nothing is padded
     attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     at = torch.tensor([prompt_length], device=input_ids.device) if graphs else None  # (1,), the column to write
@@ -151,14 +146,14 @@ def decode(
     logits = forward(input_ids, attention_mask, positions)  # the prefill
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (b, V): b rows are live
-    rows = pad(input_ids, (0, limit), value=generation_config.pad_token_id)
+    rows = pad(input_ids, (0, limit), value=sampling.pad_id)
     rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
-    logprobs = torch.zeros(len(rows), limit, device=rows.device) if with_logprobs else None
+    logprobs = torch.zeros(len(rows), limit, device=rows.device) if sampling.logprobs else None
     attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
         attended = attended.bool()[:, None, None]  # the form attention needs, made once
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
-    stops = torch.tensor(stop_ids, device=rows.device)
+    stops = torch.tensor(sampling.stop_ids, device=rows.device)
     live = torch.arange(len(rows), device=rows.device)  # (b,), indices of the live rows
     ended = torch.zeros_like(live, dtype=torch.bool)
     step = _FixedStep(forward, attended, positions, at) if graphs else None
@@ -166,11 +161,12 @@ def decode(
     for end in range(prompt_length, prompt_length + limit):
         logits = logits.float()
         scores = logits_processor(rows[live, :end], logits)
-        tokens = sample_nucleus(scores, top_p) if generation_config.do_sample else scores.argmax(dim=1)
-        tokens = tokens.where(~ended, generation_config.pad_token_id)
+        tokens = sample_nucleus(scores, sampling.top_p) if sampling.temperature > 0 else scores.argmax(dim=1)
+        tokens = tokens.where(~ended, sampling.pad_id)
         rows[live, end] = tokens
         if logprobs is not None:
-            logprobs[live, end - prompt_length] = -cross_entropy(logits / temperature, tokens, reduction="none")
+            logits = logits / (sampling.temperature or 1.0)
+            logprobs[live, end - prompt_length] = -cross_entropy(logits, tokens, reduction="none")
         ended |= torch.isin(tokens, stops)
         if end == prompt_length + limit - 1:
             break
