@@ -202,14 +202,12 @@ def split_minibatches(
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []
-    for numbers in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
-        groups = [range(number * group_size, (number + 1) * group_size) for number in numbers.tolist()]
-        sizes = [sum(lengths[row] for group in groups for row in group), len(groups) * group_size]
-        sizes = dist.sum_over_ranks(torch.tensor(sizes, device=advantages.device)).tolist()
-        counts = Counts(*sizes, config.rollout.max_completion_tokens)
-        kept = [[row for row in group if moving[row]] for group in groups]
+    for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), algorithm.minibatches):
+        sizes = torch.tensor([sum(lengths[row] for row in groups.flat), groups.size], device=advantages.device)
+        counts = Counts(*dist.sum_over_ranks(sizes).tolist(), config.rollout.max_completion_tokens)
+        kept = [[row for row in group if moving[row]] for group in groups.tolist()]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        kept = kept or [[groups[0][0]]]  # a row whose gradient is 0: without any, AdamW's momentum would stop, too
+        kept = kept or [[groups[0, 0]]]  # a row whose gradient is 0: without any, AdamW's momentum would stop, too
         microbatches: list[list[int]] = [[]]
         for rows in kept:
             for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:

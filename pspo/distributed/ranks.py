@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -59,11 +59,13 @@ def check_strategy(strategy: Strategy) -> None:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
 
 
-def run_main(main: Callable[[], None]) -> NoReturn:
-    """Run a command and end its process; under torchrun once every rank has finished.
+def run_main(main: Callable[[], None]) -> None:
+    """Run a command; under torchrun, wait for every rank and end the process.
 
-    Under torchrun it ends by `os._exit`, because gloo threads can abort the interpreter's shutdown (PyTorch 2.13).
+    It ends by `os._exit`, because gloo threads can abort the interpreter's shutdown (PyTorch 2.13).
     """
+    if not under_torchrun():
+        return main()
     code = 0
     try:
         main()
@@ -72,8 +74,6 @@ def run_main(main: Callable[[], None]) -> NoReturn:
             dist.destroy_process_group()
     except SystemExit as ended:
         code = ended.code or 0
-    if not under_torchrun():
-        sys.exit(code)
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

@@ -145,7 +145,7 @@ class UnshardedState:
     """Optimizer state that is the same on every rank: learning rates and AdamW's step. `save_shards` has the rest."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.state = optimizer, {}
+        self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         step = next((float(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0.0)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import attends_fully
@@ -68,15 +68,12 @@ class BufferedLayer(DynamicLayer):
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Equally likely tokens at the nucleus's edge all belong to it; the library keeps an arbitrary few of them, enough to
-    reach top_p.
-
-    Exact without sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they
-    lie outside the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
+    Equally likely tokens at its edge all belong to it; the library keeps an arbitrary few of them. Exact without
+    sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they lie outside
+    the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
 
     Args:
         logits: (b, V) float32, after temperature.
-        top_p: in (0, 1]; 1 takes all tokens.
 
     Returns:
         (b,) int64.
@@ -113,17 +110,16 @@ def decode(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
-    generation_config: GenerationConfig,
+    prompt_mask: Tensor,
     sampling: Sampling,
     group_size: int,
-    **model_kwargs,
+    **_,
 ) -> tuple[Tensor, Tensor | None]:
     """Complete each prompt ``group_size`` times.
 
-    The library's `generate` prepares the arguments; its processors apply minimum length, temperature and top_k.
-
     Args:
-        input_ids: (N, P), left-padded prompts; their mask, (N, P) int64, is in ``model_kwargs["attention_mask"]``.
+        input_ids, prompt_mask: (N, P) int64, left-padded prompts.
+        logits_processor: the library's, which apply minimum length, temperature and top_k.
 
     Returns:
         (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
@@ -131,25 +127,22 @@ def decode(
         and nucleus.
     """
     limit, prompt_length, graphs = sampling.max_completion_tokens, input_ids.shape[1], sampling.decoder == "graphs"
-    attention_mask = model_kwargs["attention_mask"]  # None if nothing is padded
-    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     at = torch.tensor([prompt_length], device=input_ids.device) if graphs else None  # (1,), the column to write
     cache = DynamicCache(config=model.config)
     cache.layers = [BufferedLayer(limit, at) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
 
     def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """The next token's logits, (b, V)."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    logits = forward(input_ids, attention_mask, positions)  # the prefill
+    logits = forward(input_ids, prompt_mask, positions)  # the prefill
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (b, V): b rows are live
-    rows = pad(input_ids, (0, limit), value=sampling.pad_id)
-    rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
+    rows = pad(input_ids, (0, limit), value=sampling.pad_id).repeat_interleave(group_size, dim=0)  # (b, P + T)
     logprobs = torch.zeros(len(rows), limit, device=rows.device) if sampling.logprobs else None
-    attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
+    attended = pad(prompt_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
         attended = attended.bool()[:, None, None]  # the form attention needs, made once
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
@@ -168,16 +161,14 @@ def decode(
             logits = logits / (sampling.temperature or 1.0)
             logprobs[live, end - prompt_length] = -cross_entropy(logits, tokens, reduction="none")
         ended |= torch.isin(tokens, stops)
-        if end == prompt_length + limit - 1:
+        check = (end - prompt_length) % check_every == 0
+        if end == prompt_length + limit - 1 or (check and ended.all()):
             break
-        if (end - prompt_length) % check_every == 0:
-            if ended.all():
-                break
-            if step is None and 4 * ended.sum() >= len(ended):  # then fewer rows are worth copying the cache
-                stay = (~ended).nonzero().squeeze(1)
-                cache.batch_select_indices(stay)
-                state = (attended, positions, tokens, live, ended)
-                attended, positions, tokens, live, ended = (part[stay] for part in state)
+        if check and not graphs and 4 * ended.sum() >= len(ended):  # then fewer rows are worth copying the cache
+            stay = (~ended).nonzero().squeeze(1)
+            cache.batch_select_indices(stay)
+            state = (attended, positions, tokens, live, ended)
+            attended, positions, tokens, live, ended = (part[stay] for part in state)
         if step is not None:
             logits = step(tokens)
         else:

@@ -80,7 +80,7 @@ def _complete(
     """(N, P) prompts to (N * group_size, T) completions, padded after their stop token, and their log-probs."""
     config = sampling.generation_config()
     if not sampling.library:
-        loop = partial(decode, sampling=sampling, group_size=group_size)
+        loop = partial(decode, prompt_mask=attention_mask, sampling=sampling, group_size=group_size)
         return model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config, custom_generate=loop)
     prompt_ids, attention_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, attention_mask))
     rows = model.generate(

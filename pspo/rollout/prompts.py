@@ -17,8 +17,6 @@ from pspo.tasks import Problem, load_problems
 if TYPE_CHECKING:
     from pspo.config import DataConfig, ModelConfig
 
-DATE = "26 Jul 2024"  # Llama's templates print it if there is no clock
-
 
 @dataclass(frozen=True)
 class Prompts:
@@ -89,7 +87,8 @@ def encode_prompts(
     try:
         template = tokenizer.get_chat_template()
         if "strftime_now" in template:
-            template = "{% macro strftime_now(format) %}" + DATE + "{% endmacro %}\n" + template
+            date = "26 Jul 2024"  # Llama's templates print it if there is no clock
+            template = "{% macro strftime_now(format) %}" + date + "{% endmacro %}\n" + template
         encoded = tokenizer.apply_chat_template(
             conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
         )

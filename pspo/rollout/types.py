@@ -20,10 +20,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
     width = max(part.shape[1] for part in parts)
-    gaps = [width - part.shape[1] for part in parts]
-    return torch.cat(
-        [pad(part, (gap, 0) if left else (0, gap), value=value) for part, gap in zip(parts, gaps, strict=True)]
-    )
+    gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in parts]
+    return torch.cat([pad(part, gap, value=value) for part, gap in zip(parts, gaps, strict=True)])
 
 
 @dataclass(frozen=True)
