@@ -140,10 +140,8 @@ def per_token_loss(
 ) -> Tensor:
     """The surrogate, and beta times the KL to the reference, of every token: (b, t), 0 where masked.
 
-    Args:
-        logprobs: (b, t); ``old_logprobs``, ``ref_logprobs``, ``mask`` alike; ``advantages`` (b, 1) or (b, t).
-        old_logprobs: None on the first visit, when this policy is the old one.
-        ref_logprobs: None if beta is 0.
+    All tensors are (b, t), advantages (b, 1) or (b, t). Old log-probs are None on the first visit, when this policy is
+    the old one, and those of the reference if beta is 0.
     """
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
@@ -197,8 +195,7 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        alone = config.model.gradient_checkpointing or sharded
-        prompts = rows if alone else {row // group_size for row in rows}
+        prompts = rows if sharded or config.model.gradient_checkpointing else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []
@@ -241,7 +238,6 @@ def retry_in_halves(work: Callable[[], T], learner: Learner, minibatches: list[M
         learner.microbatch_limit = max(1, max(batch.padded_tokens for batch in batches) // 2)
         for minibatch in minibatches:
             minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
-        if learner.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without a GPU
         limit = f"{learner.microbatch_limit:,} tokens from here on (--optimizer.microbatch_tokens)"
         tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {limit}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,17 +60,12 @@ def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
 
 
 def load_policy(config: "ModelConfig", device: torch.device, sharded: bool = False) -> PreTrainedModel:
-    """The model with float32 weights, ready to train.
+    """The model with float32 weights, ready to train; if ``sharded``, over the ranks, and each reads its own rows.
 
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     float32 whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
 
-    Args:
-        sharded: over the ranks, each of which reads its own rows.
-
-    Raises:
-        ValueError: the model cannot be found, or its logits are more than its output embedding applied to its last
-            hidden state (and softcapping, which `head_logits` knows).
+    Raises ValueError for a model that cannot be found, or that makes its logits in a way `head_logits` does not know.
     """
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
     check_head(policy)
@@ -153,9 +147,7 @@ def _from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -
 @contextlib.contextmanager
 def _load_errors(config: "ModelConfig") -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # refused anyway
-            yield
+        yield
     except Exception as error:  # the library raises anything on a broken model folder
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         if "custom code" in reason or "remote code" in reason:

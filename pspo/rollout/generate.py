@@ -75,18 +75,16 @@ def generate(
 
 
 def _complete(
-    model: PreTrainedModel, prompt_ids: Tensor, attention_mask: Tensor, sampling: Sampling, group_size: int
+    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sampling, group_size: int
 ) -> tuple[Tensor, Tensor | None]:
     """(N, P) prompts to (N * group_size, T) completions, padded after their stop token, and their log-probs."""
     config = sampling.generation_config()
     if not sampling.library:
-        loop = partial(decode, prompt_mask=attention_mask, sampling=sampling, group_size=group_size)
-        return model.generate(prompt_ids, attention_mask=attention_mask, generation_config=config, custom_generate=loop)
-    prompt_ids, attention_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, attention_mask))
-    rows = model.generate(
-        prompt_ids, attention_mask=attention_mask, generation_config=config, synced_gpus=sampling.synced
-    )
-    return rows[:, prompt_ids.shape[1] :], None
+        loop = partial(decode, prompt_mask=prompt_mask, sampling=sampling, group_size=group_size)
+        return model.generate(prompt_ids, attention_mask=prompt_mask, generation_config=config, custom_generate=loop)
+    ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
+    rows = model.generate(ids, attention_mask=mask, generation_config=config, synced_gpus=sampling.synced)
+    return rows[:, ids.shape[1] :], None
 
 
 @contextlib.contextmanager
