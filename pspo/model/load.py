@@ -187,8 +187,6 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     """The token that prompts are padded with; raises ValueError if it is none of the model's."""
     size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
     if pad >= size:
-        raise ValueError(
-            f"--model.name_or_path: the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's "
-            f"{size:,}; name another in its tokenizer_config.json"
-        )
+        what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
+        raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
     return pad

@@ -68,15 +68,11 @@ class BufferedLayer(DynamicLayer):
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
+    Takes logits (b, V) float32, after temperature; returns tokens (b,) int64.
+
     Equally likely tokens at its edge all belong to it; the library keeps an arbitrary few of them. Exact without
     sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they lie outside
     the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
-
-    Args:
-        logits: (b, V) float32, after temperature.
-
-    Returns:
-        (b,) int64.
     """
     probs = logits.softmax(dim=1)
     limit = top_p if top_p < 1 else float("inf")

@@ -27,10 +27,8 @@ def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
     if decoder != "hf" and not shares_prompts(model):
         raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
     if decoder == "graphs" and not (attends_fully(model) and model.config._attn_implementation == "sdpa"):
-        raise ValueError(
-            "--rollout.decoder graphs needs sdpa attention and full attention in every layer, "
-            f"not {type(model).__name__}'s ({model.config._attn_implementation}); choose pspo"
-        )
+        has = f"{type(model).__name__}'s ({model.config._attn_implementation}); choose pspo"
+        raise ValueError(f"--rollout.decoder graphs needs sdpa attention and full attention in every layer, not {has}")
 
 
 @contextlib.contextmanager
