@@ -20,7 +20,7 @@ from pspo.config import TrainConfig
 from pspo.model import load_policy, peak_memory_gb
 from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
-from pspo.run.checkpoint import Progress, RunFailed, checkpoints, save_checkpoint, save_model
+from pspo.run.checkpoint import Progress, RunFailed, checkpoints, save_checkpoint, save_model, writing
 from pspo.run.evaluation import evaluate
 from pspo.run.records import append_jsonl, write_json
 from pspo.run.results import Evaluation
@@ -144,7 +144,7 @@ class Run:
         """
         self.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in self.seconds.items()}
         if dist.is_main():
-            with recording(self.output):
+            with writing(f"cannot write into {self.output}", self.output):
                 append_jsonl(self.output / "metrics.jsonl", self.line)
                 append_jsonl(self.output / "samples.jsonl", *self.samples)
             self.tracker.log(self.line)
@@ -194,7 +194,7 @@ class Run:
             "best_step": self.progress.best.get("step", self.learner.steps),
         }
         if dist.is_main():
-            with recording(self.output):
+            with writing(f"cannot write into {self.output}", self.output):
                 write_json(self.output / "summary.json", summary)
             self.tracker.finish()
         return summary
@@ -227,8 +227,7 @@ class Run:
     def save_checkpoint(self) -> None:
         """Save a checkpoint, once per step."""
         if self.saved_step != self.learner.steps:
-            of_model = (self.learner.policy, self.tokenizer, self.stateful, self.learner.steps)
-            save_checkpoint(self.output, self.config.run.keep, *of_model, self.progress, self.card())
+            save_checkpoint(self)
             self.saved_step = self.learner.steps
 
     def card(self) -> str:
@@ -236,15 +235,6 @@ class Run:
         progress, problems = self.progress, len(self.prompts["train"])
         counts = {"problems": problems, "step": self.learner.steps, "tokens": progress.tokens}
         return model_card(self.config, **counts, before=progress.before or {}, validation=progress.validated)
-
-
-@contextlib.contextmanager
-def recording(output: Path) -> Iterator[None]:
-    """End the run if a record cannot be written (disk full)."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"cannot write into {output}: {error}") from error
 
 
 def crossed(every: int, before: int, after: int) -> bool:
