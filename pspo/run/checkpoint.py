@@ -117,11 +117,7 @@ def remove(folder: Path) -> None:
 
 
 def write_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    weights: dict[str, torch.Tensor] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, weights: dict | None = None
 ) -> None:
     """Write model, tokenizer and card in `save_pretrained` form; ``weights`` replaces a sharded model's own."""
     policy.save_pretrained(folder, state_dict=weights)
@@ -130,11 +126,7 @@ def write_model(
 
 
 def save_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    validation: dict[str, Any] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, validation: dict | None = None
 ) -> None:
     """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
     weights = dist.full_state_dict(policy)

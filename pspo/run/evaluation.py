@@ -37,11 +37,8 @@ def chunks(
 ) -> list[Chunk]:
     """Split ``samples`` of each prompt so that rows x (longest prompt + max_completion_tokens) fits ``max_tokens``.
 
-    Prompts of similar length are batched, to pad little. A problem's samples are split only if they do not fit; a
-    single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
-
-    Args:
-        lengths: tokens of each prompt.
+    Prompts of similar length (in tokens) are batched, to pad little. A problem's samples are split only if they do not
+    fit; a single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
     """
     parts, together = [], []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):

@@ -36,10 +36,8 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     tokenizer = load_tokenizer(config.model)
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
-    if config.run.validate_every:
-        limits["validation"] = config.run.validation_limit
-    if config.run.test_limit:
-        limits["test"] = config.run.test_limit
+    limits |= {"validation": config.run.validation_limit} if config.run.validate_every else {}
+    limits |= {"test": config.run.test_limit} if config.run.test_limit else {}
     prompts = {split: load_prompts(config.data, tokenizer, split, limit, room) for split, limit in limits.items()}
 
     dist.seed_generators(config.run.seed)

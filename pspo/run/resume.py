@@ -106,11 +106,8 @@ def restore(config: TrainConfig, run: Path, learner: Learner, stateful: dict[str
 
     If nothing was saved yet, that is ``fresh``. Raises ValueError if the run has other problems than ``fresh``.
     """
-    checkpoint, policy, progress = (
-        dist.run_on_main(lambda: find_checkpoint(run, config.run.resume)),
-        learner.policy,
-        fresh,
-    )
+    checkpoint = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
+    policy, progress = learner.policy, fresh
     if checkpoint is not None:
         if dist.is_sharded(policy):
             dist.load_shards(checkpoint / "shards", policy, learner.optimizer)
@@ -122,26 +119,20 @@ def restore(config: TrainConfig, run: Path, learner: Learner, stateful: dict[str
     if progress.problems != fresh.problems:
         raise ValueError(f"--run.output_dir {run} has other problems under the same name: choose another folder")
     if progress.best:
-        progress.best = read_best(run, progress.best["step"])
+        progress.best = newest_best(run, progress.best["step"])
     dist.run_on_main(lambda: cut_back(run, learner.steps))
     if 0 < progress.ranks != dist.world_size():
         dist.seed_generators(config.run.seed, learner.steps)
-        if dist.is_main():
-            print(
-                f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on", file=sys.stderr
-            )
+        said = f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on"
+        dist.run_on_main(lambda: print(said, file=sys.stderr))
     print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     return progress
 
 
-def read_best(run: Path, step: int) -> dict[str, Any]:
-    """The validation of the model in ``best/``, which is step ``step``'s or a later one.
-
-    Keep a newer best/: resuming reproduces it (or, on a GPU, it is still what its validation.json says).
-    """
+def newest_best(run: Path, step: int) -> dict[str, Any]:
+    """The validation of the model in ``best/``: step ``step``'s or a later one's, which resuming reproduces."""
     file = run / "best" / "validation.json"
-    best = read_json(file) if file.is_file() else {"step": -1}
-    if best["step"] < step:
+    if not file.is_file() or (best := read_json(file))["step"] < step:
         raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
     return best
 

@@ -31,7 +31,7 @@ from pspo.update import Learner
 
 @dataclass
 class Run:
-    """A run between its first and its last rollout; `pspo.run.prepare.prepare` makes it, new or resumed.
+    """A run, as `pspo.run.prepare.prepare` makes it, new or resumed.
 
     Attributes:
         prompts: by split: train, validation, test.
@@ -62,8 +62,7 @@ class Run:
         if self.progress.before is None:
             self.progress.before = self.test(self.learner.policy, "test before")
             if self.config.run.validate_every:
-                self.progress.best = self.progress.validated = {"step": 0} | self.validate()
-                self.save_best()
+                self.keep_best()
         steps = {"total": self.config.run.max_steps, "initial": self.learner.steps}
         bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
         self.bar = self.lock.enter_context(bar)  # closed before an error is printed
@@ -101,11 +100,7 @@ class Run:
         advantages: Tensor,
         steps: list[dict[str, float]],
     ) -> None:
-        """Count a rollout and describe it: a line of metrics and a few samples, of all ranks.
-
-        Args:
-            rewards, advantages: (B,); ``rewards_by_name`` each B values.
-        """
+        """Count a rollout and describe it, of all ranks: metrics, a few samples; ``rewards``, ``advantages`` (B,)."""
         of_rank = (rollout.cpu(), self.drawn.problems, rewards.tolist(), rewards_by_name, advantages.cpu())
         rollouts, problems, rewards, by_name, advantages = zip(*dist.gather_objects(of_rank), strict=True)
         rollout, problems, rewards = Rollout.join(rollouts), list(chain(*problems)), list(chain(*rewards))
@@ -126,22 +121,14 @@ class Run:
         ]  # fmt: skip
 
     def validate_if_due(self) -> None:
-        """Validate if due, add it to the rollout's line, and keep the model if it is the best so far."""
-        every, progress = self.config.run.validate_every, self.progress
+        """Validate if due, for the rollout's line, and keep the model if it is the best so far."""
+        every = self.config.run.validate_every
         if every and (self.limit_reached or crossed(every, self.first_step, self.learner.steps)):
             with self.phase("validate"):
-                validation = self.validate()
-            self.line |= validation
-            progress.validated = {"step": self.learner.steps} | validation
-            if validation["validation_reward"] > progress.best["validation_reward"]:
-                progress.best = progress.validated
-                self.save_best()
+                self.line |= self.keep_best()
 
     def save_if_due(self) -> None:
-        """Write the rollout's line and samples, and a checkpoint if one is due.
-
-        Raises RunFailed after --optimizer.max_skipped skipped steps in a row.
-        """
+        """Write the rollout's line and samples, and a checkpoint if one is due."""
         self.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in self.seconds.items()}
         if dist.is_main():
             with writing(f"cannot write into {self.output}", self.output):
@@ -170,17 +157,15 @@ class Run:
                 )
 
     def finish(self) -> dict[str, Any]:
-        """Save the final model, test the returned one, and return the summary, as written to ``summary.json``.
-
-        Raises Stopped, everything saved, if a signal ended the run.
-        """
+        """Save the final model, test the returned one, and return the summary; Stopped if a signal ended the run."""
         self.bar.close()
         if self.stopped:
             self.save_checkpoint()
             raise Stopped
         save_model(self.learner.policy, self.tokenizer, self.output / "final", self.card())
-        policy, returned = self.learner.policy, self.output / ("best" if self.progress.best else "final")
+        policy, returned = self.learner.policy, self.output / "final"
         if self.progress.best:
+            returned = self.output / "best"
             best = replace(self.config.model, name_or_path=str(returned))
             policy = load_policy(best, policy.device, dist.is_sharded(policy))
         summary = {
@@ -201,17 +186,16 @@ class Run:
 
     def validate(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy, on the validation problems."""
-        policy = self.learner.policy
-        sampled = self.evaluate(policy, "validation", self.sampling, "validate")
-        greedy = self.evaluate(policy, "validation", self.sampling.greedy(), "validate")
-        reward, accuracy = sampled.results["mean_reward"], greedy.results["accuracy"]["value"]
-        return {"validation_reward": reward, "validation_accuracy": accuracy}
+        sampled, greedy = (
+            self.evaluate(self.learner.policy, "validation", sampling, "validate").results
+            for sampling in (self.sampling, self.sampling.greedy())
+        )
+        return {"validation_reward": sampled["mean_reward"], "validation_accuracy": greedy["accuracy"]["value"]}
 
     def test(self, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
         """Greedy accuracy on the held-out problems; {} for --run.test_limit 0."""
-        if self.config.run.test_limit == 0:
-            return {}
-        return self.evaluate(policy, "test", self.sampling.greedy(), bar).record()
+        greedy = self.sampling.greedy()
+        return self.evaluate(policy, "test", greedy, bar).record() if self.config.run.test_limit else {}
 
     def evaluate(self, policy: PreTrainedModel, split: str, sampling: Sampling, bar: str) -> Evaluation:
         """One completion of each prompt; the ranks share the prompts evenly, unless they must decode in step."""
@@ -219,6 +203,15 @@ class Run:
         rows = math.inf if sampling.synced else math.ceil(len(prompts) / dist.world_size())
         with sampling_context(policy, model.autocast, self.config.distributed.rollout):
             return evaluate(policy, self.tokenizer, prompts, sampling, self.config.reward, max_rows=rows, bar=bar)
+
+    def keep_best(self) -> dict[str, float]:
+        """Validate, and save the model if it is the best so far."""
+        validation, progress = self.validate(), self.progress
+        progress.validated = {"step": self.learner.steps} | validation
+        if not progress.best or validation["validation_reward"] > progress.best["validation_reward"]:
+            progress.best = progress.validated
+            self.save_best()
+        return validation
 
     def save_best(self) -> None:
         """Save the policy as the best one, with the validation that says so, which a resumed run reads."""
@@ -247,14 +240,14 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Statistics of one rollout's B samples; unknown rewards (NaN) are left out of the means."""
     lengths = rollout.completion_mask.sum(dim=1).float()
-    known, *by_name = (
-        [value for value in values if not math.isnan(value)] or [math.nan]
-        for values in (rewards, *rewards_by_name.values())
-    )
+
+    def known(values: list[float]) -> list[float]:
+        return [value for value in values if not math.isnan(value)] or [math.nan]
+
     return {
-        "reward": float(np.mean(known)),
-        "reward_std": float(np.std(known)),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in zip(rewards_by_name, by_name, strict=True)},
+        "reward": float(np.mean(known(rewards))),
+        "reward_std": float(np.std(known(rewards))),
+        **{f"reward/{name}": float(np.mean(known(values))) for name, values in rewards_by_name.items()},
         "reward_unknown_share": float(np.isnan(rewards).mean()),
         "empty_share": float(np.mean([not text.strip() for text in rollout.texts])),
         "zero_advantage_share": (advantages == 0).float().mean().item(),
