@@ -45,31 +45,32 @@ def report(runs: Runs, output: Path) -> list[Path]:
     if others := set(runs.numbers["model"]) - set(runs.configs[MODEL]):
         tasks["Other evaluations"] = (sorted(others), [])
 
-    whole, short, latex, cells, pictures = ["# Report"], [], [], [], []
+    markdown, latex, cells, pictures = ["# Report"], [], [], []
     for title, (models, names) in tasks.items():
-        of_task = runs.take(names, models)
-        finished, label = of_task.take(of_task.finished(), models), labels(of_task.configs)
+        of_task = runs.take(names)
+        finished, label = of_task.take(of_task.finished()), labels(of_task.configs)
         tested = set(accuracies(finished, "after")["run"])
-        whole.append(f"## {title}")
+        markdown.append(f"## {title}")
         for run in names:
             if run not in finished.configs.index:
                 warn(f"{run}: not finished (no summary.json); its curves are drawn, the tables leave it out")
-                whole.append(f"Not finished, in the curves alone: {label[run]}, seed {runs.configs.loc[run, SEED]}")
+                markdown.append(f"Not finished, in the curves alone: {label[run]}, seed {runs.configs.loc[run, SEED]}")
             elif run not in tested:
                 warn(f"{run}: no accuracy, neither in summary.json nor by an evaluation")
-        found = tables(finished, label)
-        texts = {name: as_text(table) for name, table in found.items()}
-        shown = [f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name]}" for name, text in texts.items()]
+        for name, table in tables(finished, label, models).items():
+            text = as_text(table)
+            markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name]}")
+            if name == "Accuracy":
+                print(f"{title}\n{as_markdown(text)}\n")
+            latex.append(f"% {title}: {name}\n{as_latex(text)}")
+            cells.append(table.assign(task=title, table=name))
         prefix = re.sub(r"[^\w.+]+", "-", f"{title}-") if len(tasks) > 1 else ""
         drawn = draw_task(of_task, finished, label, f"{output}/{prefix}") if names else []
-        whole += [*shown, *(f"![{path.stem}]({path.name})" for path in drawn)]
-        short += [f"## {title}", *shown]
-        latex += [f"% {title}: {name}\n{as_latex(text)}" for name, text in texts.items()]
-        cells += [table.assign(task=title, table=name) for name, table in found.items()]
+        markdown += [f"![{path.stem}]({path.name})" for path in drawn]
         pictures += drawn
-        print(f"{title}\n{as_markdown(texts['Accuracy'])}\n" if "Accuracy" in texts else title)
 
-    written = {"report.md": whole, "table.md": short, "table.tex": latex}
+    short = [part for part in markdown if part.startswith("##")]
+    written = {"report.md": markdown, "table.md": short, "table.tex": latex}
     for name, parts in written.items():
         write_text(output / name, "\n\n".join(parts) + "\n")
     table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
@@ -83,7 +84,7 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
     seed = runs.configs[SEED]
 
     def curves(metrics: dict[str, str]) -> pd.DataFrame:  # by panel
-        parts = []
+        parts = [pd.DataFrame(columns=["panel", "row"])]
         for panel, metric in metrics.items():
             values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
             for run, of_run in values.groupby("run", sort=False):

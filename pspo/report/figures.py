@@ -28,8 +28,7 @@ RC = {
     "font.size": 8,
     "axes.titlesize": 8,
     "figure.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pspo",
     **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), GREY),
@@ -52,46 +51,35 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
     Up to six rows have a style each and share the axes of a panel, all panels in one file. More are small multiples,
     a file for each panel: every row has axes of its own, and the others are grey behind it.
     """
-    panels, rows = dict(list(curves.groupby("panel", sort=False))), list(dict.fromkeys(curves["row"]))
-    if len(rows) > len(STYLES):
-        files = {panel: path.with_stem(re.sub(r"[^\w.+]+", "-", f"{path.stem}-{panel}")) for panel in panels}
-        for panel, file in files.items():
-            _draw_apart(panels[panel], rows, panel, x_label, file, marker)
-        return list(files.values())
-    if rows:
-        _draw_together(panels, dict(zip(rows, STYLES, strict=False)), x_label, path, marker)
-    return [path] if rows else []
-
-
-def _draw_together(
-    panels: dict[str, pd.DataFrame], styles: dict[str, Any], x_label: str, path: Path, marker: str
-) -> None:
-    columns, lines = min(2, len(panels)), math.ceil(len(panels) / 2)
-    height = max(1.5, LINE * sum(map(_lines, styles)))
-    with picture(path, 4.4 * columns, (height + 0.5) * lines + 0.2, x_label) as figure:
-        for i, (panel, of_panel) in enumerate(panels.items()):
-            axes = figure.add_subplot(lines, columns, i + 1, title=panel, ylim=_span(of_panel["y"]))
-            ends = []
-            for row, means in _means(of_panel).items():
-                _draw_row(axes, of_panel[of_panel["row"] == row], means, styles[row], marker)
-                ends.append((row, *means[["column", "mean"]].iloc[-1], styles[row]["color"]))
-            name_ends(axes, ends, LINE / height)
-
-
-def _draw_apart(of_panel: pd.DataFrame, rows: list[str], title: str, x_label: str, path: Path, marker: str) -> None:
-    lines, height, all_means = math.ceil(len(rows) / 4), 1.3 + LINE * max(map(_lines, rows)), _means(of_panel)
-    with picture(path, 8.8, height * lines + 0.4, x_label) as figure:
-        figure.suptitle(title)
-        grid = figure.subplots(lines, 4, sharex=True, sharey=True).flat
-        for axes in grid[len(rows) :]:
-            axes.set_axis_off()
-        for axes, row in zip(grid, rows, strict=False):
-            axes.set(title=_wrapped(row), ylim=_span(of_panel["y"]))
-            for other, means in all_means.items():
-                if other == row:
-                    _draw_row(axes, of_panel[of_panel["row"] == row], means, STYLES[3], marker)
-                else:
-                    axes.plot(means["column"], means["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
+    rows, panels = list(dict.fromkeys(curves["row"])), dict(list(curves.groupby("panel", sort=False)))
+    few = len(rows) <= len(STYLES)
+    if few:
+        styles = dict(zip(rows, STYLES, strict=False))
+        pictures = {"": [(panel, of_panel, styles) for panel, of_panel in panels.items()]} if rows else {}
+        columns, height = min(2, len(panels)), max(1.5, LINE * sum(map(_lines, rows)))
+    else:
+        pictures = {panel: [(row, of_panel, {row: STYLES[3]}) for row in rows] for panel, of_panel in panels.items()}
+        columns, height = 4, 0.8 + LINE * max(map(_lines, rows))
+    files = [path.with_stem(re.sub(r"[^\w.+]+", "-", f"{path.stem} {title}".strip())) for title in pictures]
+    for file, (title, cells) in zip(files, pictures.items(), strict=True):
+        lines = math.ceil(len(cells) / columns)
+        with picture(file, (4.4 if few else 2.2) * columns, (height + 0.5) * lines + 0.4, x_label) as figure:
+            figure.suptitle(title)
+            grid = figure.subplots(lines, columns, sharex=not few, sharey=not few, squeeze=False).flat
+            for axes in grid[len(cells) :]:
+                axes.set_axis_off()
+            for axes, (name, of_panel, styles) in zip(grid, cells, strict=False):
+                axes.set(title=_wrapped(name), ylim=_span(of_panel["y"]))
+                ends = []
+                for row, means in _means(of_panel).items():
+                    if row in styles:
+                        _draw_row(axes, of_panel[of_panel["row"] == row], means, styles[row], marker)
+                        ends.append((row, *means[["column", "mean"]].iloc[-1], styles[row]["color"]))
+                    else:
+                        axes.plot(means["column"], means["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
+                if few:
+                    name_ends(axes, ends, LINE / height)
+    return files
 
 
 def _means(of_panel: pd.DataFrame) -> dict[str, pd.DataFrame]:

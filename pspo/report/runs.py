@@ -6,7 +6,7 @@ seeds of one setting. Whatever cannot be read is named on stderr and left out.
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,15 +43,15 @@ class Runs(NamedTuple):
     metrics: pd.DataFrame
     numbers: pd.DataFrame
 
-    def take(self, runs: Collection[str], models: Collection[str]) -> "Runs":
-        """These runs, in this order, and the evaluations of these models that no run trained."""
+    def take(self, runs: Sequence[str]) -> "Runs":
+        """These runs, in this order, and the evaluations of models that no run trained."""
         place = {run: i for i, run in enumerate(runs)}
         metrics, numbers = (
-            table[table["run"].isin(place)].sort_values("run", key=lambda run: run.map(place), kind="stable")
+            table[table["run"].isin(runs) | table["run"].isna()]
+            .sort_values("run", key=lambda run: run.map(place), kind="stable")
             for table in (self.metrics, self.numbers)
-        )
-        untrained = self.numbers[self.numbers["run"].isna() & self.numbers["model"].isin(models)]
-        return Runs(self.configs.loc[list(place)], metrics, pd.concat([numbers, untrained]))
+        )  # fmt: skip
+        return Runs(self.configs.loc[runs], metrics, numbers)
 
     def finished(self) -> list[str]:
         """The runs that have a summary."""
@@ -167,6 +167,7 @@ def _of_evaluation(folder: Path, configs: dict[str, Row], returned: dict[str, st
     else:
         raise ValueError(f"evaluates {model}, not the model that the run returned")
     where |= {"evaluation": folder.name} | {name: results[name] for name in ("data", "split", "n")}
+    yield from _measures(results, where)  # its switches
     for temperature, result in results["temperatures"].items():
         yield from _measures(result, where | {"temperature": temperature})
 
@@ -198,7 +199,7 @@ def _in_order(runs: Runs) -> Runs:
     again = numbers.duplicated(["run", "data", "split", "n", "temperature", "group"]) & numbers["run"].notna()
     for row in numbers[again & numbers["group"].isna()].itertuples():
         warn(f"{row.run}: several evaluations on {row.data} {row.split}, n = {row.n:,.0f}; the last one counts")
-    return runs.take(first.unique(), set(runs.numbers["model"]))
+    return runs.take(list(first.unique()))
 
 
 # Settings
@@ -213,7 +214,7 @@ def settings(configs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.Series:
 def methods(configs: pd.DataFrame) -> pd.Series:
     """Name each run's surrogate, with its module where two have one name."""
     paths = configs[SURROGATE].astype(str)
-    names = paths.str.rpartition(".")[2]
+    names = paths.str.split(".").str[-1]
     return names.where(paths.groupby(names).transform("nunique") == 1, paths)
 
 
@@ -244,6 +245,8 @@ def pack(runs: Runs, folder: Path) -> list[Path]:
 
     Settings are named by what they differ in from the others of their experiment.
     """
+    if runs.configs.empty:
+        raise ValueError("no run to pack")
     experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
     setting = runs.configs.groupby(experiment, group_keys=False).apply(labels)
     names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})

@@ -135,12 +135,12 @@ def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     return cells.drop(columns="sem")
 
 
-def tables(runs: Runs, labels: pd.Series) -> dict[str, pd.DataFrame]:
-    """The tables of one task by title, of its finished runs in order of labels and seeds."""
+def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """The tables of one task by title: its finished runs, and these models before training."""
     found = {}
     for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
         before, after = (accuracies(runs, stage, greedy) for stage in ("before", "after"))
-        untrained = over_seeds(before.assign(row=before["run"])).assign(seeds=0)
+        untrained = over_seeds(before[before["run"].isin(models)].rename(columns={"run": "row"})).assign(seeds=0)
         found[title] = pd.concat([untrained, over_seeds(after.assign(row=after["run"].map(labels)))])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
         found[title] = over_seeds(values.assign(row=values["run"].map(labels)))
