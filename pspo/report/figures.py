@@ -84,7 +84,7 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
 
 def _means(of_panel: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """By row, its means over seeds at each x, which is their `column`."""
-    means = over_seeds(of_panel.rename(columns={"x": "column", "y": "value"})).sort_values("column")
+    means = over_seeds(of_panel.rename(columns={"x": "column", "y": "value"})).sort_values("column", kind="stable")
     return dict(list(means.groupby("row", sort=False)))
 
 
