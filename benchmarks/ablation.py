@@ -19,13 +19,13 @@ from unittest import mock
 
 import torch
 
-import pspo.model
 import pspo.model.linear
 import pspo.rollout.decode
 import pspo.update
 from benchmarks.vs_trl import WORKLOADS, advantages_of, model_folder, set_up_pspo
 from pspo.config import TrainConfig
 from pspo.losses import Clip
+from pspo.model import shared_prompts
 from pspo.rollout import generate
 from pspo.update import Learner, update
 
@@ -53,7 +53,10 @@ TRAINING = {  # what is off: surrogate, and what is patched
     "everything on": (Clip(), contextlib.nullcontext),
     "head recomputed, not in one pass": (Recomputing(), contextlib.nullcontext),
     "rows with advantage 0 kept": (Keeping(), contextlib.nullcontext),
-    "common beginning of prompts per prompt": (Clip(), lambda: mock.patch.object(pspo.model, "MIN_PREFIX", 10**9)),
+    "common beginning of prompts per prompt": (
+        Clip(),
+        lambda: mock.patch.object(shared_prompts, "MIN_PREFIX", 10**9),
+    ),
     "prompts computed per row": (Clip(), None),
     "microbatches not sorted by length": (
         Clip(),

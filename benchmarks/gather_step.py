@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pspo.config import AlgorithmConfig, DistributedConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from pspo.distributed import barrier, is_main, rank, run, shard, start
+from pspo.distributed import barrier, init, is_main, rank, run_main, shard
 from pspo.losses import Clip
 from pspo.rollout import Rollout
 from pspo.update import Learner, update
@@ -44,7 +44,7 @@ class Bytes(TorchDispatchMode):
 
 
 def main() -> None:
-    start("fsdp2", 600)
+    init("fsdp2", 600)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -83,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

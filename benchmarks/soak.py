@@ -6,8 +6,8 @@ Round after round, with a seed each, until the time is up: the run of ``configs/
 started again and again until it finishes, while after random times it is killed (SIGKILL), told to stop (SIGTERM,
 SIGINT), told twice, or joined by a second run in the same folder, and while between two starts its newest checkpoint is
 damaged (a bit flipped, a file cut short, a file gone). At the end weights, best model, metrics (but for seconds) and
-samples have to be the same to the last byte. After every start the run has to go on from the newest checkpoint that is
-whole, and the metrics may hold no step twice and miss none. Switches after ``--`` go to both runs.
+samples have to be the same to the last byte. After every start the run has to resume from the newest undamaged
+checkpoint, and the metrics may hold no step twice and miss none. Switches after ``--`` go to both runs.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from pspo.run.checkpoint import checkpoints, newest_checkpoint
-from pspo.run.resume import EXIT_INTERRUPTED, EXIT_STOPPED
+from pspo.run.checkpoint import checkpoints
+from pspo.run.checkpoint import damage as damage_of
+from pspo.run.signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
 MEAN_SECONDS = 12  # from a start to a fault
 FAULTS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "second run")
@@ -49,6 +50,11 @@ def contents(run: Path) -> dict[str, object]:
         "summary.json": {name: summary[name] for name in same},
         **{f: (run / f).read_bytes() for f in ("samples.jsonl", "final/model.safetensors", "best/model.safetensors")},
     }
+
+
+def newest_whole(folders: list[Path]) -> Path | None:
+    """The newest checkpoint that is as it was saved."""
+    return next((folder for folder in folders if damage_of(folder) is None), None)
 
 
 def damage(run: Path, dice: random.Random) -> str:
@@ -82,7 +88,7 @@ def strike(process: subprocess.Popen, fault: str, output: Path, seed: int, switc
 def disturbed(output: Path, seed: int, switches: list[str], dice: random.Random, counts: Counter) -> None:
     """Run to the end, whatever happens on the way."""
     while True:
-        whole, _ = newest_checkpoint(checkpoints(output))
+        whole = newest_whole(checkpoints(output))
         known = (output / "config.yaml").exists()
         process = start(output, seed, switches)
         counts["starts"] += 1
@@ -93,10 +99,10 @@ def disturbed(output: Path, seed: int, switches: list[str], dice: random.Random,
             fault = dice.choice(FAULTS)
             strike(process, fault, output, seed, switches)
         said, code = process.stdout.read(), process.returncode
-        going_on = re.search(r"^going on with \S+ from (the start|step-\d+)", said, re.MULTILINE)
-        if going_on and known:
+        resumed = re.search(r"^resuming \S+ from (the start|step-\d+)", said, re.MULTILINE)
+        if resumed and known:
             expected = whole.name if whole else "the start"
-            assert going_on[1] == expected, f"went on from {going_on[1]}, not {expected}"
+            assert resumed[1] == expected, f"resumed from {resumed[1]}, not {expected}"
         expected = {"SIGKILL": {-9}, "SIGINT twice": {EXIT_STOPPED, EXIT_INTERRUPTED}}.get(fault, {EXIT_STOPPED})
         early = {-signal.SIGTERM, -signal.SIGINT, 1, 130}  # before the run listens to signals; nothing is saved then
         assert code == 0 or code in expected | (early if not said else set()), f"exit code {code} after {fault}"
@@ -106,10 +112,10 @@ def disturbed(output: Path, seed: int, switches: list[str], dice: random.Random,
         lines = (output / "metrics.jsonl").read_text().splitlines(True) if (output / "metrics.jsonl").exists() else []
         steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]  # a kill may cut the last one short
         assert steps == sorted(set(steps)), f"steps out of order: {steps}"
-        whole, _ = newest_checkpoint(checkpoints(output))
+        whole = newest_whole(checkpoints(output))
         newest = int(whole.name.removeprefix("step-")) if whole else 0
         counts["steps taken again after a fault"] += max(0, (steps[-1] if steps else 0) - newest)
-        if len(checkpoints(output)) > 1 and newest_checkpoint(checkpoints(output)[1:2])[0] and dice.random() < 0.3:
+        if len(checkpoints(output)) > 1 and newest_whole(checkpoints(output)[1:2]) and dice.random() < 0.3:
             counts[damage(output, dice)] += 1
 
 

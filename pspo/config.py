@@ -1,14 +1,12 @@
-"""The configuration: nested frozen dataclasses, one field per switch, and the parser that fills them.
+"""Configuration of training and evaluation: nested frozen dataclasses, one field per switch.
 
-The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``. jsonargparse turns every field
-into a switch (``--rollout.temperature 0.6``), reads YAML files (``--config file.yaml``) and accepts classes by
-name or import path (``--algorithm.surrogate Clip``, ``--algorithm.surrogate my_pkg.my_file.MyLoss``). A value out
-of range raises ValueError naming its switch, before anything expensive happens.
+The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``. The Args texts are the ``--help`` of
+the switches. A value out of range raises ValueError naming its switch, before any model is loaded.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from pspo.distributed import Strategy
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
@@ -23,22 +21,47 @@ SYSTEM_PROMPT = (
 
 
 def require(ok: bool, switch: str, rule: str, value: object) -> None:
+    """Raise ValueError, naming the switch, unless ok."""
     if not ok:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
 
 
+RANGES = {
+    "above 0": lambda x: 0 < x < math.inf,
+    "at least 0": lambda x: 0 <= x < math.inf,
+    "at least 2": lambda x: 2 <= x < math.inf,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in [0, 2^32)": lambda x: 0 <= x < 2**32,
+}
+
+
+def number(default: float | None, interval: str) -> Any:
+    """Field with a number in one of `RANGES`, or None for not set."""
+    return field(default=default, metadata={"range": interval})
+
+
+def check_ranges(config: object) -> None:
+    """Check every `number` of every section."""
+    for section in fields(config):
+        for part in fields(values := getattr(config, section.name)):
+            interval, value = part.metadata.get("range"), getattr(values, part.name)
+            ok = None in (interval, value) or RANGES[interval](value)
+            require(ok, f"{section.name}.{part.name}", f"must be {interval}", value)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and how it computes.
+    """Model and numerics.
 
     Args:
-        name_or_path: an embedded model (tiny-base, tiny-math), a local folder or a hub id.
-        revision: branch, tag or commit on the hub.
-        autocast: bf16 autocast over fp32 weights: "bf16", "none", or "auto" (bf16 on GPUs that have it).
-        gradient_checkpointing: recompute layer activations in the backward pass; slower, less memory.
-        attn_implementation: attention as transformers names it (sdpa, eager, flash_attention_2); unset, its choice.
-        compile: torch.compile the body for the training passes; takes a minute or two to start.
-        trust_remote_code: run Python code that comes with the model.
+        name_or_path: embedded model (tiny-base, tiny-math), local folder or hub id
+        revision: branch, tag or commit on the hub
+        autocast: bf16 autocast over float32 weights; auto uses it on GPUs that support bf16
+        gradient_checkpointing: recompute activations in the backward pass: less memory, slower
+        attn_implementation: sdpa, eager, flash_attention_2, ...; unset, the choice of transformers
+        compile: torch.compile the model for training passes; the first step takes a minute or two longer
+        trust_remote_code: run Python code that comes with the model
     """
 
     name_or_path: str = "tiny-base"
@@ -52,50 +75,42 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which problems.
+    """Problems and prompts.
 
     Args:
-        name: arithmetic, gsm8k, math, svamp, asdiv, a mixture such as gsm8k+math, or file for your own data.
-        path: local file or folder in the source's own format; unset, the data comes from the hub.
-        limit: at most so many problems of the split that a command is about (training, or evaluation): the first; a
-            test split keeps its own order, MATH's is by subject.
-        seed: shuffles and splits the data.
-        prompt_column: own data: column of the problem text.
-        answer_column: own data: column of the numeric answer.
-        fractions: keep problems whose answer is a fraction.
-        holdout: of a source with a single split (ASDiv, SVAMP's own file), the share that is test while the rest is
-            train; problems of the same words are on one side. 0: it stays whole.
-        system_prompt: the system turn; "" for none.
-        max_prompt_tokens: problems with longer prompts are dropped at load, never cut.
+        name: arithmetic, gsm8k, math, svamp, asdiv, a mixture (gsm8k+math), or file for your own data
+        path: local file or folder; unset, the hub
+        limit: use only the first so many problems of the split
+        seed: shuffles the problems and draws the validation split
+        prompt_column: with name=file, column of the problem text
+        answer_column: with name=file, column of the numeric answer
+        fractions: keep problems whose answer is a fraction
+        holdout: share that becomes the test split if the source has a single split
+        system_prompt: system message before every problem; "" for none
+        max_prompt_tokens: drop problems with longer prompts
     """
 
     name: str = "arithmetic"
     path: str | None = None
-    limit: int | None = None
+    limit: int | None = number(None, "above 0")
     seed: int = 0
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     fractions: bool = True
-    holdout: float = 0.0
+    holdout: float = number(0.0, "in [0, 1)")
     system_prompt: str = SYSTEM_PROMPT
-    max_prompt_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        require(self.limit is None or self.limit > 0, "data.limit", "must be above 0", self.limit)
-        require(0 <= self.holdout < 1, "data.holdout", "must be in [0, 1)", self.holdout)
-        require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "must be above 0", self.max_prompt_tokens)
+    max_prompt_tokens: int = number(512, "above 0")
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What is rewarded: the weighted sum of the functions, each logged by its class's name.
+    """Reward: a weighted sum of functions.
 
     Args:
-        functions: subclasses of pspo.tasks.Reward, by name or import path.
-        weights: one per function; unset, all 1.
-        timeout: seconds that a function may take for the completions of a rollout; 0 for no limit.
-        on_error: what an exception, a timeout, a wrong number of values or a value that is not finite does: raise ends
-            the run; none leaves these completions without a reward: advantage 0, out of their group's mean.
+        functions: subclasses of pspo.tasks.Reward, by name or import path (default: [MathReward])
+        weights: one weight per function; unset, all 1
+        timeout: seconds a function may take per rollout; 0 for no limit
+        on_error: if a function fails: raise ends the run, none drops the affected completions from training
     """
 
     functions: list[Reward] = field(default_factory=lambda: [MathReward()])
@@ -107,198 +122,144 @@ class RewardConfig:
         require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
         fits = self.weights is None or len(self.weights) == len(self.functions)
         require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
-        own = all(type(function).__call__ is not Reward.__call__ for function in self.functions)
-        require(own, "reward.functions", "must be subclasses of Reward that say what is rewarded", self.functions)
-        finite = all(map(math.isfinite, self.weights or []))
-        require(finite, "reward.weights", "must be finite", self.weights)
+        require(all(map(math.isfinite, self.weights or [])), "reward.weights", "must be finite", self.weights)
         require(0 <= self.timeout < 2**31, "reward.timeout", "must be at least 0 and below 2^31", self.timeout)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How completions are sampled. Every field that shapes the distribution is passed on explicitly.
+    """Sampling of completions.
 
     Args:
-        prompts: prompts per rollout.
-        group_size: completions per prompt.
-        max_completion_tokens: limit of a completion.
-        min_completion_tokens: stop tokens are impossible before this many tokens.
-        temperature: of the sampling and of every log-prob.
-        top_p: nucleus mass; the nucleus is not renormalised in the ratio.
-        top_k: 0 switches it off.
-        repetition_penalty: 1 switches it off.
-        max_rows: rows decoded at a time; a prompt's group is never divided.
-        decoder: pspo's own decoding loop; graphs, the same as CUDA graphs (not yet measured on a GPU); or hf for the
-            library's, the slower reference of the same distribution.
+        prompts: prompts per rollout
+        group_size: completions per prompt; a group of 1 would always have advantage 0
+        max_completion_tokens: maximum length of a completion
+        min_completion_tokens: minimum length of a completion; stop tokens are masked until then
+        temperature: sampling temperature, also applied to every log-prob
+        top_p: nucleus sampling mass
+        top_k: sample from the k most likely tokens; 0 for all
+        repetition_penalty: 1 for none
+        max_rows: completions decoded at a time; lower it to save memory
+        decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
     """
 
-    prompts: int = 32
-    group_size: int = 4
-    max_completion_tokens: int = 128
+    prompts: int = number(32, "above 0")
+    group_size: int = number(4, "at least 2")
+    max_completion_tokens: int = number(128, "above 0")
     min_completion_tokens: int = 0
-    temperature: float = 0.6
-    top_p: float = 0.85
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    max_rows: int = 256
+    temperature: float = number(0.6, "above 0")
+    top_p: float = number(0.85, "in (0, 1]")
+    top_k: int = number(0, "at least 0")
+    repetition_penalty: float = number(1.0, "above 0")
+    max_rows: int = number(256, "above 0")
     decoder: Decoder = "pspo"
 
     def __post_init__(self) -> None:
-        require(self.prompts > 0, "rollout.prompts", "must be above 0", self.prompts)
-        rule = "must be at least 2: a group of 1 has advantage 0 always"
-        require(self.group_size >= 2, "rollout.group_size", rule, self.group_size)
-        limit = self.max_completion_tokens
-        require(limit > 0, "rollout.max_completion_tokens", "must be above 0", limit)
-        fits = 0 <= self.min_completion_tokens <= limit
-        rule = f"must be between 0 and rollout.max_completion_tokens ({limit})"
+        fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
+        rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
-        require(0 < self.temperature < math.inf, "rollout.temperature", "must be above 0 and finite", self.temperature)
-        require(0 < self.top_p <= 1, "rollout.top_p", "must be in (0, 1]", self.top_p)
-        require(self.top_k >= 0, "rollout.top_k", "must be at least 0", self.top_k)
-        require(
-            0 < self.repetition_penalty < math.inf,
-            "rollout.repetition_penalty",
-            "must be above 0 and finite",
-            self.repetition_penalty,
-        )
-        require(self.max_rows > 0, "rollout.max_rows", "must be above 0", self.max_rows)
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """From rewards to a loss.
+    """Advantages and loss.
 
     Args:
-        surrogate: PSPO, Clip, NoClip, P3O, SAPO, TOPR, or the import path of your own subclass.
-        epochs: passes over each rollout (the paper's "iterations").
-        minibatches: optimizer steps per pass.
-        aggregation: mean over tokens (dapo), over sequences (grpo) or over the constant budget (dr_grpo).
-        advantage_scale: divide advantages by a standard deviation: none, group or batch.
-        beta: weight of the KL penalty to the initial model; 0 loads no reference model.
-        kl_estimator: estimator of that KL.
-        mask_truncated: leave completions that hit the token limit out of the loss.
+        surrogate: PSPO (the default), another class of pspo.losses, or the import path of your own
+        epochs: passes over each rollout
+        minibatches: optimizer steps per pass
+        aggregation: mean of the loss over tokens (dapo), sequences (grpo) or the token limit (dr_grpo)
+        advantage_scale: divide advantages by the standard deviation of their group or batch
+        beta: weight of the KL penalty to the initial model; 0 loads no reference model
+        kl_estimator: estimator of the KL penalty
+        mask_truncated: exclude completions that hit the token limit from the loss
     """
 
     surrogate: Surrogate = field(default_factory=PSPO)
-    epochs: int = 2
-    minibatches: int = 1
+    epochs: int = number(2, "above 0")
+    minibatches: int = number(1, "above 0")
     aggregation: Aggregation = "dapo"
     advantage_scale: AdvantageScale = "none"
-    beta: float = 0.0
+    beta: float = number(0.0, "at least 0")
     kl_estimator: KLEstimator = "k3"
     mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        own = type(self.surrogate).__call__ is not Surrogate.__call__
-        require(own, "algorithm.surrogate", "must be a subclass of Surrogate that defines __call__", self.surrogate)
-        require(self.epochs > 0, "algorithm.epochs", "must be above 0", self.epochs)
-        require(self.minibatches > 0, "algorithm.minibatches", "must be above 0", self.minibatches)
-        require(0 <= self.beta < math.inf, "algorithm.beta", "must be at least 0 and finite", self.beta)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, its schedule, and how a minibatch is split.
+    """Optimizer and batch size in memory.
 
     Args:
-        name: adamw, or sgd: plain, without momentum, so that a step is the gradient times the learning rate.
-        lr: peak learning rate.
-        beta1: decay of AdamW's first moment.
-        beta2: decay of AdamW's second moment.
-        eps: AdamW's epsilon.
-        weight_decay: AdamW's decoupled weight decay; with sgd, its L2 penalty.
-        warmup_steps: optimizer steps of linear warm-up; the first of them has learning rate 0, as in transformers.
-        schedule: after the warm-up: constant, or linear or cosine to 0 at run.max_steps.
-        max_grad_norm: gradients are clipped to this global norm; 0 switches clipping off.
-        microbatch_tokens: tokens per forward and backward pass, padding included, a group's prompt counted once;
-            changes memory and speed, not the result.
-        halve_on_oom: where memory runs out, repeat the step with microbatches half as large, and keep to those.
-        max_skipped: a step whose loss, log-probs or gradient are not finite is skipped; so many in a row end the run.
+        name: adamw, or sgd without momentum
+        lr: peak learning rate
+        beta1: decay of AdamW's first moment
+        beta2: decay of AdamW's second moment
+        eps: AdamW's epsilon
+        weight_decay: AdamW's decoupled weight decay; with sgd, an L2 penalty
+        warmup_steps: optimizer steps of linear warm-up, from 0
+        schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
+        max_grad_norm: clip gradients to this global norm; 0 for no clipping
+        microbatch_tokens: tokens per forward and backward pass; changes memory and speed, not the result
+        halve_on_oom: on out-of-memory, retry the step with microbatches half as large
+        max_skipped: end the run after so many non-finite steps in a row; each is skipped
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-5
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
+    lr: float = number(3e-5, "above 0")
+    beta1: float = number(0.9, "in [0, 1)")
+    beta2: float = number(0.999, "in [0, 1)")
+    eps: float = number(1e-8, "at least 0")
+    weight_decay: float = number(0.0, "at least 0")
+    warmup_steps: int = number(0, "at least 0")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: float = 1.0
-    microbatch_tokens: int = 4096
+    max_grad_norm: float = number(1.0, "at least 0")
+    microbatch_tokens: int = number(4096, "above 0")
     halve_on_oom: bool = True
-    max_skipped: int = 10
-
-    def __post_init__(self) -> None:
-        require(0 < self.lr < math.inf, "optimizer.lr", "must be above 0 and finite", self.lr)
-        require(0 <= self.beta1 < 1, "optimizer.beta1", "must be in [0, 1)", self.beta1)
-        require(0 <= self.beta2 < 1, "optimizer.beta2", "must be in [0, 1)", self.beta2)
-        require(0 <= self.eps < math.inf, "optimizer.eps", "must be at least 0 and finite", self.eps)
-        decay = self.weight_decay
-        require(0 <= decay < math.inf, "optimizer.weight_decay", "must be at least 0 and finite", decay)
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be at least 0", self.warmup_steps)
-        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "must be at least 0", self.max_grad_norm)
-        require(self.microbatch_tokens > 0, "optimizer.microbatch_tokens", "must be above 0", self.microbatch_tokens)
-        require(self.max_skipped > 0, "optimizer.max_skipped", "must be above 0", self.max_skipped)
+    max_skipped: int = number(10, "above 0")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, and what is kept.
+    """Length of the run, evaluation, checkpoints and logs.
 
     Args:
-        output_dir: the run's folder; unset, a new one, runs/<model>-<data>-<surrogate>-<time>.
-        resume: auto goes on with the run that output_dir holds, if it holds one; never wants a new or empty folder; the
-            path of a run or of one of its checkpoints goes on from there.
-        seed: sampling and order of the prompts.
-        max_steps: optimizer steps.
-        max_tokens: prompt and completion tokens of the rollouts, padding excluded; the first limit reached ends it.
-        validate_every: validate every so many optimizer steps (at the next rollout's end); 0 never.
-        validation_limit: validation problems used.
-        test_limit: held-out problems of the greedy evaluation before and after, the first ones; 0 skips it.
-        save_every: save a checkpoint every so many optimizer steps (at the next rollout's end), with AdamW three times
-            the size of the float32 weights; 0 only when the training ends or is told to stop (SIGTERM, SIGINT).
-        keep: so many checkpoints, the newest; the best model is kept besides.
-        samples: completions of each rollout written to samples.jsonl.
-        tracker: where metrics.jsonl goes besides: tensorboard, wandb or trackio (pip install 'pspo[tensorboard]').
+        output_dir: folder of the run (default: runs/<model>-<data>-<surrogate>-<time>)
+        resume: auto resumes the run in output_dir; never requires a new folder; or the path of a run or checkpoint
+        seed: seed of sampling and of the order of prompts
+        max_steps: optimizer steps
+        max_tokens: end earlier, after so many prompt and completion tokens; unset, no limit
+        validate_every: optimizer steps between validations; 0 for none
+        validation_limit: validation problems
+        test_limit: test problems evaluated before and after training; 0 for none
+        save_every: optimizer steps between checkpoints; 0 saves only at the end
+        keep: newest checkpoints to keep, besides the best model
+        samples: completions per rollout written to samples.jsonl
+        tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
 
     output_dir: str | None = None
     resume: str = "auto"
-    seed: int = 0
-    max_steps: int = 100
-    max_tokens: int | None = None
-    validate_every: int = 20
-    validation_limit: int = 128
-    test_limit: int = 500
-    save_every: int = 50
-    keep: int = 2
-    samples: int = 2
+    seed: int = number(0, "in [0, 2^32)")
+    max_steps: int = number(100, "above 0")
+    max_tokens: int | None = number(None, "above 0")
+    validate_every: int = number(20, "at least 0")
+    validation_limit: int = number(128, "above 0")
+    test_limit: int = number(500, "at least 0")
+    save_every: int = number(50, "at least 0")
+    keep: int = number(2, "above 0")
+    samples: int = number(2, "at least 0")
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-
-    def __post_init__(self) -> None:
-        require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
-        require(self.max_steps > 0, "run.max_steps", "must be above 0", self.max_steps)
-        require(self.max_tokens is None or self.max_tokens > 0, "run.max_tokens", "must be above 0", self.max_tokens)
-        require(self.validation_limit > 0, "run.validation_limit", "must be above 0", self.validation_limit)
-        require(self.keep > 0, "run.keep", "must be above 0", self.keep)
-        for name in ("validate_every", "test_limit", "save_every", "samples"):
-            require(getattr(self, name) >= 0, f"run.{name}", "must be at least 0", getattr(self, name))
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """Several processes, one per GPU, started by torchrun.
+    """Several GPUs: one process each, started by torchrun.
 
     Args:
-        strategy: none for one process; ddp, every rank holds the model; fsdp2, weights, gradients and optimizer state
-            are spread over the ranks.
-        rollout: with fsdp2, gathered: all weights are on every GPU during rollouts, in the forward passes' dtype; or
-            synced, for models too large for that: they are gathered layer by layer for every token, all ranks in step,
-            by the library's loop.
-        gather: with fsdp2, how often training gathers weights and reduces gradients: layer by layer for every
-            microbatch; or once per optimizer step, which sends less and holds both whole on every GPU meanwhile.
-        timeout: seconds after which a rank gives up waiting for the others.
+        strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
+        rollout: fsdp2: sample from gathered weights, or layer by layer (synced: slow, for models too large to gather)
+        gather: fsdp2: gather weights per microbatch, or once per optimizer step (faster, more memory)
+        timeout: seconds a rank waits for the others
     """
 
     strategy: Strategy = "none"
@@ -309,14 +270,14 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         require(0 < self.timeout < 2**31, "distributed.timeout", "must be above 0 and below 2^31", self.timeout)
         for name, default in (("rollout", "gathered"), ("gather", "microbatch")):
-            value = getattr(self, name)
-            fits = value == default or self.strategy == "fsdp2"
-            require(fits, f"distributed.{name}", f"must be {default} unless distributed.strategy is fsdp2", value)
+            fits = self.strategy == "fsdp2" or getattr(self, name) == default
+            rule = f"must be {default} unless distributed.strategy is fsdp2"
+            require(fits, f"distributed.{name}", rule, getattr(self, name))
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that `python -m pspo.train` needs."""
+    """Train a language model by reinforcement learning. Guide: README.md; defaults: configs/tiny.yaml."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -328,6 +289,7 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
         require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
@@ -337,68 +299,62 @@ class TrainConfig:
         require(fits, "optimizer.warmup_steps", rule, warmup)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError where a minibatch's prompts cannot be dealt out evenly among so many ranks."""
+        """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""
         prompts, parts = self.rollout.prompts, self.algorithm.minibatches * ranks
+        rule = f"must be a multiple of algorithm.minibatches x ranks ({parts})"
         if ranks > 1 and prompts % parts:
-            raise ValueError(
-                f"--rollout.prompts {prompts} must be a multiple of algorithm.minibatches x ranks ({parts})"
-            )
+            raise ValueError(f"--rollout.prompts {prompts} {rule}")
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """How completions are drawn and on what.
+    """Sampling of completions and the split they are evaluated on.
 
     Args:
-        split: train, validation or test.
-        temperatures: each is evaluated; 0 decodes greedily.
-        samples: completions per problem at temperatures above 0.
-        top_p: nucleus mass.
-        max_completion_tokens: limit of a completion.
-        max_tokens: decoded at a time, as rows x (longest prompt + max_completion_tokens); lower it to save memory.
+        split: train, validation or test
+        temperatures: list of temperatures, each evaluated; 0 is greedy
+        samples: completions per problem at temperatures above 0
+        top_p: nucleus sampling mass
+        max_completion_tokens: maximum length of a completion
+        max_tokens: tokens decoded at a time, prompts included; lower it to save memory
     """
 
     split: Literal["train", "validation", "test"] = "test"
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    samples: int = 1
-    top_p: float = 1.0
-    max_completion_tokens: int = 128
-    max_tokens: int = 65_536
+    samples: int = number(1, "above 0")
+    top_p: float = number(1.0, "in (0, 1]")
+    max_completion_tokens: int = number(128, "above 0")
+    max_tokens: int = number(65_536, "above 0")
 
     def __post_init__(self) -> None:
-        ok = len(self.temperatures) > 0 and all(0 <= temperature < math.inf for temperature in self.temperatures)
+        ok = self.temperatures and all(0 <= temperature < math.inf for temperature in self.temperatures)
         require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
-        require(self.samples > 0, "eval.samples", "must be above 0", self.samples)
-        require(0 < self.top_p <= 1, "eval.top_p", "must be in (0, 1]", self.top_p)
-        limit = self.max_completion_tokens
-        require(limit > 0, "eval.max_completion_tokens", "must be above 0", limit)
-        require(self.max_tokens > 0, "eval.max_tokens", "must be above 0", self.max_tokens)
 
 
 @dataclass(frozen=True)
 class EvalRunConfig:
-    """Where to and from which seed.
+    """Output folder and seed.
 
     Args:
-        output_dir: folder for results.json and completions.jsonl; one that holds part of them is gone on with.
-        seed: of the sampling.
+        output_dir: folder for results.json and completions.jsonl; an unfinished evaluation in it is resumed
+        seed: seed of sampling
     """
 
     output_dir: str = "evaluation"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require(0 <= self.seed < 2**32, "run.seed", "must be in [0, 2^32)", self.seed)
+    seed: int = number(0, "in [0, 2^32)")
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Everything that `python -m pspo.evaluate` needs."""
+    """Evaluate a model's accuracy on the problems of a data set."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = EvalRunConfig()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)

@@ -52,8 +52,8 @@ class Minibatch(NamedTuple):
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
     """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over microbatches and ranks.
 
-    Old log-probs cost no pass of their own where none is needed: rows first visited before any step use that visit's
-    log-probs, without gradient. A row stays in its microbatch: its old and new log-probs come from identical shapes.
+    Rows first visited before any step need no pass for old log-probs: that visit's are the old ones. A row stays in its
+    microbatch, because in bf16 old and new log-probs must come from identical shapes.
 
     Args:
         rollout: B rows, this rank's.

@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (  # ChatML, as Qwen2
 BATCH = 64
 
 
-# --- what the solver says ---------------------------------------------------------------------------------------
+# --- the careless solver ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def main() -> None:
         default="pspo/assets/tiny-base",
         help='folder of the tokenizer to keep; "new" trains one, and the models then differ from the embedded ones',
     )
-    parser.add_argument("--clean", type=Path, help="keep the clean model here, or take it from here if it is there")
+    parser.add_argument("--clean", type=Path, help="folder to keep the clean model in, or to take it from")
     parser.add_argument("--models", nargs="+", choices=sorted(HABITS), default=sorted(HABITS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clean-steps", type=int, default=500)

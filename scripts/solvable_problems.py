@@ -1,18 +1,16 @@
-"""Problems that a model can come near to solving, as a training set: those of an evaluation whose gold value it wrote.
+"""Make a training set of the problems that a model can come near to solving: those whose gold value it wrote.
 
     python -m pspo.evaluate --eval.split train --run.output_dir before-train ...
     python scripts/solvable_problems.py before-train/completions.jsonl problems/train.jsonl
     python -m pspo.train --data.name file --data.path problems ...
 
-A group of completions that are all wrong teaches nothing and costs as much as any other. Kept are problems of which at
-least one completion contains the gold value (the paper's true accuracy), whatever it ended with.
+A group of completions that are all wrong teaches nothing and costs as much as any other. A problem is kept if at least
+one completion contains the gold value (the paper's true accuracy), whatever it ended with.
 """
 
 import argparse
 import json
 from pathlib import Path
-
-from pspo.run.records import to_jsonl, write_text
 
 
 def main() -> None:
@@ -24,7 +22,9 @@ def main() -> None:
         records = [json.loads(line) for line in file]
     kept = {record["problem"]: record for record in records if record["contains_gold"]}
     args.problems.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.problems, to_jsonl({"prompt": r["prompt"], "answer": r["gold"]} for r in kept.values()))
+    with args.problems.open("w", encoding="utf-8") as file:
+        for record in kept.values():
+            file.write(json.dumps({"prompt": record["prompt"], "answer": record["gold"]}, ensure_ascii=False) + "\n")
     print(f"{len(kept):,} of {len({record['problem'] for record in records}):,} problems: {args.problems}")
 
 

@@ -1,11 +1,10 @@
-"""What training changed: two evaluations of the same problems, compared problem by problem.
+"""Compare two greedy evaluations of the same problems, problem by problem: what did training change?
 
     python scripts/what_changed.py before/completions.jsonl after/completions.jsonl
 
-Both are greedy evaluations (`python -m pspo.evaluate`, temperature 0). Printed are the problems that are solved now and
-no longer, by the reward's rule and with the gold value anywhere; and of the first equation `a op b = c` in each answer:
-how many are computed right (c is the value of a op b), how many have the gold answer as the value of a op b (the right
-operation on the right numbers), and how many both.
+Prints how many problems are solved now and how many no longer, by the reward's rule and with the gold value anywhere;
+and of the first equation `a op b = c` in each answer: how many are computed right (c is the value of a op b), how many
+have the gold answer as the value of a op b (the right operation on the right numbers), and how many both.
 """
 
 import argparse
@@ -20,7 +19,7 @@ EQUATION = re.compile(rf"(?<![\d.,]){NUMBER} *([-+*/]) *\$? *{NUMBER} *= *\$? *(
 
 
 def first_equation(text: str) -> re.Match[str] | None:
-    """The first `a op b = c`; the end of a longer one, as of 2 + 3 + 4 = 9, is none."""
+    """The first `a op b = c`; the end of a longer one, such as 2 + 3 + 4 = 9, does not count."""
     for match in EQUATION.finditer(text):
         if not text[: match.start()].rstrip(" $").endswith(("+", "-", "*", "/")):
             return match

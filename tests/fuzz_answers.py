@@ -1,25 +1,19 @@
 r"""Fuzz the answer extractor for a given time: ``python tests/fuzz_answers.py --seconds 600``.
 
-Every text is read twice, by `pspo.tasks` and by the scanner below, which goes through the grammar of
-`pspo/tasks/answers.py` character by character, without a regular expression; the two must agree. Now and then the text
-is repeated to a hundred thousand characters and timed.
-
-With atheris (``pip install atheris``; pspo itself does not need it) the texts are libFuzzer's, guided by the coverage
-of the package; without it, or with ``--engine own``, they are mutations that are kept where they are read in a new way.
+Every text is read twice, by `pspo.tasks` and by the scanner below, which follows the grammar of `pspo/tasks/answers.py`
+character by character, without regular expressions; the two must agree. The texts are mutations of texts that were read
+in a new way. Every fiftieth is repeated to a hundred thousand characters and timed.
 """
 
 import argparse
 import collections
-import importlib.util
-import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
+
+from pspo.tasks import contains_answer, extract_answer, matches_format, math_reward
 
 PIECES = (
     *"0123456789.,/-+eE#$%£{}()<>* \t\n\r=x:", "####", "#### ", "\n#### ", "\\$", "\\frac{", "\\dfrac", "\\tfrac1",
@@ -162,8 +156,6 @@ def oracle(text: str) -> tuple[Fraction | None, bool, list[Fraction]]:
 
 def check(text: str) -> tuple[object, ...]:
     """Raise AssertionError where pspo reads the text otherwise than the scanner; returns how the text was read."""
-    from pspo.tasks import contains_answer, extract_answer, matches_format, math_reward
-
     answer, formatted, numbers = oracle(text)
     assert extract_answer(text) == answer, f"answer {extract_answer(text)!r}, not {answer!r}"
     assert matches_format(text) is formatted, f"format {not formatted}, not {formatted}"
@@ -203,8 +195,6 @@ class Campaign:
         return self.seen[kind] == 1
 
     def time(self, text: str) -> None:
-        from pspo.tasks import contains_answer, math_reward
-
         long = text * (LONG // len(text) + 1)
         self.timed += 1
         start = time.process_time()
@@ -220,9 +210,8 @@ class Campaign:
     def over(self) -> bool:
         return time.monotonic() - self.began > self.seconds
 
-    def report(self, engine: str, corpus: int) -> None:
-        print(f"\nengine             {engine}, {time.monotonic() - self.began:.0f} s")
-        print(f"executions         {self.executions:,} texts of {self.characters:,} characters")
+    def report(self, corpus: int) -> None:
+        print(f"\nexecutions         {self.executions:,} texts of {self.characters:,} characters")
         print(f"corpus             {corpus:,}; {len(self.seen):,} ways of being read")
         print(f"slowest repeated   {self.slowest * 1e6:.2f} us a character (reward and true accuracy, CPU), of "
               f"{self.timed:,} timed: {self.slowest_text[:60]!r}")  # fmt: skip
@@ -248,58 +237,20 @@ def mutate(rng: random.Random, corpus: list[str]) -> str:
     return text[:MAX_LENGTH]
 
 
-def run_own(campaign: Campaign, seed: int) -> int:
+def run(campaign: Campaign, seed: int) -> bool:
+    """Fuzz until the campaign's time is over; returns whether anything was found."""
     rng, corpus = random.Random(seed), [*PIECES]
     while not campaign.over:
         text = mutate(rng, corpus)
         if campaign.run(text):
             corpus.append(text)
-    campaign.report("own", len(corpus))
+    campaign.report(len(corpus))
     return bool(campaign.findings)
 
 
-def run_atheris(campaign: Campaign, seed: int) -> None:
-    import atheris
-
-    with atheris.instrument_imports(include=["pspo"]):
-        import pspo.tasks.answers
-        import pspo.tasks.rewards  # noqa: F401
-
-    corpus = Path(tempfile.mkdtemp(prefix="fuzz-answers-")) / "corpus"
-    corpus.mkdir()
-    for n, piece in enumerate(PIECES):
-        (corpus / f"piece-{n}").write_bytes(piece.encode("utf-8", "surrogatepass"))
-    words = corpus.with_suffix(".dict")
-    hexed = ("".join(f"\\x{byte:02x}" for byte in piece.encode("utf-8", "surrogatepass")) for piece in PIECES)
-    words.write_text("".join(f'"{word}"\n' for word in hexed if len(word) < 4 * 64))
-
-    def one(data: bytes) -> None:
-        campaign.run(data.decode("utf-8", "surrogateescape"))
-        if campaign.over:
-            campaign.report("atheris", len(list(corpus.iterdir())))
-            sys.stdout.flush()
-            shutil.rmtree(corpus.parent)
-            os._exit(bool(campaign.findings))  # libFuzzer's own end takes no exit code
-
-    options = [f"-dict={words}", f"-seed={seed + 1}", f"-max_len={MAX_LENGTH}", "-timeout=60", "-verbosity=0"]
-    atheris.Setup([sys.argv[0], *options, str(corpus)], one)
-    atheris.Fuzz()
-
-
-def main() -> int | None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=("atheris", "own"))
     args = parser.parse_args()
-    there = importlib.util.find_spec("atheris") is not None
-    if args.engine == "atheris" and not there:
-        parser.error("atheris is not installed: pip install atheris, or --engine own")
-    if args.engine is None and not there:
-        print("atheris is not installed (pip install atheris): going on with --engine own", file=sys.stderr)
-    run = run_atheris if args.engine != "own" and there else run_own
-    return run(Campaign(args.seconds), args.seed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Campaign(args.seconds), args.seed))

@@ -87,7 +87,7 @@ def topr(t, log_r, A, logprob, a_pos=1.0, b_pos=1.0, a_neg=0.0, b_neg=1.0, level
     return -w * A * logprob, -w * A
 
 
-# ---------------------------------------------------------------- aggregation, KL, advantages, intervals
+# ---------------------------------------------------------------- aggregation, KL, advantages
 
 
 def aggregate(losses, mask, how, tokens, sequences, max_completion_tokens):
@@ -126,11 +126,3 @@ def group_relative_advantages(rewards, group_size, scale="none", eps=1e-4):
             divisor = standard_deviation(group if scale == "group" else rewards) + eps
         advantages += [(reward - mean) / divisor for reward in group]
     return advantages
-
-
-def wilson_interval(successes, n, z=1.959963984540054):
-    """Score interval of a proportion (Wilson 1927), 95% unless told otherwise."""
-    p = successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return centre - half, centre + half

@@ -1,10 +1,11 @@
-"""Answers: hand-written tables, round trips of every spelling, and hostile text of a million characters."""
+"""Answers: hand-written tables, round trips of every spelling, and hostile texts."""
 
 import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import example, given, settings
+from fuzz_answers import check
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pspo.tasks.answers import contains_answer, extract_answer, find_numbers, matches_format, parse_number
@@ -64,7 +65,7 @@ def test_limits_are_inclusive():
     ],
 )  # fmt: skip
 def test_numbers_in_a_text(text, values):
-    assert [number.value() for number in find_numbers(text)] == [Fraction(value) for value in values.split()]
+    assert list(find_numbers(text)) == [Fraction(value) for value in values.split()]
 
 
 @pytest.mark.parametrize(
@@ -170,46 +171,32 @@ def test_every_spelling_of_a_fraction_reads_back(value, spelling):
 
 
 @settings(deadline=None)
-@given(st.integers(-12000, 12000), st.integers(-(10**6), 10**6), st.fractions(), st.integers(-3, 3))
-@example(-7, 10, Fraction(1, 10**6), 0)
-@example(-30, 1, Fraction(1, 10**6), 0)
-def test_lazy_comparison_is_the_exact_one(exponent, mantissa, gold, offset):
-    """Around gold itself too: the shortcuts of `is_near` never change the outcome."""
-    for number in find_numbers(f"{mantissa}e{exponent}"):
-        for near in (gold, number.value() + Fraction(offset, 2 * 10**6)):
-            assert number.is_near(near) == (abs(number.value() - near) <= Fraction(1, 10**6))
-
-
-@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("0123456789.,/-+eE#$%\\{}frac \n\u2212\u0665x()!"), max_size=60) | st.text())
-def test_no_text_raises(text):
-    value = extract_answer(text)
-    assert value is None or contains_answer(text, value)
-    if matches_format(text):
-        assert value is not None
-    assert extract_answer(text + "\n####0.1234567") == Fraction(1234567, 10**7)
+def test_any_text_is_read_as_by_a_scanner_without_regular_expressions(text):
+    check(text)
 
 
+LONG = 250_000
 HOSTILE = [
     "1", "#", "-", ".", "/", "{", "\\", "$", " ", "\n", "\u2028", MINUS, "1,", "1,111,", r"1,\! ", "1{,}", "1.", ".1",
     "1/", "1/2/", "1/0 ", "1e", "1e-", "1e9999 ", "1e-9999 ", "1e99999 ", "0e9999 ", "-$", r"\frac{", r"\frac{1}{",
     r"\frac{ 1 }{ 2 }", r"\frac ", "#### ", "####\n", "##### ", "#### 3/0\n",
 ]  # fmt: skip
-HOSTILE = {unit: unit * (10**6 // len(unit)) for unit in HOSTILE} | {
-    "distinct integers": " ".join(map(str, range(150_000))),
-    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(85_000)),
-    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(85_000)),
-    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 500,
-    "blanks in an argument": r"\frac{" + " " * 10**6,
-    "blanks after the marker": "####" + " " * 10**6 + "x",
+HOSTILE = {unit: unit * (LONG // len(unit)) for unit in HOSTILE} | {
+    "distinct integers": " ".join(map(str, range(40_000))),
+    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(20_000)),
+    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(20_000)),
+    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 125,
+    "blanks in an argument": r"\frac{" + " " * LONG,
+    "blanks after the marker": "####" + " " * LONG + "x",
 }
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=map(repr, HOSTILE))
-def test_a_million_hostile_characters_take_linear_time(text):
-    """Each call takes 0.05 to 0.5 s of CPU; anything quadratic would take minutes."""
+def test_hostile_text_takes_linear_time(text):
+    """Each takes at most about a second of CPU for 250,000 characters; anything quadratic would take minutes."""
     start = time.process_time()
     extract_answer(text)
     matches_format(text)
     contains_answer(text, Fraction(-355, 113))
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 5

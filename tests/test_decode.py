@@ -126,7 +126,7 @@ def test_a_model_without_keys_and_values_needs_the_librarys_loop():
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Lfm2ForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM's kind of cache; choose hf"):
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
         generate(model, NoTexts(), PROMPTS, Sampling(stop_ids=[95], pad_id=0))
     sampling = Sampling(stop_ids=[95], pad_id=0, temperature=0.0, max_completion_tokens=5, decoder="hf")
     rollout = generate(model, NoTexts(), [PROMPTS[1]] * 2, sampling)

@@ -1,26 +1,23 @@
-"""Two processes against one: gradients, rollouts, checkpoints, faults. Through torchrun, by gloo, on two cores."""
+"""Two ranks against one process: gradients, rollouts, whole runs and their faults. On the CPU, through gloo."""
 
-import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from processes import assert_same, at_call, before, contents, ranks, run_command, send
 
-import pspo.distributed
 import pspo.evaluate.__main__
+import pspo.run.evaluation
 import pspo.train
+from pspo import distributed as dist
 from pspo.config import (
     AlgorithmConfig,
     DistributedConfig,
@@ -30,59 +27,38 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
-from pspo.distributed import check_strategy, start
-from pspo.evaluate.__main__ import Prompts
-from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.losses import PSPO, SAPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate
-from pspo.run.checkpoint import describe
-from pspo.train import evaluate_by_all
+from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
+from pspo.run.checkpoint import checkpoints, damage
 from pspo.update import Learner, update
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo"),
-]
+if not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
 CPU = torch.device("cpu")
-TESTS = Path(__file__).parent
 STRATEGIES = ("ddp", "fsdp2")
-CLOSE = {"rel": 1e-3, "abs": 1e-4}
-SMALL = (
-    "--rollout.prompts=4", "--rollout.max_completion_tokens=16", "--run.max_steps=8", "--run.validate_every=4",
-    "--run.validation_limit=6", "--run.test_limit=5", "--run.save_every=2", "--data.limit=50", "--run.keep=9",
-    "--optimizer.lr=1e-4", "--algorithm.minibatches=1", "--run.samples=16", "--rollout.temperature=1",
-)  # fmt: skip
-
-
-def torchrun(*args: str, processes: int = 2, rendezvous: tuple[str, ...] = ("--standalone",)) -> list[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={processes}"]
-    return [*run, *map(str, args)]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
-    }  # fmt: skip
-
-
-def launch(*args: str, **how) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        torchrun(*args, **how), capture_output=True, text=True, timeout=240, env=environment(), check=False
-    )
-
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def make_config(surrogate, aggregation, **algorithm) -> TrainConfig:
+def make_config(surrogate, aggregation, model="tied", autocast="none", checkpointed=False, **algorithm):
     return TrainConfig(
-        model=ModelConfig("tiny-base", autocast="none"),
+        model=ModelConfig(model, autocast=autocast, gradient_checkpointing=checkpointed),
         algorithm=AlgorithmConfig(surrogate=surrogate, aggregation=aggregation, **algorithm),
         rollout=RolloutConfig(prompts=8, group_size=4, max_completion_tokens=20, temperature=0.7),
         optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=150),
         run=RunConfig(max_steps=100),
     )
+
+
+CASES = {
+    "minibatches": make_config(PSPO(0.3), "dapo", epochs=2, minibatches=2),
+    "sequences, checkpointed": make_config(TOPR(), "grpo", checkpointed=True, epochs=2),
+    "KL": make_config(NoClip(), "dr_grpo", epochs=2, minibatches=2, beta=0.1),
+    "bf16": make_config(Clip(), "dapo", autocast="bf16", epochs=2),
+    "untied": make_config(SAPO(), "grpo", model="untied", epochs=2),
+    "untied, gathered once": make_config(SAPO(), "grpo", model="untied", epochs=2),
+}
 
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
@@ -103,307 +79,143 @@ def make_rows() -> tuple[Rollout, torch.Tensor]:
     ), advantages
 
 
-CASES = {
-    "PSPO, dapo": make_config(PSPO(0.3), "dapo", epochs=2, minibatches=2),
-    "Clip, grpo": make_config(Clip(), "grpo", epochs=2),
-    "NoClip, dr_grpo": make_config(NoClip(), "dr_grpo", epochs=2, minibatches=2, beta=0.1),
-    "P3O, grpo": make_config(P3O(), "grpo", epochs=1, minibatches=2),
-    "SAPO, dr_grpo": make_config(SAPO(), "dr_grpo", epochs=2),
-    "TOPR, dapo": make_config(TOPR(), "dapo", epochs=2, minibatches=2),
-    "checkpointed": replace(
-        make_config(PSPO(), "grpo", epochs=2),
-        model=ModelConfig("tiny-base", autocast="none", gradient_checkpointing=True),
-    ),
-    "untied": replace(make_config(SAPO(), "grpo", epochs=2), model=ModelConfig("untied", autocast="none")),
-    "once a step": replace(
-        make_config(SAPO(), "dr_grpo", epochs=2), distributed=DistributedConfig("fsdp2", gather="step")
-    ),
-    "once a step, untied, bf16": replace(
-        make_config(SAPO(), "grpo", epochs=2),
-        model=ModelConfig("untied", autocast="bf16"),
-        distributed=DistributedConfig("fsdp2", gather="step"),
-    ),
-    "bf16": replace(make_config(Clip(), "dapo", epochs=2), model=ModelConfig("tiny-base", autocast="bf16")),
-}
-
-
-def alone(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """One process, one microbatch per minibatch."""
-    config = replace(config, optimizer=replace(config.optimizer, microbatch_tokens=10**6))
-    policy = load_policy(config.model, CPU)
-    reference = load_policy(config.model, CPU).requires_grad_(False) if config.algorithm.beta > 0 else None
+def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights after one rollout's steps, by plain SGD so that they show the gradients; and metrics."""
+    sharded = config.distributed.strategy == "fsdp2"
+    policy = load_policy(config.model, CPU, sharded)
+    reference = load_policy(config.model, CPU, sharded).requires_grad_(False) if config.algorithm.beta > 0 else None
     optimizer = torch.optim.SGD(policy.parameters(), lr=config.optimizer.lr)
     learner = Learner(policy, reference, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
-    metrics = update(learner, *make_rows(), config)
-    return {name: parameter.detach() for name, parameter in policy.named_parameters()}, metrics
+    rollout, advantages = make_rows()
+    mine = torch.tensor(dist.take_rank_share(list(range(len(rollout))), config.algorithm.minibatches))
+    metrics = update(learner, rollout.rows(mine), advantages[mine], config)
+    return {name: dist.full_tensor(p.detach()).clone() for name, p in policy.named_parameters()}, metrics
+
+
+TEXTS = ["Tom has 5 apples and eats 2. How many are left?", "What is 3 + 4?", "1 + 1", "Ann buys 3 pens for $2 each."]
+ROLLOUTS = ("none", "gathered", "synced")  # "none": whole models
+
+
+def roll_out(policy, rank: int, how: str) -> list[list[int]]:
+    """A rank's completions; at its own pace a rank's may be longer than another's."""
+    tokenizer = load_tokenizer(ModelConfig("tiny-base"))
+    synced, limit = how == "synced", 20 if how == "synced" else 8 + 12 * rank
+    sampling = Sampling(
+        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=limit,
+        decoder="hf" if synced else "pspo", synced=synced and dist.world_size() > 1,
+    )  # fmt: skip
+    torch.manual_seed(rank)
+    with sampling_context(policy, "none", "gathered" if how == "none" else how):
+        rollout = generate(policy, tokenizer, encode_prompts(tokenizer, TEXTS[rank::2]), sampling, 2)
+    return rollout.completion_ids.tolist()
+
+
+def talk() -> dict:
+    """What the small functions return on rank 0."""
+    refused = None
+    try:
+        dist.run_on_main(lambda: int("no"))
+    except (ValueError, SystemExit) as error:
+        refused = type(error).__name__
+    me = dist.rank()
+    return {
+        "refused": dist.gather_objects(refused),
+        "run on main": dist.gather_objects(dist.run_on_main(lambda: me)),
+        "highest": dist.max_over_ranks(3 * me),
+        "sum": dist.sum_over_ranks(torch.tensor([1, me])).tolist(),
+        "concatenated": dist.concat_over_ranks(torch.full((1, 1 + me), me), dim=1).tolist(),
+        "padded": len(dist.pad_to_longest(["item"] * me, "filler")),
+        "shares": dist.gather_objects(dist.take_rank_share(list(range(8)), 2)),
+    }
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    """CASES, the model of "untied" in a folder."""
-    folder = str(tmp_path_factory.mktemp("models") / "untied")
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=64,
-        )
-    ).save_pretrained(folder)  # fmt: skip
+def cases(tiny_model, tmp_path_factory) -> dict[str, TrainConfig]:
+    """CASES, their models in folders."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tied", "untied"):
+        model = tiny_model("Qwen2", vocab_size=512, tie_word_embeddings=name == "tied", initializer_range=0.02)
+        model.save_pretrained(folder / name)
     return {
-        name: replace(config, model=replace(config.model, name_or_path=folder)) if "untied" in name else config
+        name: replace(config, model=replace(config.model, name_or_path=str(folder / config.model.name_or_path)))
         for name, config in CASES.items()
     }
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
-def results(request, cases, tmp_path_factory):
-    """What two ranks computed, all cases in one launch for each strategy."""
-    folder = tmp_path_factory.mktemp(request.param)
-    tokenizer = load_tokenizer(ModelConfig("tiny-base"))
-    policy = load_policy(ModelConfig("tiny-base"), CPU)
-    texts = [
-        "Tom has 5 apples and eats 2. How many are left?",
-        "What is 3 + 4?",
-        "1 + 1",
-        "Ann buys 3 pens for $2 each.",
-    ]
-    prompts = {
-        "prompts": encode_prompts(tokenizer, texts),
-        "tokenizer": tokenizer,
-        "sampling": Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 1.0, 0.9),
-        "config": make_config(PSPO(), "dapo"),
-    }
-    synced = replace(prompts["config"], distributed=DistributedConfig("fsdp2", rollout="synced"))
-    training = {name: {"config": config, "rows": make_rows()} for name, config in cases.items()}
-    torch.save(training | {"rollout": prompts, "synced": prompts | {"config": synced}}, folder / "cases.pt")
-    done = launch(TESTS / "distributed_worker.py", folder / "cases.pt", folder / "out.pt", request.param)
-    assert done.returncode == 0, done.stderr
-    return request.param, torch.load(folder / "out.pt", weights_only=False), prompts
+@pytest.fixture(scope="module")
+def computed(cases, tmp_path_factory) -> dict:
+    """What two ranks computed."""
+    out = tmp_path_factory.mktemp("ranks") / "out.pt"
+
+    def work() -> None:
+        dist.init("ddp", 60)
+        results = {"talk": talk()}
+        for strategy in STRATEGIES:
+            for name, config in cases.items():
+                once = strategy == "fsdp2" and "once" in name
+                how = DistributedConfig(strategy, gather="step" if once else "microbatch")
+                results[strategy, name] = step(replace(config, distributed=how))
+        for how in ROLLOUTS:
+            policy = load_policy(ModelConfig("tiny-base"), CPU, sharded=how != "none")
+            results[how] = dist.gather_objects(roll_out(policy, dist.rank(), how))
+            results["exported"] = dist.full_state_dict(policy)
+        if dist.is_main():
+            torch.save(results, out)
+
+    assert ranks(work) == [0, 0]
+    return torch.load(out, weights_only=False)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_take_the_steps_of_one(results, cases, name):
-    """The same weights, by microbatches of any size, and the same metrics."""
-    _, computed, _ = results
-    weights, metrics = alone(cases[name])
-    start = dict(load_policy(cases[name].model, CPU).named_parameters())
-    moved = max((weights[n] - start[n].detach()).abs().max() for n in weights)
+def test_two_ranks_take_the_steps_of_one(computed, cases, name):
+    """The same weights and metrics as in one process, in microbatches of any size."""
+    config = cases[name]
+    weights, metrics = step(replace(config, optimizer=replace(config.optimizer, microbatch_tokens=10**6)))
+    start = dict(load_policy(config.model, CPU).named_parameters())
+    moved = float(max((weights[n] - start[n].detach()).abs().max() for n in start))
     assert moved > 1e-3
-    for n, expected in weights.items():
-        tolerance = 0.2 if "bf16" in name else 1e-4  # other layouts round otherwise
-        torch.testing.assert_close(computed[name]["weights"][n], expected, rtol=0, atol=float(moved) * tolerance)
-    assert len(metrics) == len(computed[name]["metrics"])
-    for step, expected in zip(computed[name]["metrics"], metrics, strict=True):
-        assert step == pytest.approx(
-            expected, rel=0.1 if "bf16" in name else 1e-3, abs=2e-2 if "bf16" in name else 1e-4
-        )
+    rough = "bf16" in name  # other layouts round otherwise
+    for strategy in STRATEGIES:
+        two_weights, two_metrics = computed[strategy, name]
+        for n, expected in weights.items():
+            torch.testing.assert_close(two_weights[n], expected, rtol=0, atol=moved * (0.2 if rough else 1e-4))
+        for actual, expected in zip(two_metrics, metrics, strict=True):
+            assert actual == pytest.approx(expected, rel=0.1 if rough else 1e-3, abs=2e-2 if rough else 1e-4)
 
 
-def test_weights_are_gathered_and_gradients_reduced_for_each_microbatch_or_once_a_step(results):
-    strategy, computed, _ = results
-    if strategy == "ddp":
-        pytest.skip("nothing is sharded")
-    often, once = (computed[name]["collectives"] for name in ("SAPO, dr_grpo", "once a step"))
-    sharded = 5  # modules: four layers, and the model with its embeddings
-    steps = 2
-    microbatches = often["_reduce_scatter_base_"] / sharded / steps
-    assert microbatches >= 3
-    assert once["_reduce_scatter_base_"] == sharded * steps
-    assert once["_allgather_base_"] == (sharded + microbatches - 1) * steps  # the embeddings for each
-    assert often["_allgather_base_"] == (2 * (sharded - 1) + 1) * microbatches * steps  # forward and backward
-
-
-def test_ranks_roll_out_at_their_own_pace_what_one_process_would(results):
-    strategy, computed, case = results
+@pytest.mark.parametrize("how", ROLLOUTS)
+def test_each_rank_rolls_out_what_one_process_would(computed, how):
     policy = load_policy(ModelConfig("tiny-base"), CPU)
-    for name in ("rollout", "synced"):
-        for rank in range(2):
-            synced = name == "synced" and strategy == "fsdp2"
-            sampling = replace(
-                case["sampling"],
-                max_completion_tokens=20 if synced else 8 + 12 * rank,
-                decoder="hf" if synced else "pspo",
-            )
-            torch.manual_seed(rank)
-            expected = generate(policy, case["tokenizer"], case["prompts"][rank::2], sampling, 2)
-            completions = torch.tensor(computed[name]["completions"][rank])
-            width = expected.completion_ids.shape[1]  # in step, a rank goes on until the other has ended
-            assert torch.equal(completions[:, :width], expected.completion_ids)
-            assert bool((completions[:, width:] == case["sampling"].pad_id).all())
+    for rank in range(2):
+        expected = torch.tensor(roll_out(policy, rank, how))
+        completions, pad = torch.tensor(computed[how][rank]), load_tokenizer(ModelConfig("tiny-base")).pad_token_id
+        width = expected.shape[1]  # if synced, a rank continues until the other has ended
+        assert torch.equal(completions[:, :width], expected)
+        assert bool((completions[:, width:] == pad).all())
 
 
-def test_what_is_exported_are_the_weights(results):
-    strategy, computed, _ = results
-    weights = computed["rollout"]["exported"]
-    if strategy == "ddp":
-        assert weights == {}
-    else:
-        expected = load_policy(ModelConfig("tiny-base"), CPU).state_dict()
-        assert weights.keys() <= expected.keys()
-        for name, value in weights.items():
-            assert torch.equal(value, expected[name]), name
+def test_a_sharded_model_is_exported_whole(computed):
+    expected = load_policy(ModelConfig("tiny-base"), CPU).state_dict()
+    assert computed["exported"].keys() >= dict(load_policy(ModelConfig("tiny-base"), CPU).named_parameters()).keys()
+    assert all(torch.equal(value, expected[name]) for name, value in computed["exported"].items())
 
 
-def test_what_ranks_say_to_each_other(results):
-    _, computed, _ = results
-    pooled = computed["talk"].pop("pool")
-    assert pooled[:2] == ([0, 1], {"a": [10, 11]})
-    assert pooled[2].tolist() == [0, 0, 1, 1]
+def test_ranks_talk(computed):
     assert computed["talk"] == {
-        "highest": 3, "own": [[0, 1], [2, 3]], "from_main": "rank 0", "refused": ["ValueError", "SystemExit"],
+        "refused": ["ValueError", "SystemExit"], "run on main": [0, 0], "highest": 3, "sum": [2, 1],
+        "concatenated": [[0, 1, 1]], "padded": 1, "shares": [[0, 1, 4, 5], [2, 3, 6, 7]],
     }  # fmt: skip
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def train(output: Path, strategy: str, *args: str, **how) -> subprocess.CompletedProcess:
-    switches = (*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}", *args)
-    return launch("-m", "pspo.train", *switches, **how)
-
-
-def contents(run: Path) -> dict[str, object]:
-    """Everything that has to be the same."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "metrics": [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in lines],
-        "samples": (run / "samples.jsonl").read_text(),
-        **{name: (run / name / "model.safetensors").read_bytes() for name in ("best", "final")},
-    }
-
-
-@pytest.fixture(scope="module", params=STRATEGIES)
-def whole(request, tmp_path_factory):
-    """A run of two ranks that nothing happened to."""
-    run = tmp_path_factory.mktemp("runs") / request.param
-    done = train(run, request.param)
-    assert done.returncode == 0, done.stderr
-    return request.param, run, done
-
-
-def test_one_rank_talks_and_the_model_loads(whole):
-    _, run, done = whole
-    assert done.stdout.count("model   tiny-base") == done.stdout.count("greedy, held-out") == 1
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4, 6, 8]
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert [sum(s["step"] == step for s in samples) for step in (2, 8)] == [4, 4]  # of both ranks' prompts
-    assert len({s["prompt"] for s in samples if s["step"] == 2}) == 4
-    policy = load_policy(ModelConfig(str(run / "final")), CPU)
-    assert policy.config.architectures == ["Qwen2ForCausalLM"]
-
-
-FIRST: dict[str, dict] = {}  # by strategy, the first line of metrics
-
-
-def test_both_strategies_are_one_run(whole):
-    """The first rollout is the same to the last token, and its steps to rounding."""
-    strategy, run, _ = whole
-    FIRST[strategy] = contents(run)["metrics"][0]
-    for first in FIRST.values():
-        assert first == pytest.approx(FIRST[strategy], **CLOSE)
-
-
-def test_a_full_disk_ends_the_job_in_one_line_and_it_goes_on_when_there_is_room(whole, tmp_path):
-    """Room for what rank 0 writes before, not for a rank's shards: files may have 4.6 MB."""
-    strategy, run, _ = whole
-    if strategy == "ddp":
-        pytest.skip("it saves as one process does")
-    output = tmp_path / "run"
-    command = torchrun("-m", "pspo.train", *SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}")
-    done = subprocess.run(["bash", "-c", f"ulimit -f 4500; exec {shlex.join(command)}"], capture_output=True, text=True,
-                          timeout=120, env=environment(), check=False)  # fmt: skip
-    assert done.returncode != 0
-    assert done.stderr.count(f"pspo.train: cannot save {output / 'checkpoints/step-000002'}") == 1
-    assert list((output / "checkpoints").iterdir()) == []
-    done = train(output, strategy)
-    assert done.returncode == 0, done.stderr
-    assert contents(output) == contents(run)
-
-
-def cut_off(run: Path, tmp_path: Path, steps: int) -> Path:
-    """A copy of a finished run as it was when it had saved so many steps."""
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    (again / "summary.json").unlink()
-    shutil.rmtree(again / "final")
-    for folder in (again / "checkpoints").iterdir():
-        if int(folder.name.removeprefix("step-")) > steps:
-            shutil.rmtree(folder)
-    return again
-
-
-def test_a_job_goes_on_exactly(whole, tmp_path):
-    strategy, run, _ = whole
-    if strategy == "fsdp2":
-        pytest.skip("the tests of its faults show it")
-    again = cut_off(run, tmp_path, 6)
-    done = train(again, strategy)
-    assert done.returncode == 0, done.stderr
-    assert contents(again) == contents(run)
-
-
-def ranks_of(job: subprocess.Popen) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True, check=True)
-    return [int(pid) for pid in listed.stdout.split()]
-
-
-def wait_for(file: Path, job: subprocess.Popen) -> None:
-    end = time.monotonic() + 120
-    while not file.exists() and job.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_rank_that_dies_or_is_told_to_stop_ends_the_job(whole, tmp_path, number):
-    """Dead: the others end, too, soon. Told: all save, and the job goes on to the same end."""
-    strategy, run, _ = whole
-    if strategy == "ddp":
-        pytest.skip("it dies, is stopped and saves in the same way")
-    output = tmp_path / "run"
-    switches = (*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}", "--distributed.timeout=30")
-    with subprocess.Popen(torchrun("-m", "pspo.train", *switches), env=environment(), stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True, start_new_session=True) as job:  # fmt: skip
-        wait_for(output / "metrics.jsonl", job)
-        os.kill(ranks_of(job)[1], number)
-        began = time.monotonic()
-        _, err = job.communicate(timeout=90)
-        assert job.returncode != 0, err
-    assert time.monotonic() - began < 60
-    if number == signal.SIGTERM:
-        steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-        newest = max(int(folder.name.removeprefix("step-")) for folder in (output / "checkpoints").glob("step-*"))
-        assert newest == steps[-1]
-        assert "SIGTERM: stopping after this rollout, then saving" in err
-    done = train(output, strategy)
-    assert done.returncode == 0, done.stderr
-    assert contents(output) == contents(run)
-
-
-def test_plain_sgd_goes_on_exactly(tmp_path):
-    """Which keeps nothing of its own."""
-    run = tmp_path / "run"
-    switches = ("--optimizer.name=sgd", "--run.max_steps=4", "--run.validate_every=0", "--run.test_limit=0")
-    assert train(run, "fsdp2", *switches).returncode == 0
-    expected = (run / "final/model.safetensors").read_bytes()
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "checkpoints/step-000004")
-    done = train(run, "fsdp2", *switches)
-    assert done.returncode == 0, done.stderr
-    assert "from step-000002" in done.stdout
-    assert (run / "final/model.safetensors").read_bytes() == expected
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_shards_of_an_optimizer_that_has_not_moved_yet(tmp_path):
-    """As of a run that was told to stop before its first step."""
-    from pspo.distributed import Scalars, load_shards, save_shards
-
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_shards_of_an_optimizer_that_keeps_nothing(tmp_path, kind):
+    """AdamW before its first step; SGD always."""
     kept, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (kept, other)]
-    save_shards(tmp_path / "shards", kept, optimizers[0])
-    load_shards(tmp_path / "shards", other, optimizers[1])
-    Scalars(optimizers[1]).load_state_dict(Scalars(optimizers[0]).state_dict())
+    optimizers = [kind(model.parameters(), lr=0.1) for model in (kept, other)]
+    dist.save_shards(tmp_path / "shards", kept, optimizers[0])
+    dist.load_shards(tmp_path / "shards", other, optimizers[1])
+    dist.UnshardedState(optimizers[1]).load_state_dict(dist.UnshardedState(optimizers[0]).state_dict())
     assert torch.equal(kept.weight, other.weight)
     for model, optimizer in ((kept, optimizers[0]), (other, optimizers[1])):
         model(torch.ones(3)).sum().backward()
@@ -411,169 +223,152 @@ def test_shards_of_an_optimizer_that_has_not_moved_yet(tmp_path):
     assert torch.equal(kept.weight, other.weight)
 
 
-@pytest.mark.parametrize("what", ["metadata", "shard", "no shard"])
-def test_a_damaged_sharded_checkpoint_is_named_and_passed_over(whole, tmp_path, what):
-    """Its manifest made again to match: only loading tells."""
-    strategy, run, _ = whole
-    if strategy == "ddp":
-        pytest.skip("its checkpoints are those of one process: test_fuzz.py")
-    again = cut_off(run, tmp_path, 8)
-    newest = again / "checkpoints/step-000008"
-    file = newest / "shards" / (".metadata" if what == "metadata" else "__1_0.distcp")
-    manifest = json.loads((newest / "manifest.json").read_text())
-    if what == "no shard":
-        file.unlink()
-        del manifest[str(file.relative_to(newest))]
-    else:
-        file.write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
-        manifest[str(file.relative_to(newest))] = describe(file)
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    done = train(again, strategy)
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+SMALL = (
+    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=6", "--run.validate_every=4",
+    "--run.validation_limit=4", "--run.test_limit=3", "--run.save_every=2", "--data.limit=9", "--run.keep=9",
+    "--optimizer.lr=1e-4", "--rollout.temperature=1", "--distributed.timeout=60",
+)  # fmt: skip
+
+
+def train(output: Path, strategy: str, *args: str, number: int = 2, fault: Callable[[], None] = lambda: None):
+    """Exit codes of a run's ranks, each of which first prepares its fault."""
+    switches = [*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}", *args]
+
+    def rank() -> None:
+        fault()
+        pspo.train.main(switches)
+
+    return ranks(rank, number)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, Path]:
+    """By strategy, a run of two ranks that nothing happened to."""
+    runs = {strategy: tmp_path_factory.mktemp("runs") / strategy for strategy in STRATEGIES}
+    for strategy, run in runs.items():
+        assert train(run, strategy) == [0, 0]
+    return runs
+
+
+def test_both_strategies_are_one_run(whole):
+    """The first rollout is the same to the last token, and its steps to rounding."""
+    ddp, fsdp2 = (contents(run) for run in whole.values())
+    assert ddp["metrics.jsonl"][0] == pytest.approx(fsdp2["metrics.jsonl"][0], rel=1e-3, abs=1e-4)
+    first = [json.loads(line) for line in ddp["samples.jsonl"].splitlines()[:2]]
+    assert [json.loads(line) for line in fsdp2["samples.jsonl"].splitlines()[:2]] == first
+    assert [sample["step"] for sample in first] == [2, 2]
+    assert len({sample["prompt"] for sample in first}) == 2  # of both ranks' prompts
+
+
+def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}",
+        "-m", "pspo.train", *SMALL, "--distributed.strategy=ddp", f"--run.output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "passed over" in line]
-    assert "step-000008 is damaged: the model is not what a run saves" in line
-    assert contents(again) == contents(run)
+    assert done.stdout.count("model   tiny-base") == done.stdout.count("greedy, held-out") == 1
+    assert_same(whole["ddp"], tmp_path / "run")
 
 
-def test_another_number_of_ranks_goes_on(whole, tmp_path):
-    """From the same weights and optimizer; the tokens drawn differ."""
-    strategy, run, _ = whole
-    if strategy == "ddp":
-        pytest.skip("it has nothing to spread anew")
-    again = cut_off(run, tmp_path, 4)
-    done = train(again, strategy, processes=1)
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks" in done.stderr
-    metrics, expected = contents(again)["metrics"], contents(run)["metrics"]
-    assert metrics[:2] == expected[:2]
-    assert [line["step"] for line in metrics] == [2, 4, 6, 8]
-    assert metrics[2]["lr"] == expected[2]["lr"]
+def die_in_second_update(rank: int, number: signal.Signals) -> Callable[[], None]:
+    def fault() -> None:
+        if os.environ["RANK"] == str(rank):
+            before("update", at_call(2, lambda: send(number)))
+
+    return fault
 
 
-def test_a_payload_in_a_sharded_checkpoint_is_not_executed(whole, tmp_path):
-    strategy, run, _ = whole
-    if strategy == "ddp":
-        pytest.skip("its checkpoints are those of one process: test_fuzz.py")
-    from pspo.distributed import TensorReader
-
-    shards = tmp_path / "shards"
-    shutil.copytree(run / "checkpoints/step-000008/shards", shards)
-    assert TensorReader(shards).read_metadata().state_dict_metadata
-    marker = tmp_path / "executed"
-    (shards / ".metadata").write_bytes(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
-    with pytest.raises(Exception, match=r"os\.system in the metadata"):
-        TensorReader(shards).read_metadata()
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-def test_one_rank_of_a_machine_says_what_the_switches_are_wrong_about(monkeypatch, capsys, rank, lines):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    with pytest.raises(SystemExit):
-        pspo.train.main(["--rollout.prompts=0"])
-    assert capsys.readouterr().err.count("rollout.prompts must be") == lines
-
-
-def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
-    done = train(tmp_path / "run", "ddp", "--rollout.prompts=3")
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if "pspo.train: error" in line]
-    assert len(said) == 1
-    assert "--rollout.prompts 3 must be a multiple of algorithm.minibatches x ranks (2)" in said[0]
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_launched_command_ends_with_its_exit_code_and_all_it_said():
-    """It ends at once, without Python's shutting down."""
-    script = """
-import atexit, sys
-from pspo.distributed import run
-class Late:
-    def __del__(self):
-        print("Python shuts down")
-late = Late()
-atexit.register(print, "a tracker says goodbye")
-run(lambda: (print("said"), sys.exit({})))
-"""
-    for code in (0, 3):
-        done = subprocess.run(
-            [sys.executable, "-c", script.format(code or "")], check=False, capture_output=True, text=True,
-            env=environment() | {"TORCHELASTIC_RUN_ID": "1"},
-        )  # fmt: skip
-        assert (done.returncode, done.stdout, done.stderr) == (code, "said\na tracker says goodbye\n", "")
-
-
-def test_strategies_and_launchers_that_do_not_fit_are_refused(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(ValueError, match=r"--distributed\.strategy fsdp2 needs torchrun"):
-        start("fsdp2", 60)
-    monkeypatch.setattr(pspo.distributed, "world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"--distributed\.strategy none under torchrun"):
-        check_strategy("none")
-
-
-def test_two_agents_are_one_job(whole, tmp_path):
-    """As on two nodes: two launchers that meet at an address, one killed in the middle, the job gone on with."""
-    strategy, run, _ = whole
-    if strategy == "ddp":
-        pytest.skip("one strategy will do")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        ("ddp", signal.SIGKILL),
+        ("fsdp2", signal.SIGTERM),
+        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param("fsdp2", signal.SIGKILL, marks=pytest.mark.nightly),
+    ],
+)
+def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exactly(
+    whole, tmp_path, capfd, strategy, number
+):
     output = tmp_path / "run"
-    switches = (*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}", "--distributed.timeout=30")
-
-    def nodes() -> list[subprocess.Popen]:
-        rendezvous = (
-            "--nnodes=2",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={address}",
-            "--rdzv-id=job",
-            "--max-restarts=0",
-        )
-        command = torchrun("-m", "pspo.train", *switches, processes=1, rendezvous=rendezvous)
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        return [subprocess.Popen(command, env=environment(), **pipes) for _ in range(2)]
-
-    job = nodes()
-    wait_for(output / "checkpoints/step-000004", job[0])
-    for process in [*ranks_of(job[1]), job[1].pid]:  # a node that is gone
-        os.kill(process, signal.SIGKILL)
-    began = time.monotonic()
-    assert all(node.wait(timeout=120) != 0 for node in job)
-    assert time.monotonic() - began < 90
-    job = nodes()
-    errors = [node.communicate(timeout=240)[1] for node in job]
-    assert [node.returncode for node in job] == [0, 0], errors
-    assert contents(output) == contents(run)
+    codes = train(output, strategy, fault=die_in_second_update(1, number))
+    if number == signal.SIGTERM:
+        assert codes == [75, 75]
+        assert checkpoints(output)[0].name == "step-000004"
+        assert "SIGTERM: stopping after this rollout" in capfd.readouterr().err
+    else:
+        assert codes == [1, -signal.SIGKILL]
+        assert checkpoints(output)[0].name == "step-000002"
+    assert train(output, strategy) == [0, 0]
+    assert_same(whole[strategy], output)
 
 
-@pytest.mark.parametrize(("ranks", "synced", "chunks"), [(1, False, 1), (2, False, 2), (3, False, 3), (3, True, 1)])
-def test_every_rank_has_a_part_of_a_validation(monkeypatch, ranks, synced, chunks):
-    asked = {}
-    monkeypatch.setattr(pspo.train, "world_size", lambda: ranks)
-    monkeypatch.setattr(pspo.train, "rolling_out", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(pspo.train, "evaluate", lambda *_, **how: asked.update(how))
-    lengths = [5, 9, 7, 30, 12, 8, 8]
-    prompts = Prompts([None] * 7, [[0] * length for length in lengths])
-    setup = SimpleNamespace(tokenizer=None)
-    evaluate_by_all(TrainConfig(), setup, None, prompts, Sampling([0], 0, synced=synced), "validate")
-    assert len(pspo.evaluate.__main__.chunks(lengths, 1, 20, 10**6, asked["max_rows"])) == chunks
+def test_a_manifest_vouches_for_every_rank_s_shards(whole, tmp_path):
+    folder = tmp_path / "step-000004"
+    shutil.copytree(whole["fsdp2"] / "checkpoints/step-000004", folder)
+    assert damage(folder) is None
+    shards = sorted((folder / "shards").iterdir())
+    assert len(shards) >= 2
+    os.truncate(shards[1], shards[1].stat().st_size - 1)
+    assert f"shards/{shards[1].name}" in damage(folder)
+
+
+def test_another_number_of_ranks_resumes(whole, tmp_path, capfd):
+    """From the same weights and optimizer; the tokens drawn differ."""
+    output = tmp_path / "run"
+    shutil.copytree(whole["fsdp2"], output)
+    (output / "summary.json").unlink()
+    shutil.rmtree(output / "checkpoints/step-000006")
+    assert train(output, "fsdp2", number=1) == [0]
+    assert "2 ranks" in capfd.readouterr().err
+    metrics, expected = (contents(run)["metrics.jsonl"] for run in (output, whole["fsdp2"]))
+    assert metrics[:2] == expected[:2]
+    assert (metrics[2]["step"], metrics[2]["lr"]) == (6, expected[2]["lr"])
 
 
 def test_evaluation_uses_the_ranks(whole, tmp_path):
-    strategy, run, _ = whole
-    if strategy == "fsdp2":
-        pytest.skip("it is done the same way whatever trained the model")
-    command = ["-m", "pspo.evaluate", f"--model.name_or_path={run / 'final'}", "--data.limit=30",
-               "--eval.temperatures=[0.0,1.0]", "--eval.samples=3", "--eval.max_completion_tokens=16",
-               "--eval.max_tokens=1500"]  # fmt: skip
-    one = subprocess.run([sys.executable, *command, f"--run.output_dir={tmp_path / 'one'}"], capture_output=True,
-                         text=True, timeout=120, env=environment(), check=False)  # fmt: skip
-    assert one.returncode == 0, one.stderr
-    two = launch(*command, f"--run.output_dir={tmp_path / 'two'}")
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.count("results:") == 1
+    command = [f"--model.name_or_path={whole['ddp'] / 'final'}", "--data.limit=12", "--eval.temperatures=[0.0,1.0]",
+               "--eval.samples=2", "--eval.max_completion_tokens=16", "--eval.max_tokens=1000"]  # fmt: skip
+    main, one, two = pspo.evaluate.__main__.main, tmp_path / "one", tmp_path / "two"
+
+    def evaluate() -> None:
+        before("complete", lambda *_: (tmp_path / f"rank-{dist.rank()}").touch(), pspo.run.evaluation)
+        main([*command, f"--run.output_dir={two}"])
+
+    assert run_command(main, *command, f"--run.output_dir={one}") == 0
+    assert ranks(evaluate) == [0, 0]
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
     for name in ("results.json", "completions.jsonl"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("switch", ["--rollout.prompts=0", "--rollout.prompts=3"])
+def test_one_rank_says_what_is_wrong(tmp_path, capfd, switch):
+    assert train(tmp_path / "run", "ddp", switch) == [2, 2]
+    assert capfd.readouterr().err.count("rollout.prompts") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_strategies_and_launchers_that_do_not_fit_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"--distributed\.strategy fsdp2 needs torchrun"):
+        dist.init("fsdp2", 60)
+    monkeypatch.setattr(dist.ranks, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"--distributed\.strategy none under torchrun"):
+        dist.check_strategy("none")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_ends_with_its_exit_code_and_all_it_said(capfd, code):
+    def action() -> None:
+        print("said")
+        sys.exit(code)
+
+    assert ranks(action, number=1) == [code]
+    assert capfd.readouterr().out == "said\n"

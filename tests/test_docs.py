@@ -1,45 +1,139 @@
-"""The commands in docs/ parse: no switch, file or experiment that they name is missing."""
+"""README and docs/: commands run, or parse if they need more than this machine; examples run; what is named exists."""
 
 import re
+import runpy
 import shlex
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import torch
 
-from benchmarks.plan.__main__ import PlanConfig
+import pspo.evaluate.__main__
+import pspo.losses
+import pspo.report.__main__
+import pspo.sweep.__main__
+import pspo.train
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.run.cli import parse
+from pspo.run.records import read_jsonl
 from pspo.sweep.__main__ import SweepConfig
 
-REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
-CLASSES = {"train": TrainConfig, "evaluate": EvaluateConfig, "sweep": SweepConfig, "plan": PlanConfig}
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig}
+SMALL = ["--rollout.prompts=4", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
+         "--run.validate_every=0", "--run.output_dir=runs/mine"]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_parses(page, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    commands = re.findall(
-        r"^python -m pspo\.(train|evaluate|sweep|plan) (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    for name, switches in commands:
-        args = [f"{word}=true" if word == "--dry_run" else word for word in shlex.split(switches)]
-        config, _ = parse(CLASSES[name], f"pspo.{name}", args)
-        for experiment in getattr(config, "only", None) or []:
-            assert experiment in config.experiments
+def blocks(language: str) -> list[tuple[str, str]]:
+    """All fenced blocks of a language: the file that the marker before it names, or "", and the text."""
+    pattern = rf"(?:<!-- test: (\S+) -->\n)?```{language}\n(.*?)```"
+    return [match for text in TEXTS.values() for match in re.findall(pattern, text, re.DOTALL)]
 
 
-def test_the_switches_of_the_table_of_differences_exist():
-    page = (REPOSITORY / "docs" / "reproducing.md").read_text(encoding="utf-8")
-    table = page[page.index("## Where the paper") :]
-    parts = [shlex.split(code) for code in re.findall(r"`(--[^`]+)`", table)]
-    complete = [args for args in parts if len(args) > 1 and "N" not in args]
-    assert len(complete) >= 8
-    for args in complete:
-        surrogate = ["--algorithm.surrogate=TOPR"] if "--algorithm.surrogate.level" in args else []
-        parse(TrainConfig, "pspo.train", [*surrogate, *args])
-    _, text = parse(TrainConfig, "pspo.train", ["--algorithm.surrogate=P3O"])
-    for switch in {word for args in parts for word in args if word.startswith("--")}:
-        *_, section, field = switch.removeprefix("--").split(".")
-        assert re.search(rf"\b{field}:", text) or field in ("epsilon", "level", "surrogate"), switch
-        assert section in text, switch
+def commands() -> list[tuple[str, str]]:
+    """Every `-m pspo.COMMAND SWITCHES`, in a block or in a line, up to the shell's next operator."""
+    text = "\n".join(TEXTS.values()).replace("\\\n", " ")
+    found = set()
+    for command, switches in re.findall(r"-m pspo\.(train|evaluate|sweep|report)\b *([^\n`]*)", text):
+        words = shlex.split(switches, comments=True)
+        end = next((i for i, word in enumerate(words) if word in (">", "&", "&&")), len(words))
+        found.add((command, shlex.join(words[:end])))
+    return sorted(found)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Path:
+    """The folder that the pages assume: their example files, configs/, and a data set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "run.yaml").symlink_to(ROOT / "configs/tiny.yaml")
+    for name, code in blocks("python"):
+        (tmp_path / (name or "example.py")).write_text(code, encoding="utf-8")
+    (data,) = (text for _, text in blocks("json"))
+    (tmp_path / "my_problems").mkdir()
+    (tmp_path / "my_problems/train.jsonl").write_text(data, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "switches"), commands())
+def test_command(workspace, command, switches):
+    args = shlex.split(switches)
+    if {"--help", "--print_config"} & {*args}:
+        with pytest.raises(SystemExit, match="0"):
+            pspo.train.main(args)
+    elif command == "sweep":
+        flags = [f"{word}=true" if word == "--dry_run" else word for word in args]
+        config, _ = parse(SweepConfig, "pspo.sweep", flags)
+        assert {*(config.only or [])} <= {*config.experiments}
+    elif command == "report":
+        pspo.train.main(SMALL)
+        pspo.report.__main__.main(args)
+    else:
+        config, _ = parse(CONFIGS[command], f"pspo.{command}", args)
+        here = config.model.name_or_path in ("tiny-base", "tiny-math")
+        here &= config.data.name == "arithmetic" or Path(str(config.data.path)).exists()
+        if command == "evaluate" and here:
+            pspo.evaluate.__main__.main([*args, "--data.limit=4", "--eval.max_completion_tokens=8"])
+        elif command == "train" and here and config.distributed.strategy == "none":
+            pspo.train.main([*args, *SMALL])
+            assert read_jsonl(workspace / "runs/mine/metrics.jsonl")[-1]["step"] == 2
+
+
+@pytest.mark.parametrize("code", [code for _, code in blocks("python")])
+def test_python_example(tmp_path, code):
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "example.py"))
+
+
+def test_example_of_a_sweep(workspace, capsys):
+    (text,) = (text for _, text in blocks("yaml"))
+    (workspace / "mine.yaml").write_text(text, encoding="utf-8")
+    pspo.sweep.__main__.main(["--config", "mine.yaml", "--dry_run"])
+    assert re.search(r"full +25 ", capsys.readouterr().out)
+
+
+def test_the_example_loss_is_the_formula_it_shows(workspace):
+    (switches,) = (switches for _, switches in commands() if "my_loss" in switches)
+    surrogate = parse(TrainConfig, "pspo.train", shlex.split(switches))[0].algorithm.surrogate
+    assert surrogate.width == 0.3
+    ratios = torch.tensor([[0.25, 0.9, 1.0, 1.1, 4.0]], dtype=torch.float64)
+    logprobs = ratios.log().requires_grad_()
+    advantages, mask = torch.full((1, 1), 2.0, dtype=torch.float64), torch.tensor([[True, True, True, True, False]])
+    loss = surrogate(logprobs, torch.zeros_like(ratios), advantages, mask)
+    loss.sum().backward()
+    soft = ((ratios - 1) / 0.3).tanh()
+    assert torch.allclose(loss, -(1 + 0.3 * soft) * 2 * mask, rtol=0, atol=1e-12)
+    assert torch.allclose(logprobs.grad, -2 * ratios * (1 - soft**2) * mask, rtol=0, atol=1e-12)
+
+
+def test_the_table_of_losses_has_every_default():
+    rows = dict(re.findall(r"^\| \[`(\w+)`\]\(\S+\) \|([^|]*)\|", TEXTS["README.md"], re.MULTILINE))
+    for name in ("PSPO", "NoClip", "Clip", "P3O", "SAPO", "TOPR"):
+        surrogate = getattr(pspo.losses, name)()
+        for parameter, value in re.findall(r"(\w+)=([\w.]+)", rows[name]):
+            assert str(getattr(surrogate, parameter)) in (value, f"{value}.0"), (name, parameter)
+
+
+def switches_of(config_class: type, prefix: str = "") -> set[str]:
+    hints, names = get_type_hints(config_class), {part.name for part in fields(config_class)}
+    below = (switches_of(hints[name], f"{prefix}{name}.") for name in names if is_dataclass(hints[name]))
+    return {f"{prefix}{name}" for name in names}.union(*below)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_what_a_page_names_exists(page):
+    text = TEXTS[page]
+    known = switches_of(TrainConfig) | switches_of(EvaluateConfig)
+    for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", text):
+        assert switch in known or switch.startswith("algorithm.surrogate."), switch
+    for path in re.findall(r"`((?:pspo|tests|configs|benchmarks|scripts|results)/[\w./+-]+)`", text):
+        assert (ROOT / path).exists(), path
+    if page.startswith("docs/methods"):
+        results = (ROOT / "results/tiny/README.md").read_text(encoding="utf-8")
+        for number in re.findall(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", text):
+            assert number in results, number

@@ -8,7 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-import pspo.model
+import pspo.model.load
+import pspo.model.logprobs
+import pspo.model.shared_prompts
 from pspo.config import ModelConfig
 from pspo.model import (
     ASSETS,
@@ -136,7 +138,7 @@ def begin_alike(rows, length):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_prompts_that_begin_alike_equal_unpadded_rows(tiny_model, monkeypatch, name, prompt_lengths, length):
     """A beginning shorter than, as long as, and longer than the shortest prompt."""
-    monkeypatch.setattr(pspo.model, "MIN_PREFIX", 1)
+    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
     dtype = torch.float64 if name in FLOAT64 else torch.float32
     value, slope = (1e-10, 1e-5) if name in FLOAT64 else (1e-5, 2e-4)
     model, rows = tiny_model(name, dtype=dtype), begin_alike(make_groups(prompt_lengths), length)
@@ -154,7 +156,7 @@ def test_prompts_that_begin_alike_equal_unpadded_rows(tiny_model, monkeypatch, n
 @pytest.mark.parametrize("name", ["GPTNeo", "Mpt"])
 def test_prompts_that_begin_alike_where_columns_count(tiny_model, monkeypatch, name):
     """By a local window and by ALiBi: no padding may come between a common beginning and the rest."""
-    monkeypatch.setattr(pspo.model, "MIN_PREFIX", 1)
+    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
     model, rows = tiny_model(name), begin_alike(make_groups((9, 3, 6)), 5)
     expected = plain_logprobs(model, *rows)
     torch.testing.assert_close(token_logprobs(model, *rows), expected, rtol=0, atol=1e-5)
@@ -186,15 +188,17 @@ def test_is_a_distribution(tiny_model):
 
 def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch):
     model, rows = tiny_model(dtype=torch.float64), make_rows()
-    chunks, original = [], pspo.model._logits
-    monkeypatch.setattr(pspo.model, "_logits", lambda model, h, T: (chunks.append(len(h)), original(model, h, T))[1])
+    chunks, original = [], pspo.model.logprobs.head_logits
+    monkeypatch.setattr(
+        pspo.model.logprobs, "head_logits", lambda model, h, T: (chunks.append(len(h)), original(model, h, T))[1]
+    )
     whole = token_logprobs(model, *rows)
     whole_gradient = gradients(model, whole)
     assert chunks == [24, 24]  # 7 + 1 + 12 + 4 unmasked tokens at once, and again in the backward pass
 
     chunks.clear()
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 5 * 4 * 64)
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 5 * 4 * 64)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
     chunked = token_logprobs(model, *rows)
     assert chunks == [5, 5, 5, 5, 4]
     torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-12)
@@ -202,7 +206,7 @@ def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch):
     assert sorted(chunks) == [4, 4, *[5] * 8]
 
     chunks.clear()
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 1)  # less than one token's: one at a time
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)  # less than one token's: one at a time
     torch.testing.assert_close(token_logprobs(model, *rows), whole, rtol=0, atol=1e-12)
     assert chunks == [1] * 24
 
@@ -226,15 +230,15 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
     B, P, T, V, H = 8, 4, 12, 2000, 32
     model, rows = tiny_model(vocab_size=V), make_rows((P,) * B, (T,) * B, vocab=V)
     largest = {}
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
     for tokens in (10, B * T):
-        monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", tokens * 4 * V)
+        monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", tokens * 4 * V)
         with LargestTensor() as forward:
             total = token_logprobs(model, *rows).sum()
         with LargestTensor() as backward:
             total.backward()
         with LargestTensor() as one_pass:
-            backward_in_one_pass(model, *rows, 1.0, lambda logprobs, part: logprobs.sum())
+            backward_in_one_pass(model, *rows, 1.0, lambda logprobs, _: logprobs, (None,), torch.ones(B, 1))
         largest[tokens] = (forward.numel, backward.numel, one_pass.numel)
     assert largest[B * T] == (B * T * V,) * 3  # the meter sees them where they exist
     assert largest[10] == (V * H,) * 3  # no more than the embedding and its gradient, a third of B T V
@@ -246,32 +250,39 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
 def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_recomputing_way(
     tiny_model, monkeypatch, name, mode, chunk
 ):
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 1)
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", chunk)
     model, rows = tiny_model(name), make_groups((9, 3, 6))
     mask = rows[3]
     coefficients = torch.randn(mask.shape, generator=torch.Generator().manual_seed(5))
 
-    def loss(logprobs, part=slice(None)):  # not linear: its slope depends on the log-prob
-        return ((0.3 * logprobs).exp() * coefficients[mask][part, None]).sum()
+    divisors = torch.arange(1.0, len(mask) + 1)[:, None]
+
+    def token_loss(logprobs, coefficients):  # not linear: its slope depends on the log-prob
+        return (0.3 * logprobs).exp() * coefficients
+
+    def loss(logprobs):
+        return (token_loss(logprobs, coefficients).where(mask, 0.0) / divisors).sum()
 
     context = autocast(mode, torch.device("cpu"))
     with context:
         expected = token_logprobs(model, *rows, 0.7)
-    loss(expected[mask][:, None]).backward()
+    loss(expected).backward()
     want = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
     with context:
-        actual = backward_in_one_pass(model, *rows, 0.7, loss)
+        total, actual = backward_in_one_pass(model, *rows, 0.7, token_loss, (coefficients,), divisors)
     got = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert torch.equal(actual, expected)
+    torch.testing.assert_close(total, loss(expected.detach()), rtol=1e-5, atol=1e-5)
     assert not actual.requires_grad
+    assert not total.requires_grad
     tolerance = 1e-5 if mode == "none" else 2e-2  # bf16 rounds the chunks' gradients apart
     assert (got - want).norm() <= tolerance * want.norm()
     if mode == "none":
         plain = plain_logprobs(model, *rows, 0.7)
         model.zero_grad()
-        loss(plain[mask][:, None]).backward()
+        loss(plain).backward()
         want = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         assert (got - want).norm() <= tolerance * want.norm()
 
@@ -324,7 +335,7 @@ def test_softcapping_is_the_models_own(tiny_model):
     ids = rows[2][:1]
     hidden = model.model(input_ids=ids).last_hidden_state
     own = model(input_ids=ids).logits
-    torch.testing.assert_close(pspo.model._logits(model, hidden), own, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pspo.model.logprobs.head_logits(model, hidden), own, rtol=0, atol=1e-6)
     assert model.lm_head(hidden).abs().max() > 3  # far beyond the cap of 2: without it the numbers would differ
     assert own.abs().max() <= 2
 
@@ -397,7 +408,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny_model, model_folde
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_model, model_folder, load, monkeypatch):
     """By the backend that traces and differentiates but writes no machine code: no C++ compiler needed."""
@@ -414,7 +424,8 @@ def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_mo
     for rows in (make_rows(), make_groups((9, 7, 8))):
         results = []
         for model in (plain, compiled):
-            logprobs = backward_in_one_pass(model, *rows, 0.7, lambda logprobs, part: logprobs.square().sum())
+            ones = torch.ones(len(rows[0]), 1)
+            _, logprobs = backward_in_one_pass(model, *rows, 0.7, lambda logprobs, _: logprobs.square(), (None,), ones)
             results.append((logprobs, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
             model.zero_grad()
         torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Scripts beside the package: what they count."""
+"""Scripts beside the package."""
 
 import json
 import subprocess
@@ -45,3 +45,10 @@ def test_what_changed(tmp_path):
     ]
     other = evaluation(tmp_path / "c", before[:3])
     assert "not of the same problems" in script("what_changed.py", files[0], other).stderr
+
+
+def test_solvable_problems(tmp_path):
+    completions = evaluation(tmp_path / "completions.jsonl", [("7 of 9", "9", False), ("x", "1", False)])
+    done = script("solvable_problems.py", completions, tmp_path / "problems" / "train.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "problems" / "train.jsonl").read_text()) == {"prompt": "problem 0", "answer": "9"}

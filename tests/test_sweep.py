@@ -1,30 +1,28 @@
-"""`python -m pspo.sweep`: what runs, what is selected from which numbers, and what survives kills and failures.
+"""`python -m pspo.sweep`: what runs, what is selected from which numbers, and what survives stops, kills and failures.
 
 Most runs here are a stand-in's, which takes the command of a run and writes the files that pspo.train and
-pspo.evaluate would, with validation rewards that a test chooses. One sweep at the end is real.
+pspo.evaluate would, with validation rewards that a test chooses. The nightly ones are real.
 """
 
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-import pspo.sweep.__main__
 from pspo.config import TrainConfig
 from pspo.run.cli import parse
-from pspo.sweep.__main__ import SweepConfig, grid_points, make_plan, make_setting
-from pspo.sweep.workers import clear_unfinished, ending
+from pspo.sweep.__main__ import main
+from pspo.sweep.plan import SweepConfig, make_plan
 
-REPOSITORY = Path(__file__).parents[1]
+PYTHON, REPOSITORY = sys.executable, Path(__file__).parents[1]
 
 # Called as `python -m pspo.train --config F`, or with that as one word by a launcher. Rewards, pauses and failures come
 # from world.json in the current folder, by folder of the run ("experiment/setting/seed"); every call is noted.
@@ -35,42 +33,41 @@ words = shlex.split(sys.argv[1]) if len(sys.argv) == 2 else sys.argv
 launched = [word for word in words if word.startswith("--nproc")]
 words = words[len(words) - words[::-1].index("-m"):]
 world = json.loads(Path("world.json").read_text())
-if words[0] == "pspo.train":
-    config = yaml.safe_load(Path(words[2]).read_text())
-    folder = Path(config["run"]["output_dir"])
+training = words[0] == "pspo.train"
+if training:
+    config = Path(words[2]).read_text()
+    folder = Path(yaml.safe_load(config)["run"]["output_dir"])
 else:
-    switches = dict(word.removeprefix("--").split("=", 1) for word in words[1:])
-    folder = Path(switches["run.output_dir"])
+    folder = Path(dict(word.removeprefix("--").split("=", 1) for word in words[1:])["run.output_dir"])
 name = "/".join(folder.parts[1:])
-def note(event):
-    noted = {"event": event, "run": name, "omp": os.environ.get("OMP_NUM_THREADS"), "pid": os.getpid(),
-             "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "words": words, "launched": launched}
-    with open("calls.jsonl", "a") as file:
-        file.write(json.dumps(noted) + "\\n")
-note("start")
-folder.mkdir(parents=True)
-if words[0] == "pspo.train":
+noted = {"run": name, "pid": os.getpid(), "words": words, "launched": launched,
+         "omp": os.environ.get("OMP_NUM_THREADS"), "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+with open("calls.jsonl", "a") as file:
+    file.write(json.dumps(noted) + "\\n")
+folder.mkdir(parents=True, exist_ok=True)
+if training:
+    (folder / "config.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "validation_reward": 0.9}) + "\\n" + json.dumps(
         {"step": 2, "validation_reward": world["rewards"].get(name, 0.5)}) + "\\n")
-    (folder / "best").mkdir()
+    (folder / "best").mkdir(exist_ok=True)
 print("one line\\nthe last line", flush=True)
-time.sleep(world["seconds"].get(name, world["seconds"].get("all", 0)))
+time.sleep(world["seconds"])
 if name in world["fail"]:
-    sys.exit(world.get("code", 3))
+    if launched:
+        print("E1121 17:21:38.456000 77 torch/api.py:984] failed (exitcode: 1) rank: 1\\nTraceback\\n=====", flush=True)
+    sys.exit(world["fail"][name])
 summary = {"best_model": str(folder / "best"), "tokens": 1000, "seconds": 2.0}
-(folder / ("summary.json" if words[0] == "pspo.train" else "results.json")).write_text(json.dumps(summary))
-note("end")
+(folder / ("summary.json" if training else "results.json")).write_text(json.dumps(summary))
 """
 
-METHODS = {
-    "clip": {"algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": [0.1, 0.2], "optimizer.lr": [1e-6, "5e-6"]}
-}
+GRID = {"algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": [0.1, 0.2], "optimizer.lr": [1e-6, "5e-6"]}
+DDP = {1: {}, 2: {"distributed.strategy": "ddp"}}  # switches by number of processes
 SEARCH = {"seeds": [42], "keep": 2, "confirm_seeds": [43, 44], "switches": {"run.max_steps": 6}}
 A, B, C, D = (f"clip-epsilon={epsilon}-lr={lr}" for epsilon in (0.1, 0.2) for lr in ("1e-06", "5e-06"))
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch) -> None:
     """The current folder, empty but for the stand-in, which takes the place of python."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "stand_in.py"
@@ -79,62 +76,41 @@ def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.delenv("OMP_NUM_THREADS")
     world()
-    return tmp_path
 
 
-def world(rewards: dict | None = None, seconds: dict | None = None, fail: tuple = ()) -> None:
-    Path("world.json").write_text(json.dumps({"rewards": rewards or {}, "seconds": seconds or {}, "fail": fail}))
+def world(rewards: dict | None = None, seconds: float = 0, fail: dict | None = None) -> None:
+    Path("world.json").write_text(json.dumps({"rewards": rewards or {}, "seconds": seconds, "fail": fail or {}}))
 
 
-def sweep_file(name: str = "sweep.yaml", **experiment) -> Path:
-    content = {"methods": METHODS, "seeds": [0]} | experiment
-    Path(name).write_text(yaml.safe_dump({"output": "out", "experiments": {"e": content}}, sort_keys=False))
-    return Path(name)
+def sweep_file(**experiment) -> None:
+    content = {"methods": {"clip": GRID}, "seeds": [0]} | experiment
+    Path("sweep.yaml").write_text(yaml.safe_dump({"output": "out", "experiments": {"e": content}}, sort_keys=False))
 
 
 def sweep(*args: str) -> int:
     """Exit code of a sweep of sweep.yaml in this process."""
-    previous = signal.getsignal(signal.SIGTERM)
     try:
-        pspo.sweep.__main__.main(["--config", "sweep.yaml", *args])
-        return 0
+        main(["--config", "sweep.yaml", *args])
     except SystemExit as exit_:
-        return exit_.code
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def process(*args: str) -> subprocess.Popen:
-    """A sweep of sweep.yaml as a process of its own group, its runs handed to the stand-in by a launcher."""
-    launcher = f"{shlex.quote(str(Path('stand_in.py').absolute()))} {{command}}"
-    return subprocess.Popen(
-        [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml", "--launcher", launcher, *args],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True,
-    )  # fmt: skip
-
-
-PYTHON = sys.executable
-
-
-def calls(event: str = "start") -> list[str]:
-    """The runs that were started (or ended), in order."""
-    return [call["run"] for call in noted() if call["event"] == event]
+        return 1 if isinstance(exit_.code, str) else exit_.code
+    return 0
 
 
 def noted() -> list[dict]:
+    """The calls of the stand-in, in order."""
     file = Path("calls.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_for(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
+def calls() -> list[str]:
+    return [call["run"] for call in noted()]
+
+
+def wait_for_calls(n: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(noted()) < n:
         assert time.monotonic() < deadline, "took too long"
         time.sleep(0.02)
-
-
-# --- the protocol -----------------------------------------------------------------------------------------------------
 
 
 def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, capsys):
@@ -144,6 +120,7 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     rewards = {f"{setting}/seed-42": reward for setting, reward in grid.items()} | confirm
     world(rewards={f"e-search/{name}": reward for name, reward in rewards.items()})
     assert sweep() == 0
+    assert "all runs are finished: out" in capsys.readouterr().out
     assert calls() == [
         *(f"e-search/{setting}/seed-42" for setting in (A, B, C, D)),
         *(f"e-search/{setting}/seed-{seed}" for seed in (43, 44) for setting in (B, D)),
@@ -154,407 +131,219 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     assert selection["selected"] == D
     records = {record.pop("setting"): record for record in selection["settings"]}
     assert [setting for setting, record in records.items() if record["kept"]] == [B, D]
-    assert {setting: record["mean_last"] for setting, record in records.items()} == pytest.approx(
-        {A: 0.1, B: 0.3, C: 0.3, D: 1.4 / 3}
-    )
+    means = {setting: record["mean_last"] for setting, record in records.items()}
+    assert means == pytest.approx({A: 0.1, B: 0.3, C: 0.3, D: 1.4 / 3})
     assert records[B]["last_validation_reward"] == {"42": 0.6, "43": 0.1, "44": 0.2}
     assert records[B]["best_validation_reward"] == dict.fromkeys(("42", "43", "44"), 0.9)
-    assert records[C]["switches"] == {
-        "algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": 0.2, "optimizer.lr": 1e-6,
-    }  # fmt: skip
+    assert records[C]["switches"] == GRID | {"algorithm.surrogate.epsilon": 0.2, "optimizer.lr": 1e-6}
 
-    full, searched = (yaml.safe_load(Path(f"out/{name}.yaml").read_text()) for name in
-                      (f"e/{D}/seed-1", f"e-search/{D}/seed-44"))  # fmt: skip
-    assert (full["run"]["seed"], full["run"]["max_steps"]) == (1, 100)
-    assert (searched["run"]["seed"], searched["run"]["max_steps"]) == (44, 6)
-    assert full["optimizer"]["lr"] == 5e-6
-    resolved, _ = parse(TrainConfig, "pspo.train", ["--config", f"out/e/{D}/seed-1.yaml"])
-    assert resolved.algorithm.surrogate.epsilon == 0.2
-    assert set(full) == {"model", "data", "reward", "rollout", "algorithm", "optimizer", "distributed", "run"}
-    evaluation = next(call["words"] for call in noted() if call["run"].endswith("seed-1/evaluation"))
-    assert evaluation == [
-        "pspo.evaluate", "--data.limit=4", "--eval.samples=2", f"--model.name_or_path=out/e/{D}/seed-1/best",
-        f"--run.output_dir=out/e/{D}/seed-1/evaluation",
+    folders = (f"out/e/{D}/seed-1", f"out/e-search/{D}/seed-44")
+    full, searched = (parse(TrainConfig, "pspo.train", ["--config", f"{folder}.yaml"])[0] for folder in folders)
+    assert (full.run.seed, full.run.max_steps, full.run.output_dir) == (1, 100, folders[0])
+    assert (full.optimizer.lr, full.algorithm.surrogate.epsilon) == (5e-6, 0.2)
+    assert (searched.run.seed, searched.run.max_steps) == (44, 6)
+    assert noted()[-1]["words"] == [
+        "pspo.evaluate", "--data.limit=4", "--eval.samples=2", f"--model.name_or_path={folders[0]}/best",
+        f"--run.output_dir={folders[0]}/evaluation",
     ]  # fmt: skip
-    assert Path(f"out/e/{D}/seed-1/best").exists()
-    assert not Path(f"out/e-search/{D}/seed-42/best").exists()  # a search needs no weights
-
-    out = capsys.readouterr().out
-    assert f"e/{D}/seed-0: 1,000 tokens, 2 s, validation reward 0.500" in out
-    assert "all 10 runs are finished: out" in out
-    before = len(calls())
-    assert sweep() == 0
-    assert len(calls()) == before  # finished runs are not run again
+    assert [Path(folder, "best").exists() for folder in folders] == [True, False]  # a search needs no weights
+    assert (sweep(), len(calls())) == (0, 12)  # finished runs are not run again
 
 
 def test_without_a_search_every_setting_runs_with_every_seed(here):
     sapo = {"algorithm.surrogate": "SAPO", "algorithm.surrogate.tau_pos": 1, "algorithm.surrogate.tau_neg": [1, 2]}
     pairs = [sapo, sapo | {"algorithm.surrogate.tau_pos": 2, "algorithm.surrogate.tau_neg": 2}]
     sweep_file(methods={"sapo": pairs, "noclip": {"algorithm.surrogate": "NoClip"}}, seeds=[5, 7])
-    assert sweep() == 0
+    assert sweep("--workers", "3") == 0
     settings = ("sapo-tau_pos=1-tau_neg=1", "sapo-tau_pos=1-tau_neg=2", "sapo-tau_pos=2-tau_neg=2", "noclip")
     assert sorted(calls()) == sorted(f"e/{setting}/seed-{seed}" for seed in (5, 7) for setting in settings)
     assert not list(Path("out").rglob("selection.json"))
 
 
-def test_a_method_s_own_switches_come_before_the_shared_ones_and_the_search_s_before_both(here):
-    sweep_file(
-        methods={"pspo": {"rollout.prompts": 7, "run.max_steps": 5}},
-        shared={"rollout.prompts": 3, "rollout.group_size": 2, "run.max_steps": 4},
-        search=SEARCH,
-    )
-    (method,) = make_plan(parse(SweepConfig, "pspo.sweep", ["--config", "sweep.yaml"])[0])
-    (setting,) = method.settings
-    for run, steps in ((setting.full[0], 5), (setting.search[42], 6)):
-        assert (run.config["rollout"]["prompts"], run.config["rollout"]["group_size"]) == (7, 2)
-        assert run.config["run"]["max_steps"] == steps
-
-
-def test_switches_override_a_file_and_the_order_in_a_mapping_does_not_matter(here):
+def test_a_search_s_switches_override_a_method_s_these_the_shared_ones_and_all_a_file(here):
     Path("base.yaml").write_text("run: {max_steps: 9, samples: 5}\nalgorithm: {surrogate: SAPO}\n")
-    clip = {"algorithm.surrogate.epsilon": 0.3, "algorithm.surrogate": "Clip", "config": "base.yaml"}
-    sweep_file(methods={"clip": clip}, shared={"run.max_steps": 4})
+    own = {"algorithm.surrogate.epsilon": 0.3, "algorithm.surrogate": "Clip", "rollout.prompts": 7, "run.max_steps": 5}
+    shared = {"rollout.prompts": 3, "rollout.group_size": 2, "run.max_steps": 4, "config": "base.yaml"}
+    sweep_file(methods={"clip": own}, shared=shared, search=SEARCH)
     (method,) = make_plan(parse(SweepConfig, "pspo.sweep", ["--config", "sweep.yaml"])[0])
-    config = method.settings[0].full[0].config
-    assert (config["run"]["max_steps"], config["run"]["samples"]) == (4, 5)
-    assert config["algorithm"]["surrogate"]["class_path"] == "pspo.losses.Clip"
-    assert config["algorithm"]["surrogate"]["init_args"]["epsilon"] == 0.3
-    assert method.settings[0].slug == "clip-epsilon=0.3"
-
-
-# --- what can go wrong ------------------------------------------------------------------------------------------------
+    for stage, steps in (("full", 5), ("grid", 6), ("confirm", 6)):
+        job = method.jobs([stage], list(method.settings))[0]
+        assert (job.config["rollout"]["prompts"], job.config["rollout"]["group_size"]) == (7, 2)
+        assert (job.config["run"]["max_steps"], job.config["run"]["samples"]) == (steps, 5)
+        clip = {"class_path": "pspo.losses.Clip", "init_args": {"epsilon": 0.3, "epsilon_high": None, "delta": None}}
+        assert job.config["algorithm"]["surrogate"] == clip
+        assert job.setting == "clip-epsilon=0.3-prompts=7-max_steps=5"
 
 
 def test_failed_runs_are_named_and_retried_on_request_and_nothing_is_selected_without_them(here, capsys):
     sweep_file(search=SEARCH)
-    world(fail=[f"e-search/{B}/seed-42"], rewards={f"e-search/{B}/seed-{seed}": 1.0 for seed in (42, 43, 44)})
-    for attempt in range(2):  # the second names it again, and does not run it
+    failing = f"e-search/{B}/seed-42"
+    rewards = {f"e-search/{B}/seed-{seed}": 1.0 for seed in (42, 43, 44)}
+    world(rewards, fail={failing: 3})
+    for _ in range(2):  # the second names it again, and does not run it
         assert sweep() == 1
-        captured = capsys.readouterr()
-        line = f"failed: out/e-search/{B}/seed-42: exit code 3: the last line (see out/e-search/{B}/seed-42.log)"
-        assert line in captured.err
-        assert "not selected: e/clip" in captured.err
-        assert "--retry_failed" in captured.err
-        assert (f"{B}/seed-42: FAILED, exit code 3" in captured.out) == (attempt == 0)
+        reason = f"out/{failing}: exit code 3, no summary.json: the last line"
+        assert f"failed: {reason} (see out/{failing}.log)" in capsys.readouterr().err
         assert len(calls()) == 4
     assert json.loads(Path("out/e/selection.json").read_text())["clip"]["selected"] is None
-    world(rewards={f"e-search/{B}/seed-{seed}": 1.0 for seed in (42, 43, 44)})
+    world(rewards)
     assert sweep("--retry_failed") == 0
-    assert calls()[4] == f"e-search/{B}/seed-42"
+    assert calls()[4] == failing
     assert calls()[-1] == f"e/{B}/seed-0"
     assert not list(Path("out").rglob("*.failed"))
 
 
-def test_a_failed_evaluation_is_repeated_without_the_training(here):
+def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(here, capsys):
     sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {}})
-    world(fail=["e/pspo/seed-0/evaluation"])
+    world(fail={"e/pspo/seed-0/evaluation": 75})
     assert sweep() == 1
-    Path("out/e/pspo/seed-0/evaluation").rmdir()
+    assert "failed: out/e/pspo/seed-0: exit code 75" in capsys.readouterr().err
     world()
-    assert sweep("--retry_failed") == 0
+    assert sweep() == 0  # without --retry_failed
     assert calls() == ["e/pspo/seed-0", "e/pspo/seed-0/evaluation", "e/pspo/seed-0/evaluation"]
 
 
-@pytest.mark.slow
-def test_killed_at_any_point_a_sweep_goes_on_and_loses_only_what_died_with_it(here, capsys):
-    sweep_file(seeds=[0, 1])
-    lost, alone = f"e/{C}/seed-0", f"e/{D}/seed-0"
-    world(seconds={"all": 0.05, lost: 600, alone: 8})
-    first = process("--workers", "2")
-    wait_for(lambda: {lost, alone} <= set(calls()))
-    capsys.readouterr()
-    assert sweep() == 2  # while the other is at it
-    assert capsys.readouterr().err == (
-        "pspo.sweep: error: --output out is in use by another sweep: wait for it, or choose another\n"
-    )
-    first.kill()
-    os.kill(next(call["pid"] for call in noted() if call["run"] == lost), signal.SIGKILL)
-    first.communicate()
-    assert Path(f"out/{lost}/metrics.jsonl").exists()
-    assert alone not in calls("end")  # it goes on without its sweep
-    world()
-    assert sweep() == 0
-    every = sorted(f"e/{setting}/seed-{seed}" for setting in (A, B, C, D) for seed in (0, 1))
-    assert sorted(calls("end")) == every  # the one left alone was waited for, and not done twice
-    assert sorted(calls()) == sorted([*every, lost])
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_says_how_to_go_on(here):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys, number):
     sweep_file()
-    world(seconds={"all": 600})
-    running = process("--workers", "2")
-    wait_for(lambda: len(calls()) == 2)
-    running.send_signal(signal.SIGTERM)
-    _, err = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert "the same command goes on" in err
-    assert "Traceback" not in err
+    world(seconds=600)
+    stop = threading.Thread(target=lambda: (wait_for_calls(2), os.kill(os.getpid(), number)))
+    stop.start()
+    assert sweep("--workers", "2") == 130
+    stop.join()
+    assert "the same command resumes" in capsys.readouterr().err
     for call in noted():
         with pytest.raises(ProcessLookupError):
             os.kill(call["pid"], 0)
     assert not list(Path("out").rglob("*.failed"))
-
-
-def test_a_run_that_was_stopped_is_not_failed_and_keeps_its_folder(here, capsys):
-    """As by a scheduler: exit code 75. Unless its switches have changed meanwhile: then it starts over."""
-    sweep_file(methods={"pspo": {}})
-    run = make_plan(parse(SweepConfig, "", ["--config", "sweep.yaml"])[0])[0].settings[0].full[0]
-    world(fail=["e/pspo/seed-0"])
-    Path("world.json").write_text(json.dumps(json.loads(Path("world.json").read_text()) | {"code": 75}))
-    assert sweep() == 1
-    assert "failed: out/e/pspo/seed-0: exit code 75: the last line" in capsys.readouterr().err
-    assert not list(Path("out").rglob("*.failed"))
-    elsewhere = run.config | {"run": run.config["run"] | {"output_dir": str(run.folder.absolute())}}
-    for config in (run.config, elsewhere):
-        (run.folder / "config.yaml").write_text(yaml.safe_dump(config))
-        clear_unfinished(run)
-        assert run.folder.is_dir()
-    other = run.config | {"rollout": run.config["rollout"] | {"prompts": 7}}
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(other))
-    clear_unfinished(run)
-    assert not run.folder.exists()
     world()
     assert sweep() == 0
+    assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
 
 
-def test_a_finished_run_of_another_configuration_is_refused(here, capsys):
-    sweep_file(methods={"pspo": {"algorithm.surrogate.alpha": 0.2}})
+def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here, capsys):
+    sweep_file(methods={"pspo": {}})
+    world(seconds=600)
+    command = ["-m", "pspo.sweep", "--config", "sweep.yaml", "--launcher", f"{sys.executable} {{command}}"]
+    with subprocess.Popen([PYTHON, *command], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}) as first:
+        wait_for_calls(1)
+        assert sweep() == 2
+        first.kill()  # alone: its run goes on
+    assert sweep() == 2
+    assert "--output out is in use by another sweep or its runs" in capsys.readouterr().err
+    os.kill(noted()[0]["pid"], signal.SIGKILL)
+    world()
+    while (code := sweep()) == 2:
+        time.sleep(0.1)
+    assert code == 0
+    assert calls() == ["e/pspo/seed-0"] * 2
+
+
+def test_a_finished_run_with_other_switches_is_refused(here, capsys):
+    sweep_file(methods={"pspo": {}})
     assert sweep() == 0
-    sweep_file(methods={"pspo": {"algorithm.surrogate.alpha": 0.2}}, shared={"optimizer.lr": 1e-4})
+    assert sweep("--output", "./out") == 0  # another spelling
+    sweep_file(methods={"pspo": {}}, shared={"optimizer.lr": 1e-4})
     assert sweep() == 2
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert "out/e/pspo-alpha=0.2/seed-0 was run with optimizer.lr 3e-05" in err
-    assert "0.0001" in err
+    assert "must not hold out/e/pspo/seed-0 with other switches" in (err := capsys.readouterr().err)
+    assert "{'optimizer.lr': (3e-05, 0.0001)}" in err
 
 
-@pytest.mark.parametrize(
-    ("experiment", "message"),
-    [
-        ({"sedes": [1]}, "sedes"),
-        ({"search": SEARCH | {"kep": 1}}, "kep"),
-        ({"methods": {"clip": {"algorithm.epsi": 1}}}, "pspo.sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
-        ({"methods": {"clip": {"algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": -1}}}, "epsilon must be"),
-        ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
-        ({"methods": {"pspo": {"optimizer.lr": [1, 1]}}}, "e/pspo-lr=1: .*one point twice"),
-        ({"methods": {"pspo": {"optimizer.lr": []}}}, "experiments.e.methods.pspo must map"),
-        ({"methods": {"pspo": {1: 2}}}, "experiments.e.methods.pspo must map"),
-        ({"methods": {}}, "experiments.e.methods must name"),
-        ({"methods": {"a/b": {}}}, "'a/b' names a folder"),
-        ({"seeds": []}, "experiments.e.seeds must be one or more different seeds"),
-        ({"seeds": [1, 1]}, "experiments.e.seeds must be one or more different seeds"),
-        ({"search": SEARCH | {"confirm_seeds": [42]}}, "experiments.e.search.seeds must be"),
-        ({"search": SEARCH | {"keep": 0}}, "keep of at least 1"),
-        ({"search": SEARCH, "shared": {"run.validate_every": 0}}, "set run.validate_every above 0"),
-        ({"shared": {"run.seed": 3}}, "must not set run.seed"),
-        ({"shared": {"config": "nowhere.yaml"}}, "nowhere.yaml"),
-        ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, "e, evaluate evaluation: error: .*tempratures"),
-    ],
-)
-def test_a_bad_file_is_one_line_before_anything_runs(here, capsys, experiment, message):
+@pytest.mark.parametrize(("experiment", "args", "message"), [
+    ({"sedes": [1]}, [], "sedes"),
+    ({"search": SEARCH | {"keep": 0}}, [], "keep"),
+    ({"methods": {"clip": 3}}, [], "methods"),
+    ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo.sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
+    ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
+    ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, [], "experiments.e.methods.both must .* differ"),
+    ({"methods": {"pspo": {}}, "search": SEARCH | {"confirm_seeds": [42]}}, [], "must have settings and seeds that"),
+    ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
+    ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, [], "e, evaluate evaluation: error: .*tempratures"),
+    ({}, ["--only", "[f]"], r"--only must name experiments \(e\), got 'f'"),
+    ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
+    ({"shared": DDP[2]}, ["--processes", "3"], "rollout.prompts 32 must be a multiple of"),
+])  # fmt: skip
+def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experiment, args, message):
     sweep_file(**experiment)
-    assert sweep() == 2
+    assert sweep(*args) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1, err
     assert re.search(message, err), err
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--only", "[f]"], "--only f: the sweep has no such experiment, only e"),
-        (["--launcher", "srun"], "--launcher must hold {command}"),
-        (["--launcher", "no-such-scheduler {command}"], "no-such-scheduler"),
-        (["--workers", "0"], "--workers must be above 0"),
-        (["--processes", "0"], "--processes must be from 1"),
-        (["--processes", "3", "--config", "ddp.yaml"], "rollout.prompts 32 must be a multiple of"),
-        (["--processes", "2"], "experiments.e: distributed.strategy none with --processes 2: set ddp or fsdp2"),
-    ],
-)
-def test_bad_switches(here, capsys, args, message):
-    sweep_file()
-    sweep_file("ddp.yaml", shared={"distributed.strategy": "ddp"})
-    assert sweep(*args) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert message in err
-    assert not Path("out").exists()
-
-
-# --- the plan, the launcher, the devices ------------------------------------------------------------------------------
-
-
-def test_dry_run_counts_runs_and_tokens_and_runs_nothing(here, capsys):
+def test_dry_run_prints_settings_runs_and_tokens_and_runs_nothing(here, capsys):
     shared = {"rollout.prompts": 2, "rollout.group_size": 3, "rollout.max_completion_tokens": 10,
               "data.max_prompt_tokens": 40, "algorithm.epochs": 2, "run.max_steps": 9}  # fmt: skip
-    sweep_file(shared=shared, search=SEARCH, seeds=[0, 1, 2])
-    assert sweep("--dry_run") == 0
-    rows = {tuple(line.split()[:2]): line.split()[2:] for line in capsys.readouterr().out.splitlines()}
-    assert rows["e", "grid"] == ["4", "0", "3,600"]  # 3 rollouts of 6 rows of 50 tokens each
-    assert rows["e", "confirm"] == ["4", "0", "3,600"]
-    assert rows["e", "full"] == ["3", "0", "4,500"]  # 5 rollouts each
+    for limit, tokens in ((None, 4500), (400, 2100)):  # 5 rollouts each, or 400 and at most one rollout more
+        sweep_file(shared=shared | {"run.max_tokens": limit}, search=SEARCH, seeds=[0, 1, 2])
+        assert sweep("--dry_run") == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[:4] == [f"e/{setting}" for setting in (A, B, C, D)]
+        assert re.search(rf"full +3 +0 +{tokens}\n", out)
+        if limit is None:  # 3 rollouts of 6 rows of 50 tokens each
+            assert re.search(r"grid +4 +0 +3600\n.*confirm +4 +0 +3600\n", out)
     assert not Path("out").exists()
-    assert calls() == []
-    sweep_file(shared=shared | {"run.max_tokens": 400}, search=SEARCH, seeds=[0, 1, 2])
-    assert sweep("--dry_run") == 0
-    assert re.search(r"full +3 +0 +2,100\n", capsys.readouterr().out)  # 400 and at most one rollout more
-    sweep_file(shared=shared, search=SEARCH, seeds=[0, 1, 2])
-    assert sweep() == 0
-    assert sweep("--dry_run") == 0
-    out = capsys.readouterr().out
-    assert re.search(r"all +11 +11 +11,700\n", out)
-    assert "finished so far: 2.0 s and 1,000 tokens a run" in out
 
 
-def test_a_launcher_gets_the_command_as_one_word_and_no_environment_of_ours(here):
+def test_a_launcher_gets_the_command_as_one_word_and_no_environment_of_ours(here, capsys):
     sweep_file(methods={"pspo": {}})
-    assert sweep("--launcher", f"sh -c 'exec {sys.executable} \"$1\"' name {{command}}", "--workers", "2") == 0
-    (start, _) = noted()
-    assert start["words"] == ["pspo.train", "--config", "out/e/pspo/seed-0.yaml"]
-    assert start["omp"] is None
+    assert sweep("--launcher", "no-such-scheduler {command}") == 2
+    assert sweep("--launcher", "true {command}") == 1  # it does not wait
+    assert "exit code 0, no summary.json" in capsys.readouterr().err
+    launcher = f"sh -c 'exec {sys.executable} \"$1\"' name {{command}}"
+    assert sweep("--launcher", launcher, "--workers", "2", "--retry_failed") == 0
+    (call,) = noted()
+    assert (call["words"], call["omp"]) == (["pspo.train", "--config", "out/e/pspo/seed-0.yaml"], None)
 
 
-def test_a_launcher_that_does_not_wait_is_a_failure_that_says_so(here, capsys):
-    sweep_file(methods={"pspo": {}})
-    assert sweep("--launcher", "true {command}") == 1
-    assert "exit code 0, but no summary.json" in capsys.readouterr().err
-
-
-def test_cores_and_devices_are_dealt_out_among_workers(here, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+@pytest.mark.parametrize(("processes", "shares", "threads"), [(1, {"4", "6", "8"}, "2"), (2, {"4,6"}, "4")])
+def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, processes, shares, threads):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,8")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    sweep_file(seeds=[0, 1])
-    world(seconds={"all": 0.3})
-    assert sweep() == 0  # one worker for each device
-    starts = [call for call in noted() if call["event"] == "start"]
-    assert {call["omp"] for call in starts} == {"4"}
-    assert sorted(call["cuda"] for call in starts) == ["4"] * 4 + ["6"] * 4
-    together = [call["event"] for call in noted()]
-    assert together[:2] == ["start", "start"]
-    running = 0
-    for event in together:
-        running += 1 if event == "start" else -1
-        assert running <= 2
+    sweep_file(shared=DDP[processes])
+    world(seconds=0.3, fail={f"e/{D}/seed-0": 1})
+    assert sweep(f"--processes={processes}") == 1
+    assert {call["cuda"] for call in noted()} == shares
+    assert {call["omp"] for call in noted()} == {threads}
+    assert all(call["launched"] == [f"--nproc-per-node={processes}"] * (processes > 1) for call in noted())
+    assert "exit code 1, no summary.json: the last line (see" in capsys.readouterr().err  # before torchrun's report
 
 
-def test_runs_of_several_processes_share_out_devices_and_cores(here, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    sweep_file(seeds=[0, 1], shared={"distributed.strategy": "ddp"}, evaluate={"test": {}})
-    world(seconds={"all": 0.3})
-    assert sweep("--processes=2") == 0
-    starts = [call for call in noted() if call["event"] == "start"]
-    assert sorted(call["cuda"] for call in starts) == ["4,5"] * 8 + ["6,7"] * 8
-    assert {call["omp"] for call in starts} == {"2"}
-    assert {tuple(call["launched"]) for call in starts} == {("--nproc-per-node=2",)}
-
-
-TORCHRUN_SAID = """\
-\rtrain:  50%| 1/2\rtrain:  50%| 1/2
-pspo.train: 3 optimizer steps in a row were skipped
-W1121 17:21:38.123000 77 torch/distributed/elastic/multiprocessing/api.py:1010] Sending 79 closing signal SIGTERM
-E1121 17:21:38.456000 77 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 75) rank: 1
-Traceback (most recent call last):
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-"""
-
-
-@pytest.mark.parametrize(("printed", "ended"), [
-    ("a\nb\rthe last\n\n", (3, "the last")),
-    ("", (3, "")),
-    ("saved\ntorch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: 15\n",
-     (75, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: 15")),
-    (TORCHRUN_SAID, (75, "pspo.train: 3 optimizer steps in a row were skipped")),
-    (TORCHRUN_SAID + TORCHRUN_SAID.replace("75", "-9").replace("3 opt", "4 opt"),
-     (-9, "pspo.train: 4 optimizer steps in a row were skipped")),
+@pytest.mark.parametrize(("name", "only", "runs"), [
+    ("paper", "[alpha]", 12), ("tiny", "[control]", 45),
+    pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
+    pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),
 ])  # fmt: skip
-def test_what_a_failed_run_is_said_to_have_ended_with(printed, ended):
-    assert ending(3, printed) == ended
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paper", "tiny"])
-def test_the_sweep_files_of_the_repository(monkeypatch, name):
+def test_the_sweep_files_of_the_repository(capsys, monkeypatch, name, only, runs):
     monkeypatch.chdir(REPOSITORY)
-    sweep, _ = parse(SweepConfig, "pspo.sweep", ["--config", f"configs/sweep/{name}.yaml", "--output=none"])
-    points = {(experiment, method): list(grid_points(grid)) for experiment, part in sweep.experiments.items()
-              for method, grid in part.methods.items()}  # fmt: skip
-    last = {
-        key: make_setting(sweep, *key, points[key][-1]) for key in points
-    }  # each method's configuration is accepted
-    searched = [experiment for experiment, part in sweep.experiments.items() if part.search]
-    if name == "paper":
-        assert len(searched) == 4
-        for experiment in searched:
-            sizes = {method: len(found) for (of, method), found in points.items() if of == experiment}
-            assert sizes == {"noclip": 3, "clip": 12, "pspo": 12, "p3o": 12, "sapo": 18, "topr": 27}
-            tokens = 75_000_000 if "math-1.5b" in experiment else 150_000_000
-            assert last[experiment, "topr"].full[0].config["run"]["max_tokens"] == tokens
-            assert last[experiment, "clip"].search[42].config["run"]["max_steps"] == 500
-        pairs = {tuple(point[f"algorithm.surrogate.tau_{sign}"] for sign in ("pos", "neg"))
-                 for point in points[searched[0], "sapo"]}  # fmt: skip
-        assert pairs == {(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)}
-        assert list(last[searched[0], "noclip"].full) == [0, 1, 2]
-        assert list(last[searched[0], "noclip"].search) == [42, 43, 44]
-    else:
-        assert searched == ["tiny-base", "tiny-math"]
-        assert all(len(part.seeds) == 5 for part in sweep.experiments.values())
-        alphas = [point["algorithm.surrogate.alpha"] for point in points["alpha", "pspo"]]
-        assert alphas == [0, 0.1, 0.2, 0.4, 0.5, 0.8]
-        steps = last["off-policy", "clip"].full[0].config["algorithm"]
-        assert (steps["epochs"], steps["minibatches"]) == (4, 4)
-        control = {method: [(p["optimizer.name"], p["optimizer.lr"], p["optimizer.max_grad_norm"]) for p in found]
-                   for (of, method), found in points.items() if of == "control"}  # fmt: skip
-        assert control["pspo"] == [("adamw", 3e-5, 0), ("adamw", 3e-5, 0.1), ("sgd", 0.1, 0), ("sgd", 0.1, 0.1)]
-        assert control["noclip"] == [*control["pspo"], ("sgd", 0.06, 0)]
+    main(["--config", f"configs/sweep/{name}.yaml", "--only", only, "--output=none", "--dry_run"])
+    assert re.search(rf"runs +{runs}\n", capsys.readouterr().out)
 
 
-# --- for real ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch):
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch, processes):
     monkeypatch.chdir(tmp_path)
     sweep_file(
-        shared={"rollout.prompts": 2, "rollout.max_completion_tokens": 24, "data.limit": 20, "run.max_steps": 2,
-                "run.test_limit": 0, "run.validate_every": 1, "run.validation_limit": 4},
-        methods={"pspo": {"algorithm.surrogate.alpha": 0.5, "optimizer.name": "sgd"}},
+        shared={"rollout.prompts": 4, "rollout.max_completion_tokens": 24, "data.limit": 20, "run.max_steps": 2,
+                "run.test_limit": 0, "run.validate_every": 1, "run.validation_limit": 4, **DDP[processes]},
+        methods={"pspo": {"algorithm.surrogate.alpha": 0.5}, "lost": {"model.name_or_path": "./nowhere"}},
         evaluate={"evaluation": {"data.limit": 4}},
     )  # fmt: skip
     done = subprocess.run(
-        [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    run = Path("out/e/pspo-alpha=0.5-name=sgd/seed-0")
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "best", "final"} < {path.name for path in run.iterdir()}
-    written, planned = (yaml.safe_load(path.read_text()) for path in (run / "config.yaml", run.with_suffix(".yaml")))
-    assert written == planned
-    assert (written["run"]["seed"], written["optimizer"]["name"]) == (0, "sgd")
-    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4
-    assert "2 steps" in run.with_suffix(".log").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
-def test_a_real_sweep_of_runs_of_two_processes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    sweep_file(
-        shared={"distributed.strategy": "ddp", "rollout.prompts": 4, "rollout.max_completion_tokens": 24,
-                "data.limit": 20, "run.max_steps": 2, "run.test_limit": 0, "run.validate_every": 0},
-        methods={"pspo": {}, "lost": {"model.name_or_path": "./nowhere"}},
-    )  # fmt: skip
-    done = subprocess.run(
-        [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml", "--processes=2"], check=False,
+        [PYTHON, "-m", "pspo.sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "exit code 2: pspo.train: error: --model.name_or_path: model folder nowhere does not exist" in done.stderr
-    run = Path("out/e/pspo/seed-0")
-    assert json.loads((run / "environment.json").read_text())["processes"] == 2
+    assert (
+        "no summary.json: pspo.train: error: --model.name_or_path: model folder nowhere does not exist" in done.stderr
+    )
+    assert "--retry_failed runs them again" in done.stderr
+    run = Path("out/e/pspo-alpha=0.5/seed-0")
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "best", "final"} < {path.name for path in run.iterdir()}
+    written, planned = (yaml.safe_load(path.read_text()) for path in (run / "config.yaml", run.with_suffix(".yaml")))
+    assert written == planned
+    assert json.loads((run / "environment.json").read_text())["processes"] == processes
+    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 
-import pspo.train
+import pspo.model.logprobs
 import pspo.update
 from pspo.config import (
     SYSTEM_PROMPT,
@@ -25,9 +25,10 @@ from pspo.config import (
 )
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, log_ratio
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.rollout import Rollout, Sampling, encode_prompts, generate, prompt_order
+from pspo.run.prepare import prepare
+from pspo.run.state import crossed
 from pspo.tasks import load_problems
-from pspo.train import crossed, prepare, prompt_order
 from pspo.update import Learner, split_minibatches, update
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
@@ -307,8 +308,8 @@ def real():
 @pytest.mark.parametrize("microbatch_tokens", [4096, 300])
 def test_float32_gradients_of_a_real_rollout_equal_the_plain_path(real, monkeypatch, surrogate, microbatch_tokens):
     """Everything on: shared beginnings and prompts, one pass through the head in chunks, zero-advantage rows out."""
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_BYTES", 1)
-    monkeypatch.setattr(pspo.model, "HEAD_CHUNK_TOKENS", 100)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 100)
     policy, rollout, advantages = real
     optimizer = {"max_grad_norm": 0.0, "microbatch_tokens": microbatch_tokens}
     config = make_config(surrogate, epochs=2, optimizer=optimizer)
@@ -388,7 +389,7 @@ def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatch
             grad = torch.is_grad_enabled()
             passes["reference" if model is learner.reference else "train" if grad else "old"] += len(args[0])
             assert not (grad and model is learner.reference)
-            assert (original is pspo.model.backward_in_one_pass) == (grad and surrogate.token_local)
+            assert (original.__name__ == "backward_in_one_pass") == (grad and surrogate.token_local)
             return original(model, *args)
 
         return counted

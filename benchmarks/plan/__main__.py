@@ -1,336 +1,81 @@
-"""What a training run needs on GPUs that are not here: ``python -m pspo.plan``, with the switches of pspo.train.
+"""Plan a training run on GPUs that are not here: ``python -m benchmarks.plan``, with the switches of pspo.train.
 
-Memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, and what stops scaling first, by
-arithmetic: launches, Python, stragglers, rewards and validation cost nothing here, so a real run is slower.
-docs/scaling.md has the assumptions and what was checked. One process per GPU; groups stay whole on a rank; the busiest
-rank counts; float32 weights, gradients and optimizer states, computing in bf16.
+Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, and what stops scaling
+first, by arithmetic. README.md beside this file has the assumptions, the formulas and what was checked.
 """
 
-import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
 
-from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
-from pspo.config import ModelConfig, TrainConfig, require
-from pspo.model import HEAD_CHUNK_TOKENS, load_model_config
+import pandas as pd
+
+from benchmarks.plan.cost import (
+    PHASES,
+    PlanConfig,
+    Strategy,
+    candidates,
+    choose,
+    memory,
+    messages,
+    overhead,
+    seconds,
+    shapes,
+    total,
+    with_rollout_workers,
+)
+from benchmarks.plan.shapes import Shape
 from pspo.run.cli import parse, user_errors
-from pspo.run.results import table
-
-PHASES = ("rollout", "training")
-SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices
 
 
-@dataclass(frozen=True)
-class Assumptions:
-    """What the plan is for, and what it takes for granted.
-
-    Args:
-        gpu: H100 (SXM, 80 GB) or H200 (SXM, 141 GB), 8 to a node.
-        gpus: how many; a line for each.
-        strategy: ddp (all replicated), fsdp2 (all sharded), none (one GPU); auto, the fastest that fits.
-        mfu: share of the bf16 peak that matrix products reach.
-        mbu: share of the bandwidths that is reached.
-        usable: share of a GPU's memory that tensors may take.
-        prompt_tokens: of a prompt, its system prompt included.
-        shared_tokens: with which all prompts begin.
-        completion_tokens: mean length of a completion; unset, the limit.
-        moving: share of the groups whose rewards differ; the others leave the training.
-    """
-
-    gpu: Literal["H100", "H200"] = "H100"
-    gpus: list[int] = field(default_factory=lambda: [1, 8, 32, 128, 512])
-    strategy: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
-    mfu: float = 0.4
-    mbu: float = 0.8
-    usable: float = 0.9
-    prompt_tokens: int = 115
-    shared_tokens: int = 48
-    completion_tokens: float | None = None
-    moving: float = 1.0
-
-    def __post_init__(self) -> None:
-        ok = len(self.gpus) > 0 and all(n > 0 for n in self.gpus)
-        require(ok, "plan.gpus", "must be one or more numbers above 0", self.gpus)
-        ok = self.strategy != "none" or set(self.gpus) == {1}
-        require(ok, "plan.strategy", "none is for --plan.gpus '[1]'", self.gpus)
-        for name in ("mfu", "mbu", "usable", "moving"):
-            require(0 < getattr(self, name) <= 1, f"plan.{name}", "must be in (0, 1]", getattr(self, name))
-        rule = f"must be at least 0 and below plan.prompt_tokens ({self.prompt_tokens})"
-        require(0 <= self.shared_tokens < self.prompt_tokens, "plan.shared_tokens", rule, self.shared_tokens)
-
-
-@dataclass(frozen=True)
-class PlanConfig(TrainConfig):
-    """A training run to plan; of Qwen2.5 in all its sizes, unless it names a model."""
-
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name_or_path="Qwen2.5"))
-    plan: Assumptions = field(default_factory=Assumptions)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        cast, limit, mean = self.model.autocast, self.rollout.max_completion_tokens, self.plan.completion_tokens
-        require(cast != "none", "model.autocast", "must be auto or bf16 for a plan", cast)
-        rule = f"must be above 0 and at most rollout.max_completion_tokens ({limit})"
-        require(mean is None or 0 < mean <= limit, "plan.completion_tokens", rule, mean)
-
-    @property
-    def gpu(self) -> GPU:
-        """As far as it is reached."""
-        gpu, plan = GPUS[self.plan.gpu], self.plan
-        reached = {name: getattr(gpu, name) * plan.mbu for name in ("bandwidth", "nvlink", "network")}
-        return replace(gpu, memory=gpu.memory * plan.usable, flops=gpu.flops * plan.mfu, **reached)
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How a model lies on its GPUs.
-
-    Attributes:
-        keep: --distributed.gather step: weights are gathered, and gradients reduced, once per optimizer step; otherwise
-            weights for every microbatch's forward and backward pass, gradients for every microbatch.
-        whole: --distributed.rollout gathered: once for a rollout; otherwise each layer is gathered for every token.
-    """
-
-    name: str
-    gpus: int
-    keep: bool = True
-    whole: bool = True
-
-    @property
-    def shards(self) -> int:
-        return self.gpus if self.name == "fsdp2" else 1
-
-    def __str__(self) -> str:
-        notes = [] if self.name != "fsdp2" else ["gather step"] * self.keep + ["sharded rollout"] * (not self.whole)
-        return ", ".join([self.name, *notes])
-
-
-@dataclass(frozen=True)
-class Load:
-    """The work of the busiest of so many GPUs; a training microbatch's in floats, for it may be a mean."""
-
-    rows: int  # of a rollout
-    microbatches: int  # of an optimizer step
-    tokens: float  # of a microbatch: through the layers,
-    keys: float  # in attention, cached ones of each row included,
-    pairs: float  # of (query, key),
-    predicted: float  # completion tokens
-
-    @classmethod
-    def of(cls, config: PlanConfig, s: Strategy, fullest: bool = False) -> "Load":
-        """With ``fullest`` the largest microbatch in place of their mean."""
-        plan, group_size, algorithm = config.plan, config.rollout.group_size, config.algorithm
-        leave = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage  # rows of equal groups may
-        prompt, length = plan.prompt_tokens, plan.completion_tokens or config.rollout.max_completion_tokens
-        moving = config.rollout.prompts * (plan.moving if leave else 1.0)
-        groups = math.ceil(math.ceil(moving / algorithm.minibatches) / s.gpus)
-        shares = s.name != "fsdp2" and not config.model.gradient_checkpointing  # prompts, through a cache
-        size, limit = (1 if shares else group_size) * prompt + group_size * length, config.optimizer.microbatch_tokens
-        fitting = limit // size * group_size  # rows of a microbatch, whole groups
-        if fitting == 0:  # one is too large by itself
-            fitting = max(1, math.floor((limit - prompt) / length if shares else limit / (prompt + length)))
-        n = math.ceil(groups * group_size / fitting)
-        rows = min(groups * group_size, fitting) if fullest else groups * group_size / n
-        prompts, width = max(1.0, rows / group_size), prompt + length - 1
-        common = plan.shared_tokens if prompts > 1 else 0
-        own, later = prompts * (prompt - common), rows * (length - 1)  # the last token predicts nothing
-        tokens, keys, pairs = common + own + later, common + prompts * prompt + rows * width, common**2 + own * prompt
-        pairs += later * width
-        if not shares:
-            tokens, keys, pairs = rows * width, rows * width, rows * width**2
-        return cls(math.ceil(config.rollout.prompts / s.gpus) * group_size, n, tokens, keys, pairs, rows * length)
-
-
-def shapes(model: ModelConfig) -> dict[str, Shape]:
-    """By name: all of Qwen2.5, one size of it, or what a folder or hub model says of itself."""
-    if model.name_or_path == "Qwen2.5":
-        return QWEN
-    name = model.name_or_path.rstrip("/").rpartition("/")[2]
-    if (size := re.fullmatch(r"Qwen2(?:\.5)?(?:-Math|-Coder)?-([\d.]+B)(?:-Instruct)?", name)) and size[1] in QWEN:
-        return {name: QWEN[size[1]]}
-    c = load_model_config(model)
-    rule = "must be a Qwen2 or a Llama for a plan"
-    require(c.model_type in ("qwen2", "llama"), "model.name_or_path", rule, c.model_type)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    sizes = (c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads)
-    return {name: Shape(*sizes, c.vocab_size, c.tie_word_embeddings, head_dim, c.model_type == "qwen2")}
-
-
-def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
-    """Bytes on a GPU by phase and by what they are, at the phase's peak."""
-    load, share = Load.of(config, s, fullest=True), shape.parameters / s.shards
-    resting = {  # the reference model's weights, too
-        "weights": 4 * share * (2 if config.algorithm.beta > 0 else 1),
-        "optimizer": 8 * share if config.optimizer.name == "adamw" else 0.0,
-    }
-    everything = shape.matrices if s.shards == 1 else shape.parameters
-    moving = 2 * shape.layer + shape.root  # gathered at a time: a layer, the next one, and the embeddings
-    rows = min(load.rows, config.rollout.max_rows)
-    gradients = 4 * shape.parameters if s.keep or s.shards == 1 else 4 * share + 6 * moving  # bf16, float32 to reduce
-    return {
-        "rollout": resting | {
-            "bf16 weights": 2 * (everything if s.whole else moving),
-            "cache": rows * (config.plan.prompt_tokens + config.rollout.max_completion_tokens) * shape.kv_bytes,
-            "sampler": SAMPLER_BYTES * rows * shape.vocab,
-        },
-        "training": resting | {
-            "bf16 weights": 2 * (everything if s.keep or s.shards == 1 else moving),
-            "gradients": gradients + (4 * share if s.keep and s.shards > 1 else 0),
-            "activations": shape.activations(load.tokens, load.keys, load.pairs, config.model.gradient_checkpointing),
-            # A chunk's logits and their gradient; and its share of the head's own, in bf16 and cast to be added up.
-            "head": 8 * HEAD_CHUNK_TOKENS * shape.vocab + (6 if s.shards == 1 else 2) * shape.head,
-        },
-    }  # fmt: skip
-
-
-def fits(shape: Shape, config: PlanConfig, s: Strategy, phases: Sequence[str] = PHASES) -> bool:
-    parts = memory(shape, config, s)
-    return all(sum(parts[phase].values()) <= config.gpu.memory for phase in phases)
-
-
-def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
-    """(bytes, calls) that each GPU gathers or reduces: for a rollout, and in an optimizer step."""
-    load, calls, n = Load.of(config, s), shape.layers + 1, shape.parameters
-    if s.gpus == 1 or s.name != "fsdp2":
-        return (0, 0), (8 * n, 2)  # an all-reduce in float32 is both
-    batches = math.ceil(load.rows / config.rollout.max_rows)
-    times = 1 if s.whole else batches * config.rollout.max_completion_tokens
-    step = (6 * n, 2 * calls) if s.keep else (8 * n * load.microbatches, 3 * calls * load.microbatches)
-    return (2 * n * times, calls * times), step
-
-
-def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
-    """The least time of a rollout and of its optimizer steps, by phase and part; communication as far as it shows."""
-    load, gpu, rollout, algorithm = Load.of(config, s), config.gpu, config.rollout, config.algorithm
-    prompt, limit, groups = config.plan.prompt_tokens, rollout.max_completion_tokens, load.rows / rollout.group_size
-    length = config.plan.completion_tokens or limit
-    gathered, reduced = messages(shape, config, s)
-    read, batches = 2 * shape.matrices / gpu.bandwidth, math.ceil(load.rows / rollout.max_rows)
-    live = load.rows * length / limit  # rows that end leave the batch
-
-    forward = shape.flops(load.tokens, load.pairs, load.predicted)
-    again = shape.flops(load.tokens, load.pairs, 0) if config.model.gradient_checkpointing else 0
-    # Weights are written in bf16 once and read twice, gradients written in bf16, read, and added to those in float32.
-    traffic = 22 * shape.matrices / gpu.bandwidth
-    steps, moved = algorithm.epochs * algorithm.minibatches, 28 if config.optimizer.name == "adamw" else 12
-    unseen = algorithm.minibatches - 1 + algorithm.minibatches * (algorithm.beta > 0)  # old and reference log-probs
-    training = steps * max((3 * forward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
-    training *= load.microbatches
-    sent = steps * gpu.collective(*reduced, s.gpus)
-    hidden = training if s.shards > 1 else 0.0  # a layer is gathered and reduced while others compute
-    return {
-        "rollout": {
-            "gather": gpu.collective(*gathered, s.gpus),
-            "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / gpu.flops, batches * read),
-            "decoding": limit * max(shape.flops(live, 0, live) / gpu.flops, batches * read),
-            "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / gpu.bandwidth,
-        },
-        "training": {
-            "passes": training,
-            # AdamW reads four tensors and writes three, plain SGD two and one.
-            "optimizer": steps * moved * shape.parameters / s.shards / gpu.bandwidth,
-            "communication": max(0.0, sent - hidden),
-        },
-    }
-
-
-def total(parts: dict[str, dict[str, float]], phases: Sequence[str] = PHASES) -> float:
-    return sum(sum(parts[phase].values()) for phase in phases)
-
-
-def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
-    if gpus == 1:
-        return [Strategy("none", 1)]
-    sharded = [Strategy("fsdp2", gpus, keep, whole) for whole in (True, False) for keep in (True, False)]
-    return [s for s in [Strategy("ddp", gpus), *sharded] if config.plan.strategy in ("auto", s.name)]
-
-
-def choose(shape: Shape, config: PlanConfig, gpus: int, phases: Sequence[str] = PHASES) -> Strategy | None:
-    """The fastest strategy that fits."""
-    fitting = [s for s in candidates(config, gpus) if fits(shape, config, s, phases)]
-    return min(fitting, key=lambda s: total(seconds(shape, config, s), phases), default=None)
-
-
-def lost(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
-    """GPU-seconds of each part beyond those of one GPU with room for everything: where the efficiency goes."""
-    one, many = seconds(shape, config, Strategy("none", 1)), seconds(shape, config, s)
-    return {part: s.gpus * t - one[phase][part] for phase in PHASES for part, t in many[phase].items()}
-
-
-def apart(shape: Shape, config: PlanConfig, gpus: int) -> tuple[float, int]:
-    """Seconds per rollout where workers with a bf16 copy of the model make the next one meanwhile, and how many."""
-    best = (math.inf, 0)
-    for workers in range(max(1, gpus // 8), gpus, max(1, gpus // 8)):
-        copy = Strategy("ddp", workers)
-        held = memory(shape, config, copy)["rollout"]
-        trainers = choose(shape, config, gpus - workers, ("training",))
-        if trainers and 2 * shape.parameters + held["cache"] + held["sampler"] <= config.gpu.memory:
-            received = config.gpu.collective(2 * shape.parameters, shape.layers + 1, gpus)
-            rollout = received + total(seconds(shape, config, copy), ("rollout",))
-            best = min(best, (max(rollout, total(seconds(shape, config, trainers), ("training",))), workers))
-    return best
-
-
-HEADER = (
-    "model", "GPUs", "strategy", "GB rollout", "GB train", "rollout s", "train s", "GB sent/rollout", "GB sent/step",
-    "tokens/s", "efficiency", "most lost to", "own workers",
-)  # fmt: skip
-
-
-def line(name: str, shape: Shape, config: PlanConfig, gpus: int) -> list[str]:
+def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
+    """One line of the table: the model on so many GPUs, by the fastest strategy that fits."""
     s = choose(shape, config, gpus)
+    tried = [s] if s else candidates(config, gpus)  # none fits: the one that needs least
+    held = min(([sum(parts.values()) / 1e9 for parts in memory(shape, config, s).values()] for s in tried), key=max)
+    cells = {"model": name, "GPUs": gpus, "strategy": s or "does not fit"}
+    cells |= {f"GB {phase}": f"{gb:.{1 if s else 0}f}" for phase, gb in zip(PHASES, held, strict=True)}
     if s is None:
-        s = min(candidates(config, gpus), key=lambda s: max(sum(p.values()) for p in memory(shape, config, s).values()))
-        gb = [f"{sum(parts.values()) / 1e9:.0f}" for parts in memory(shape, config, s).values()]
-        return [name, str(gpus), "does not fit", *gb, *["-"] * (len(HEADER) - 5)]
-    spent, losses, (overlapped, workers) = seconds(shape, config, s), lost(shape, config, s), apart(shape, config, gpus)
-    alone = total(seconds(shape, config, Strategy("none", 1)))
-    length = config.plan.completion_tokens or config.rollout.max_completion_tokens
-    tokens = config.rollout.prompts * config.rollout.group_size * (config.plan.prompt_tokens + length)
-    return [
-        name,
-        f"{gpus}",
-        f"{s}",
-        *(f"{sum(parts.values()) / 1e9:.1f}" for parts in memory(shape, config, s).values()),
-        *(f"{sum(spent[phase].values()):.2f}" for phase in PHASES),
-        *(f"{size * (1 - 1 / gpus) / 1e9:.1f}" for size, _ in messages(shape, config, s)),
-        f"{tokens / total(spent):,.0f}",
-        f"{100 * alone / gpus / total(spent):.0f}%",
-        max(losses, key=losses.get) if gpus > 1 else "-",
-        f"{total(spent) / overlapped:.2f}x with {workers}" if workers else "-",
-    ]
+        return cells
+    spent, alone = seconds(shape, config, s), total(seconds(shape, config, Strategy("none", 1)))
+    sent = [size * (1 - 1 / gpus) / 1e9 for size, _ in messages(shape, config, s)]
+    tokens = config.rollout.prompts * config.rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
+    lost, (overlapped, workers) = overhead(shape, config, s), with_rollout_workers(shape, config, gpus)
+    cells |= {f"{phase} s": f"{sum(spent[phase].values()):.2f}" for phase in PHASES}
+    cells |= {"GB sent/rollout": f"{sent[0]:.1f}", "GB sent/step": f"{sent[1]:.1f}"}
+    cells |= {"tokens/s": f"{tokens / total(spent):,.0f}", "efficiency": f"{alone / gpus / total(spent):.0%}"}
+    if gpus > 1:
+        cells["most lost to"] = max(lost, key=lost.get)
+    if workers:
+        cells["rollout workers"] = f"{total(spent) / overlapped:.2f}x with {workers}"
+    return cells
 
 
-def details(shape: Shape, config: PlanConfig, unit: str) -> list[tuple[str, ...]]:
-    """A table of memory (GB) or of seconds (ms) by part, with a column for each number of GPUs that the model fits."""
-    columns = []
+def details(shape: Shape, config: PlanConfig, unit: str) -> pd.DataFrame:
+    """Memory (GB) or time (ms) by part, with a column for each number of GPUs that the model fits."""
+    columns = {}
     for gpus in config.plan.gpus:
         if s := choose(shape, config, gpus):
             phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
-            parts = {f"{phase}: {part}": v for phase in PHASES for part, v in phases[phase].items()}
-            columns = columns or [[unit, *parts]]
-            columns.append([f"{gpus}: {s}", *(f"{value / scale:,.2f}" for value in parts.values())])
-    return list(zip(*columns, strict=True))
+            parts = {f"{phase}: {part}": v / scale for phase in PHASES for part, v in phases[phase].items()}
+            columns[f"{gpus}: {s}"] = parts
+    return pd.DataFrame(columns).rename_axis(columns=unit)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    config, _ = parse(PlanConfig, "pspo.plan", args)
-    with user_errors("pspo.plan"):
+    config, _ = parse(PlanConfig, "benchmarks.plan", args)
+    with user_errors("benchmarks.plan"):
         models = shapes(config.model)
     r, a, p = config.rollout, config.algorithm, config.plan
-    length, steps = p.completion_tokens or r.max_completion_tokens, a.epochs * a.minibatches
-    print(f"{r.prompts} prompts x {r.group_size}, {p.prompt_tokens} + {length:g} tokens each, {a.epochs} epochs x "
-          f"{a.minibatches} minibatches; {p.gpu}: {p.mfu:.0%} of its bf16 peak, {p.mbu:.0%} of its bandwidths, "
-          f"{p.usable:.0%} of its memory; least times")  # fmt: skip
-    print(table([HEADER, *(line(name, shape, config, n) for name, shape in models.items() for n in p.gpus)]))
+    print(f"{r.prompts} prompts x {r.group_size}, {p.prompt_tokens} + {config.completion_tokens:g} tokens each, "
+          f"{a.epochs} epochs x {a.minibatches} minibatches; {p.gpu}: {p.mfu:.0%} of its bf16 peak, {p.mbu:.0%} of its "
+          f"bandwidths, {p.usable:.0%} of its memory; least times")  # fmt: skip
+    rows = [row(name, shape, config, gpus) for name, shape in models.items() for gpus in p.gpus]
+    print(pd.DataFrame(rows).fillna("-").to_string(index=False))
     for shape in models.values() if len(models) == 1 else ():
         for unit in ("GB", "ms"):
-            if rows := details(shape, config, unit):
-                print(f"\n{table(rows)}")
-    print(f"\nGroups stay whole: at most {r.prompts} GPUs have work. "
-          f"Own workers make rollouts one ahead, so from a policy {steps} optimizer steps older.")  # fmt: skip
+            if len(table := details(shape, config, unit)):
+                print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
+    print(f"\nGroups stay whole: at most {r.prompts} GPUs have work. Rollout workers are one rollout ahead: "
+          f"their policy is {a.epochs * a.minibatches} optimizer steps older.")  # fmt: skip
 
 
 if __name__ == "__main__":

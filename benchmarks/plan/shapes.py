@@ -1,4 +1,4 @@
-"""Shapes of models and of GPUs, and what each computes, holds and sends: arithmetic that `pspo.plan` adds up."""
+"""Shapes of models and of GPUs: operations, bytes and seconds that `benchmarks.plan` adds up."""
 
 import math
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ QWEN = {  # Qwen2.5's technical report and config.json; Qwen2, -Math and -Coder 
 
 @dataclass(frozen=True)
 class GPU:
-    """What it reaches: bytes of memory, bf16 operations a second, bytes a second from memory and, one way, to others.
+    """Bytes of memory, bf16 operations a second, bytes a second from memory and, one way, to other GPUs.
 
     Attributes:
         network: of each GPU's own link; the links of a node work together.

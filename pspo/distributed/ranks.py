@@ -33,13 +33,9 @@ def local_device() -> torch.device:
 
 
 def init(strategy: Strategy, timeout: float) -> None:
-    """Join the other ranks, if torchrun started this one.
+    """Join the other ranks, if torchrun started this one; ``timeout`` is how many seconds they wait for each other.
 
-    Args:
-        timeout: seconds after which a rank gives up waiting for the others.
-
-    Raises:
-        ValueError: strategy and launcher do not fit, or there are too few GPUs.
+    Raises ValueError if strategy and launcher do not fit, or there are too few GPUs.
     """
     if not under_torchrun():
         if strategy != "none":

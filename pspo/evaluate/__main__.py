@@ -23,20 +23,9 @@ from pspo.config import EvaluateConfig
 from pspo.evaluate.results import render
 from pspo.model import autocast, load_policy, load_tokenizer, pad_token_id, shares_prompts, stop_token_ids
 from pspo.rollout import Prompts, Sampling, load_prompts, room_for_prompts
+from pspo.run import records
 from pspo.run.cli import memory_errors, parse, user_errors
 from pspo.run.evaluation import evaluate
-from pspo.run.records import (
-    append_jsonl,
-    check_output,
-    differences,
-    environment,
-    read_config,
-    read_json,
-    read_jsonl,
-    to_jsonl,
-    write_json,
-    write_text,
-)
 
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
 
@@ -78,20 +67,15 @@ def prepare(
 
 def check_folder(output: Path, resolved: str) -> None:
     """Raise ValueError if the folder holds something else, as far as the switches tell."""
-    check_output(output)
+    records.check_output(output)
     if (output / FINGERPRINT).exists():
-        found = differences(read_config(output / "config.yaml"), yaml.safe_load(resolved))
+        found = records.differences(records.read_config(output / "config.yaml"), yaml.safe_load(resolved))
         found.pop("run.output_dir", None)
         if found:
             listed = ", ".join(f"--{name} is {old!r} there and {new!r} here" for name, (old, new) in found.items())
-            raise ValueError(
-                f"--run.output_dir {output} holds another evaluation ({listed}): choose another folder, or the same "
-                "switches to resume it"
-            )
+            raise ValueError(f"--run.output_dir {output} holds another evaluation ({listed}): choose another folder")
     elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
-        raise ValueError(
-            f"--run.output_dir {output} holds something else, a training run perhaps; choose another folder"
-        )
+        raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
 
 
 def begin(output: Path, resolved: str, about: dict[str, str], device: torch.device) -> None:
@@ -99,16 +83,13 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
     known = output / FINGERPRINT
     if not known.exists():
         output.mkdir(parents=True, exist_ok=True)
-        write_text(output / "config.yaml", resolved)
-        write_json(output / "environment.json", environment(str(device), dist.world_size()))
-        write_json(known, about)
+        records.write_text(output / "config.yaml", resolved)
+        records.write_json(output / "environment.json", records.environment(str(device), dist.world_size()))
+        records.write_json(known, about)
         return
-    old = read_json(known)
+    old = records.read_json(known)
     if changed := [name for name in about if old.get(name) != about[name]]:
-        raise ValueError(
-            f"--run.output_dir {output} holds an evaluation with other {' and '.join(changed)} under the same "
-            "name: choose another folder"
-        )
+        raise ValueError(f"--run.output_dir {output} holds one of other {' and '.join(changed)}: choose another folder")
 
 
 @memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
@@ -121,15 +102,15 @@ def main(args: Sequence[str] | None = None) -> None:
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
         policy, tokenizer, prompts, sampling = prepare(config, resolved, device)
-        done = dist.run_on_main(lambda: read_jsonl(kept))
-        results = dist.run_on_main(lambda: read_json(finished) if finished.exists() else {})
+        done = dist.run_on_main(lambda: records.read_jsonl(kept))
+        results = dist.run_on_main(lambda: records.read_json(finished) if finished.exists() else {})
     if results:
         print(f"already finished: {finished}\n")
         print(render(results))
         return
     if done:
         print(f"resuming {output}: {len(done):,} completions are done")
-        dist.run_on_main(lambda: write_text(kept, to_jsonl(done)))  # without a line that was cut off
+    dist.run_on_main(lambda: kept.exists() and records.write_text(kept, records.to_jsonl(done)))  # drops half a line
 
     completions, results = [], {}
     try:
@@ -146,16 +127,16 @@ def main(args: Sequence[str] | None = None) -> None:
                     max_tokens=config.eval.max_tokens,
                     bar=f"T={temperature:g}",
                     done=[record for record in done if record["temperature"] == temperature],
-                    save=lambda records: append_jsonl(kept, *records),
+                    save=lambda lines: records.append_jsonl(kept, *lines),
                 )
             completions += result.completions
-            results[f"{temperature:g}"] = result.results()
+            results[f"{temperature:g}"] = result.results
     except KeyboardInterrupt:
         print(f"\nstopped; the same command resumes {output}", file=sys.stderr)
         raise SystemExit(130) from None
     if not dist.is_main():
         return
-    write_text(kept, to_jsonl(completions))  # in order, and once each
+    records.write_text(kept, records.to_jsonl(completions))  # in order, and once each
     summary = {
         "model": config.model.name_or_path,
         "data": config.data.name,
@@ -167,7 +148,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "seed": config.run.seed,
         "temperatures": results,
     }
-    write_json(finished, summary)
+    records.write_json(finished, summary)
     print(render(summary))
     print(f"\nresults: {finished}")
 

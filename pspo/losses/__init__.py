@@ -4,22 +4,3 @@ from pspo.losses.aggregate import Aggregation, Counts, aggregate, token_divisors
 from pspo.losses.diagnostics import diagnose, token_weights
 from pspo.losses.kl import KLEstimator, kl_estimate
 from pspo.losses.surrogates import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, log_ratio
-
-__all__ = [
-    "P3O",
-    "PSPO",
-    "SAPO",
-    "TOPR",
-    "Aggregation",
-    "Clip",
-    "Counts",
-    "KLEstimator",
-    "NoClip",
-    "Surrogate",
-    "aggregate",
-    "diagnose",
-    "kl_estimate",
-    "log_ratio",
-    "token_divisors",
-    "token_weights",
-]

@@ -35,13 +35,13 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, counts: Co
     * ``grpo`` (Shao et al. 2024): sum_i [sum_t(m l) / max(sum_t m, 1)] / counts.sequences
     * ``dr_grpo`` (Liu et al. 2025): sum(m l) / (counts.sequences * counts.max_completion_tokens)
 
-    A minibatch without a single unmasked token has loss 0. Raises ValueError for another ``how``.
+    A minibatch without a single unmasked token has loss 0.
     """
     return (per_token_loss.where(mask, 0.0) / token_divisors(mask, how, counts)).sum()
 
 
 def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
-    """The number that `aggregate` divides each row's token losses by, (B, 1) float32."""
+    """Number that `aggregate` divides each row's token losses by, (B, 1) float32."""
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if how == "dapo":
         return torch.full_like(lengths, max(counts.tokens, 1))

@@ -1,16 +1,14 @@
-"""What a surrogate did with the tokens of one optimizer step, without knowing which surrogate it was.
+"""Statistics of one optimizer step that hold for every surrogate.
 
-Everything follows from the per-token weight w = dL/dlogprob of the per-token loss: where a surrogate ignores a
-token w is 0, and |w / (A r)| is the slope that it leaves of the plain importance-weighted gradient (1 for NoClip,
-1 - alpha for PSPO, 1 or 0 for Clip).
+They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the surrogate ignores a token, and
+|w / (A r)| is the slope relative to the plain importance-weighted gradient: 1 for NoClip, 1 - alpha for PSPO, 1 or 0
+for Clip.
 """
 
 import torch
 from torch import Tensor
 
 from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate
-
-QUANTILES = (0.01, 0.5, 0.99)
 
 
 def token_weights(
@@ -32,9 +30,7 @@ def diagnose(
     """Statistics of one optimizer step over its unmasked tokens.
 
     Args:
-        logprobs, old_logprobs, weights: any one shape, e.g. (B, T) or the unmasked tokens of all microbatches, (N,).
-        advantages: broadcastable to it.
-        mask: that shape, bool.
+        logprobs, old_logprobs, weights, mask: any one shape, e.g. (B, T) or (N,); advantages: broadcastable to it.
 
     Returns:
         * ``ratio_mean``, ``ratio_min``, ``ratio_max``, ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: of
@@ -50,16 +46,17 @@ def diagnose(
 
         All are 0 for an empty mask except the ratios and ``ess``, which are 1.
     """
-    if not mask.any():  # nothing to look at reads like one token that nothing happened to
+    if not mask.any():  # an empty step reads like one unchanged token
         nothing = logprobs.new_zeros(1)
         return diagnose(nothing, nothing, nothing, nothing, nothing == 0)
     advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    log_r = logprobs[mask].to(dtype) - old_logprobs[mask].to(dtype)
-    weights = weights[mask].to(dtype)
-    clamped = log_r.abs() > MAX_LOG_RATIO
-    log_r = log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    logprobs, old_logprobs, weights = (values[mask].to(dtype) for values in (logprobs, old_logprobs, weights))
+    difference = logprobs - old_logprobs
+    log_r = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_r.exp()
+    ordered = ratio.sort().values  # torch.quantile refuses more than 2^24 values
+    p1, p50, p99 = (ordered[round(q * (len(ordered) - 1))] for q in (0.01, 0.5, 0.99))
     active = advantages != 0
     n_active = active.sum().clamp(min=1).to(dtype)
     distance = (ratio - 1).abs()[active]
@@ -68,22 +65,15 @@ def diagnose(
         "ratio_mean": ratio.mean(),
         "ratio_min": ratio.min(),
         "ratio_max": ratio.max(),
-        **dict(zip(_quantile_names(), _quantiles(ratio), strict=True)),
+        "ratio_p1": p1,
+        "ratio_p50": p50,
+        "ratio_p99": p99,
         "ess": ratio.mean().square() / ratio.square().mean(),
         "kl_old_new": (torch.expm1(log_r) - log_r).mean(),
         "tv": 0.5 * distance.sum() / n_active,
         "tv_smoothed": 0.5 * (slope * distance).sum() / n_active,
         "zero_weight_share": (weights[active] == 0).sum() / n_active,
-        "clamped_share": clamped.to(dtype).mean(),
-        "entropy": -old_logprobs[mask].to(dtype).mean(),
+        "clamped_share": (difference.abs() > MAX_LOG_RATIO).to(dtype).mean(),
+        "entropy": -old_logprobs.mean(),
     }
     return dict(zip(stats, torch.stack([value.to(dtype) for value in stats.values()]).tolist(), strict=True))
-
-
-def _quantile_names() -> list[str]:
-    return [f"ratio_p{100 * q:g}" for q in QUANTILES]
-
-
-def _quantiles(ratio: Tensor) -> list[Tensor]:
-    ordered = ratio.sort().values  # not torch.quantile: that one refuses more than 2^24 values
-    return [ordered[round(q * (len(ordered) - 1))] for q in QUANTILES]

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import log_ratio, masked
+from pspo.losses.surrogates import log_ratio
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -17,22 +17,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator:
     Args:
         logprobs: (B, T), the policy's, with gradient.
         ref_logprobs: (B, T), the reference model's at the same temperature.
-        mask: (B, T) bool.
         estimator: "k1" (unbiased, signed), "k2" (biased, low variance) or "k3" (unbiased, never negative).
 
     Returns:
         (B, T), in nats, 0 where masked; the log-ratio is clamped to +-20 as in the surrogates.
-
-    Raises:
-        ValueError: for another estimator.
     """
     x = log_ratio(ref_logprobs, logprobs, mask)  # (B, T)
     if estimator == "k1":
-        kl = -x
-    elif estimator == "k2":
-        kl = 0.5 * x.square()
-    elif estimator == "k3":
-        kl = torch.expm1(x) - x
-    else:
-        raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")
-    return masked(kl, mask)
+        return -x
+    if estimator == "k2":
+        return 0.5 * x.square()
+    if estimator == "k3":
+        return torch.expm1(x) - x
+    raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")

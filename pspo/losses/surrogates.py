@@ -4,12 +4,12 @@ Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`
 ``A`` the advantage, and every surrogate returns a loss *to be minimised*, of shape (B, T), unreduced, 0 where
 masked. Means over tokens live in `pspo.losses.aggregate`, never here.
 
-One numerical rule, in one place (`log_ratio`): under the mask the log-ratio is set to 0 before ``exp``, and
-elsewhere it is clamped to +-20, so that no finite input gives inf or NaN in the loss or its gradient.
-Arithmetic is float32 or wider: bfloat16 in gives float32 out, float64 in gives float64 out.
+`log_ratio` holds the one numerical rule: 0 under the mask and clamped to +-20 elsewhere, so that no finite input gives
+inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,20 +19,19 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
-class Surrogate:
+class Surrogate(ABC):
     """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
 
     Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask``
     (B, T) bool to the per-token loss (B, T).
     """
 
-    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+    @abstractmethod
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor: ...
 
-    # Two promises that let the trainer work less. A class that does not make one itself, whatever it inherits from, is
-    # taken not to: always right, and only slower.
-    silent_at_zero_advantage = False  # tokens with A = 0 have a loss and gradient of exactly 0: their rows may stay out
-    token_local = False  # a token's loss is a function of that token's own inputs: it may be called on any of them
+    # Optional hints; leaving them out is always correct. A subclass does not inherit them.
+    silent_at_zero_advantage = False  # loss and gradient are exactly 0 where A = 0: such rows are left out
+    token_local = False  # a token's loss depends on that token's inputs alone: enables the one-pass head
 
     def __init_subclass__(cls) -> None:
         for promise in ("silent_at_zero_advantage", "token_local"):
@@ -47,7 +46,7 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked(per_token_loss: Tensor, mask: Tensor) -> Tensor:
-    """The loss with exact zeros under the mask, whatever stood there."""
+    """Set the loss to exactly 0 under the mask, whatever stood there."""
     return torch.where(mask, per_token_loss, 0.0)
 
 
@@ -72,11 +71,10 @@ class Clip(Surrogate):
     delta: float | None = None
 
     def __post_init__(self) -> None:
+        high, delta = self.epsilon_high, self.delta
         check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        check(high >= 0, self, "epsilon_high must be at least 0", high)
-        if self.delta is not None:
-            check(self.delta >= 1, self, "delta must be at least 1", self.delta)
+        check(high is None or high >= 0, self, "epsilon_high must be at least 0", high)
+        check(delta is None or delta >= 1, self, "delta must be at least 1", delta)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()

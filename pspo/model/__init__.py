@@ -1,33 +1,7 @@
 """The model: loading it, its log-probs, and the fast ways to the same numbers."""
 
 from pspo.model.device import autocast, casts_to_bf16, is_out_of_memory, peak_memory_gb
-from pspo.model.load import (
-    ASSETS,
-    load_model_config,
-    load_policy,
-    load_tokenizer,
-    locate,
-    pad_token_id,
-    stop_token_ids,
-)
+from pspo.model.load import ASSETS, load_model_config, load_policy, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.logprobs import token_logprobs
 from pspo.model.one_pass import backward_in_one_pass
 from pspo.model.shared_prompts import attends_fully, shares_prompts
-
-__all__ = [
-    "ASSETS",
-    "attends_fully",
-    "autocast",
-    "backward_in_one_pass",
-    "casts_to_bf16",
-    "is_out_of_memory",
-    "load_model_config",
-    "load_policy",
-    "load_tokenizer",
-    "locate",
-    "pad_token_id",
-    "peak_memory_gb",
-    "shares_prompts",
-    "stop_token_ids",
-    "token_logprobs",
-]

@@ -1,7 +1,7 @@
 """Matrix products in float32 on a CPU by oneDNN, which uses AVX-512 on every maker's CPUs.
 
-PyTorch multiplies float32 matrices by MKL, which stays with AVX2 on CPUs that are not Intel's: on an AMD EPYC half as
-fast as oneDNN. Same arithmetic, float32 throughout; the order of the sums differs.
+PyTorch multiplies float32 matrices by MKL, which uses AVX2 at most on other makers' CPUs: on an AMD EPYC it is half
+as fast as oneDNN. Same arithmetic, float32 throughout; the order of the sums differs.
 """
 
 import os
@@ -9,15 +9,15 @@ import os
 import torch
 from torch import Tensor, nn
 
-WORTHWHILE = 2**22  # multiplications of a product; for fewer, the call by itself costs more than it saves
+WORTHWHILE = 2**22  # multiplications of a product; for fewer, the call costs more than it saves
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Let the linear layers of a model compute their float32 products by oneDNN, where it is there and has AVX-512."""
+    """Make a model's linear layers compute their float32 products by oneDNN, if the CPU has AVX-512."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     if not on_gpu and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        # By themselves oneDNN and PyTorch's layer above it keep what they made for 1,024 shapes each, with rows of all
-        # lengths hundreds of MB. Both read this once, when they are first used.
+        # oneDNN and PyTorch's layer above it cache primitives of 1,024 shapes each: hundreds of MB for rows of all
+        # lengths. Both read these variables once, at first use.
         for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(capacity, "16")
         for module in model.modules():

@@ -49,24 +49,22 @@ def locate(name_or_path: str) -> str:
 
 
 def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
-    """The tokenizer, checked to have what prompts and stopping need.
-
-    Raises ValueError for a model that cannot be found, or a tokenizer without chat template or end token.
-    """
+    """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
     source = locate(config.name_or_path)
     with _load_errors(config):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    if not tokenizer("0")["input_ids"]:  # transformers makes an empty one of a folder without
-        raise ValueError(f"--model.name_or_path {config.name_or_path} has no tokenizer: add its files to the folder")
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"--model.name_or_path: the tokenizer of {config.name_or_path} has no chat template: "
-            "add a chat_template.jinja to the model folder, or use an instruct model"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"--model.name_or_path: the tokenizer of {config.name_or_path} has no eos token to end with")
+    for lacking, fix in (
+        (
+            not tokenizer("0")["input_ids"],
+            "no tokenizer: add its files to the folder",
+        ),  # transformers makes an empty one
+        (not tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
+        (tokenizer.eos_token_id is None, "no eos token to end completions with: use another model"),
+    ):
+        if lacking:
+            raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
     return tokenizer
@@ -208,16 +206,9 @@ def check_head(policy: PreTrainedModel) -> None:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a completion: those of the model's generation config and the tokenizer's eos.
-
-    Raises ValueError if one is no token of the model.
-    """
+    """The tokens that end a completion: those of the model's generation config and the tokenizer's eos."""
     stops = model.generation_config.eos_token_id
-    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id]
-    for stop in stops:
-        if stop is not None and not (isinstance(stop, int) and 0 <= stop < model.config.get_text_config().vocab_size):
-            raise ValueError(f"--model.name_or_path: eos_token_id {stop!r} of its generation_config.json is no token")
-    return sorted({*stops} - {None})
+    return sorted({*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id} - {None})
 
 
 def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -4,19 +4,3 @@ from pspo.rollout.advantages import group_relative_advantages
 from pspo.rollout.generate import Sampling, check_decoder, generate, sampling_context
 from pspo.rollout.prompts import Prompts, encode_prompts, load_prompts, prompt_order, room_for_prompts
 from pspo.rollout.types import Batch, Rollout, to_device
-
-__all__ = [
-    "Batch",
-    "Prompts",
-    "Rollout",
-    "Sampling",
-    "check_decoder",
-    "encode_prompts",
-    "generate",
-    "group_relative_advantages",
-    "load_prompts",
-    "prompt_order",
-    "room_for_prompts",
-    "sampling_context",
-    "to_device",
-]

@@ -1,9 +1,8 @@
-"""A decoding loop for `model.generate(custom_generate=...)`, several times as fast as the library's own on rollouts.
+"""The decoding loop, for `model.generate(custom_generate=...)`: several times as fast as the library's on rollouts.
 
-The distribution is that of Hugging Face sampling; what differs is the work: each prompt is prefilled once for
-its whole group, keys and values go into buffers allocated once, the nucleus is found without sorting the vocabulary,
-and rows that have ended leave the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it
-as one CUDA graph.
+Same distribution as Hugging Face sampling, less work: each prompt is prefilled once for its whole group, keys and
+values go into buffers allocated once, the nucleus is sampled without sorting the vocabulary, and finished rows leave
+the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -16,15 +15,15 @@ from transformers.cache_utils import DynamicLayer
 
 from pspo.model import attends_fully
 
-GPU_CHECK_EVERY = 16  # tokens between looks at which rows have ended: each look makes the CPU wait for the GPU
+GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 
 
 class BufferedLayer(DynamicLayer):
-    """A full-attention cache layer that, once spread over its groups, writes new keys and values into room set aside.
+    """A full-attention cache layer that, once repeated for each group, writes keys and values into preallocated room.
 
-    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part, or with `at`, a
-    (1,) int64 that says where to write, the whole buffers: then no shape ever changes, and the attention mask has to
-    hide what is not filled yet.
+    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part. With `at`, a (1,)
+    int64 position to write to, they are the whole buffers: no shape ever changes, and the attention mask must hide the
+    part that is not filled yet.
     """
 
     def __init__(self, room: int, at: Tensor | None = None):
@@ -35,7 +34,9 @@ class BufferedLayer(DynamicLayer):
         self.buffers = []
         for states in (self.keys, self.values):
             rows, heads, length, dim = states.shape
-            make = states.new_empty if self.at is None else states.new_zeros  # what is hidden must be finite: 0 x NaN
+            make = (
+                states.new_empty if self.at is None else states.new_zeros
+            )  # hidden values must be finite: 0 x NaN is NaN
             buffer = make(rows * repeats, heads, length + self.room, dim)
             buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
             self.buffers.append(buffer)
@@ -43,7 +44,7 @@ class BufferedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # the attention casts to it anyway, all that it reads, at every step
+        if torch.is_autocast_enabled(device):  # attention would cast all of the cache to it at every step
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.get_seq_length() == 0:  # the prefill
@@ -69,11 +70,11 @@ class BufferedLayer(DynamicLayer):
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Where tokens are equally likely at the nucleus's edge all of them belong to it; the library keeps as many of them,
-    in no particular order, as it takes to reach top_p.
+    Equally likely tokens at the nucleus's edge all belong to it; the library keeps an arbitrary few of them, enough to
+    reach top_p.
 
-    Exact without sorting the vocabulary: tokens are drawn from the whole distribution, and drawn again where they lie
-    outside the nucleus. On a GPU, where a sort is cheap and waiting for a result is not, it sorts.
+    Exact without sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they
+    lie outside the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
 
     Args:
         logits: (b, V) float32, after temperature.
@@ -104,9 +105,9 @@ def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
 def _sample_sorted(probs: Tensor, limit: float) -> Tensor:
     probs, tokens = probs.sort(dim=1, descending=True)
     inside = probs.cumsum(dim=1) - probs < limit
-    edge = probs.where(inside, torch.inf).amin(dim=1, keepdim=True)  # and all that are as likely as the last
+    edge = probs.where(inside, torch.inf).amin(dim=1, keepdim=True)  # and all tokens as likely as the last
     kept = probs * (probs >= edge)
-    # multinomial's own way, without its check, which would end the process on a GPU where a logit is not a number
+    # as torch.multinomial, without its check, which aborts the process on a GPU if a logit is NaN
     return tokens.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(dim=1, keepdim=True)).squeeze(1)
 
 
@@ -125,22 +126,22 @@ def decode(
 ) -> tuple[Tensor, Tensor | None]:
     """Complete each prompt ``group_size`` times.
 
-    `generate` prepares the arguments; its processors do minimum length, temperature and top_k.
+    `generate` prepares the arguments; its processors apply minimum length, temperature and top_k.
 
     Args:
         input_ids: (N, P), left-padded prompts; their mask, (N, P) int64, is in ``model_kwargs["attention_mask"]``.
         temperature: of the log-probs.
-        graphs: keep all shapes fixed, and on a GPU capture the step; for models whose layers all attend to everything.
+        graphs: keep all shapes fixed, and on a GPU capture the step; for models with full attention in every layer.
 
     Returns:
-        (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and, if asked
-        for, their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before
-        processors and nucleus take anything away.
+        (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
+        their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before processors
+        and nucleus.
     """
     limit, prompt_length = generation_config.max_new_tokens, input_ids.shape[1]
-    attention_mask = model_kwargs["attention_mask"]  # which the library leaves out where nothing is padded
+    attention_mask = model_kwargs["attention_mask"]  # None if nothing is padded
     attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    at = torch.tensor([prompt_length], device=input_ids.device) if graphs else None  # (1,), the column that is written
+    at = torch.tensor([prompt_length], device=input_ids.device) if graphs else None  # (1,), the column to write
     cache = DynamicCache(config=model.config)
     cache.layers = [BufferedLayer(limit, at) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -154,16 +155,16 @@ def decode(
     ).logits[:, -1]
 
     cache.batch_repeat_interleave(group_size)
-    logits = logits.repeat_interleave(group_size, dim=0)  # (b, V), b rows are live, at first all
+    logits = logits.repeat_interleave(group_size, dim=0)  # (b, V): b rows are live
     rows = pad(input_ids, (0, limit), value=generation_config.pad_token_id)
     rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
     logprobs = torch.zeros(len(rows), limit, device=rows.device) if with_logprobs else None
     attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
-        attended = attended.bool()[:, None, None]  # as it is needed; from (b, P + T) it would be made at every step
+        attended = attended.bool()[:, None, None]  # the form attention needs, made once
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
     stops = torch.tensor(stop_ids, device=rows.device)
-    live = torch.arange(len(rows), device=rows.device)  # (b,), which row each live one is
+    live = torch.arange(len(rows), device=rows.device)  # (b,), indices of the live rows
     ended = torch.zeros_like(live, dtype=torch.bool)
     step = _FixedStep(model, cache, attended, positions, at) if graphs else None
     check_every = GPU_CHECK_EVERY if rows.is_cuda else 1
@@ -181,7 +182,7 @@ def decode(
         if (end - prompt_length) % check_every == 0:
             if ended.all():
                 break
-            if step is None and 4 * ended.sum() >= len(ended):  # fewer rows are worth a copy of the cache
+            if step is None and 4 * ended.sum() >= len(ended):  # then fewer rows are worth copying the cache
                 stay = (~ended).nonzero().squeeze(1)
                 cache.batch_select_indices(stay)
                 attended, positions, tokens, live, ended = (
@@ -230,7 +231,7 @@ class _FixedStep:
         return self.model(**self.inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
 
     def _capture(self) -> None:
-        warm_up = torch.cuda.Stream()  # capture wants every kernel to have run before, on a stream of its own
+        warm_up = torch.cuda.Stream()  # capture needs every kernel to have run once, on another stream
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
             for _ in range(3):

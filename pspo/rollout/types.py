@@ -91,7 +91,7 @@ class Batch:
         rollout: B rows.
         advantages: (B,) float32.
         old_logprobs: (B, T) float32 without gradient, of the policy that made the rollout; None until known.
-        ref_logprobs: (B, T) float32 without gradient, of the reference model; None where beta is 0.
+        ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
     """
 
     rollout: Rollout

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,9 @@ from pspo.model import ASSETS
 from pspo.run.results import percent
 from pspo.tasks.datasets import SOURCES
 
-USE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/model")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/model")
-messages = {messages!r}
-prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-completion = model.generate(**prompt, max_new_tokens={limit}, do_sample=False)
-print(tokenizer.decode(completion[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-```"""
-
 
 def model_card(
-    config: TrainConfig,
-    *,
-    problems: int,
-    step: int,
-    tokens: int,
-    before: Mapping[str, Any],
-    validation: Mapping[str, Any],
+    config: TrainConfig, *, problems: int, step: int, tokens: int, before: dict[str, Any], validation: dict[str, Any]
 ) -> str:
     """The model, how it was trained, and its evaluation so far.
 
@@ -79,7 +61,6 @@ def model_card(
         when, share = f"step {validation['step']:,}", percent(validation["validation_accuracy"])
         measured.append(f"| {when} | mean reward on validation problems | {validation['validation_reward']:.3f} |")
         measured.append(f"| {when} | greedy accuracy on validation problems | {share} |")
-    system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
     path = "path/to/data" if config.data.path else None  # instead of a path on this machine
     command = evaluate_command(replace(config, data=replace(config.data, path=path)), "path/to/this/model")
     parts = [
@@ -88,11 +69,7 @@ def model_card(
         "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in made.items())]),
         "## Evaluation so far",
         "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
-        "## Use",
-        USE.format(
-            messages=[*system, {"role": "user", "content": "What is 2 + 3?"}],
-            limit=config.rollout.max_completion_tokens,
-        ),
+        f"## Use\n\nSystem prompt: {config.data.system_prompt or 'none'}",
         f"```bash\n{command}\n```",
     ]
     return "\n\n".join(parts) + "\n"

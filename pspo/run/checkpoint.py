@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, ``training.pt`` (optimizer, schedule,
 torch's random generators), ``state.json`` (`Progress`, the other random generators), ``config.yaml``, and
 ``manifest.json`` with the size and SHA-256 of every other file. Under fsdp2 ``shards/`` replaces model and optimizer:
-every rank writes its own, while the run waits.
+every rank writes its own.
 """
 
 import contextlib
@@ -12,8 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.run.records import write_json
 
 
 class RunFailed(RuntimeError):
@@ -59,74 +59,27 @@ class Progress:
     best: dict[str, Any] = field(default_factory=dict)
 
 
-# Folders that appear whole or not at all
-
-
-def save_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    write_more: Callable[[Path], None] = lambda folder: None,
-) -> None:
-    """Save model, tokenizer and card in `save_pretrained` form, replacing ``folder`` at once.
-
-    A save that fails (disk full) raises RunFailed and leaves the old folder.
-
-    Args:
-        write_more: writes further files into the folder that it is given.
-    """
-    weights = dist.full_state_dict(policy)
-
-    def save() -> None:
-        with saving(folder) as temporary:
-            write_model(policy, tokenizer, temporary, card, weights)
-            write_more(temporary)
-            publish(temporary, folder)
-
-    dist.run_on_main(save)
-
-
 @contextlib.contextmanager
-def saving(folder: Path) -> Iterator[Path]:
-    """The temporary name of ``folder``; an error removes what is there and becomes RunFailed."""
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only.
+
+    An error (disk full) leaves the old folder, and becomes RunFailed.
+    """
+    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
     try:
-        yield folder.with_name(f".{folder.name}.new")
+        recover(folder)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        if folder.exists():
+            folder.rename(replaced)
+        temporary.rename(folder)
+        sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
         recover(folder)
         raise RunFailed(f"cannot save {folder}: {error}") from error
-
-
-def write_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Write model, tokenizer and card into an emptied folder; ``weights`` replaces a sharded model's own."""
-    make_empty(folder)
-    policy.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def publish(temporary: Path, folder: Path) -> None:
-    """Rename ``temporary`` to ``folder`` once everything in it is on the disk."""
-    for path in (*temporary.rglob("*"), temporary):
-        sync(path)
-    replaced = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    temporary.rename(folder)
-    sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def recover(folder: Path) -> None:
@@ -155,93 +108,95 @@ def remove(folder: Path) -> None:
 
 def tidy(run: Path) -> None:
     """Finish or undo what a kill interrupted, in the whole run."""
-    for hidden in (run / "checkpoints").glob(".step-*.gone"):
+    for hidden in (*(run / "checkpoints").glob(".step-*.gone"), *(run / "checkpoints").glob(".step-*.shards")):
         shutil.rmtree(hidden, ignore_errors=True)
     interrupted = {hidden.name.split(".")[1] for hidden in (run / "checkpoints").glob(".step-*")}
     for folder in (run / "best", run / "final", *(run / "checkpoints" / name for name in interrupted)):
         recover(folder)
 
 
-# Checkpoints
+def write_model(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: str,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write model, tokenizer and card in `save_pretrained` form; ``weights`` replaces a sharded model's own."""
+    policy.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-class Saver:
-    """Saves checkpoints: the model at once, the rest from a copy in a background thread while the run continues.
+def save_model(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: str,
+    validation: dict[str, Any] | None = None,
+) -> None:
+    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
+    weights = dist.full_state_dict(policy)
 
-    One save at a time; its error is raised by the next call.
+    def save() -> None:
+        with whole_folder(folder) as temporary:
+            write_model(policy, tokenizer, temporary, card, weights)
+            if validation is not None:
+                write_json(temporary / "validation.json", validation)
+
+    dist.run_on_main(save)
+
+
+def save_checkpoint(
+    run: Path,
+    keep: int,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stateful: dict[str, Any],
+    steps: int,
+    progress: Progress,
+    card: str,
+) -> None:
+    """Save everything that the run's future depends on, and remove older checkpoints; RunFailed if it cannot.
 
     Args:
         run: the run's folder; its config.yaml is copied, its .jsonl files are flushed first.
         keep: number of newest checkpoints to keep.
         stateful: optimizer and schedule, by name.
     """
+    finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in policy.parameters())
+    if dist.max_over_ranks(not finite):
+        raise RunFailed(f"the weights are not finite at step {steps} and were not saved: lower --optimizer.lr")
+    every_rank = dist.gather_objects(random_state(policy.device))
+    torch_state = {name: part.state_dict() for name, part in stateful.items()}
+    torch_state |= {"random": [state.pop("torch") for state in every_rank]}
+    state = asdict(progress) | {"steps": steps, "random": every_rank}
+    folder = run / "checkpoints" / f"step-{steps:06d}"
+    shards = folder.with_name(f".{folder.name}.shards")  # of all ranks, moved into the checkpoint by rank 0
+    if dist.is_sharded(policy):
+        try:
+            dist.save_shards(shards, policy, stateful["optimizer"].optimizer)
+        except RuntimeError as error:
+            shutil.rmtree(shards, ignore_errors=True)
+            raise RunFailed(f"cannot save {folder}: {error}") from error
 
-    def __init__(
-        self,
-        run: Path,
-        keep: int,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        stateful: dict[str, Any],
-    ) -> None:
-        self.run, self.keep, self.policy, self.tokenizer, self.stateful = run, keep, policy, tokenizer, stateful
-        self.pending: Future[None] | None = None
-        self.saved: int | None = None  # the step of the last save
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        with contextlib.suppress(*([RunFailed] if kind else [])):  # the first error counts
-            self._wait()
-
-    def wait(self) -> None:
-        """Wait on every rank for rank 0's save; raises RunFailed if it failed."""
-        dist.run_on_main(self._wait)
-
-    def _wait(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending:
-            pending.result()
-
-    def save(self, steps: int, card: str, progress: Progress) -> None:
-        """Save everything that the run's future depends on."""
-        self.wait()
-        finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in self.policy.parameters())
-        if dist.max_over_ranks(not finite):
-            raise RunFailed(f"the weights are not finite at step {steps} and were not saved: lower --optimizer.lr")
-        if steps == self.saved:
-            return
-        self.saved = steps
-        torch_state = {name: on_cpu(part.state_dict()) for name, part in self.stateful.items()}
-        every_rank = dist.gather_objects(random_state(self.policy.device))
-        torch_state |= {"random": [state.pop("torch") for state in every_rank]}
-        state = json.dumps(asdict(progress) | {"steps": steps, "random": every_rank})
-        folder = self.run / "checkpoints" / f"step-{steps:06d}"
-        with saving(folder) as temporary:
-            if dist.is_sharded(self.policy):
-                dist.run_on_main(lambda: make_empty(temporary))
-                dist.save_shards(temporary / "shards", self.policy, self.stateful["optimizer"].optimizer)
+    def save() -> None:
+        with whole_folder(folder) as temporary:
+            if shards.exists():
+                shards.rename(temporary / "shards")
             else:
-                dist.run_on_main(lambda: write_model(self.policy, self.tokenizer, temporary, card))
-        if dist.is_main():
-            pool = ThreadPoolExecutor(1)
-            self.pending = pool.submit(self._finish, folder, torch_state, state)
-            pool.shutdown(wait=False)
-
-    def _finish(self, folder: Path, torch_state: dict[str, Any], state: str) -> None:
-        with saving(folder) as temporary:
+                write_model(policy, tokenizer, temporary, card)
             torch.save(torch_state, temporary / "training.pt")
-            (temporary / "state.json").write_text(state, encoding="utf-8")
-            shutil.copyfile(self.run / "config.yaml", temporary / "config.yaml")
+            (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            shutil.copyfile(run / "config.yaml", temporary / "config.yaml")
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
-            files = {str(path.relative_to(temporary)): describe(path) for path in paths}
-            (temporary / "manifest.json").write_text(json.dumps(files, indent=2), encoding="utf-8")
-            for file in self.run.glob("*.jsonl"):
+            write_json(temporary / "manifest.json", {str(p.relative_to(temporary)): describe(p) for p in paths})
+            for file in run.glob("*.jsonl"):
                 sync(file)
-            publish(temporary, folder)
-            for old in checkpoints(self.run)[self.keep :]:
-                remove(old)
+        for old in checkpoints(run)[keep:]:
+            remove(old)
+
+    dist.run_on_main(save)
 
 
 def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device) -> tuple[int, Progress]:
@@ -277,15 +232,6 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"][0])
     if device.type == "cuda" and len(state["torch"]) > 1:
         torch.cuda.set_rng_state(state["torch"][1], device)
-
-
-def on_cpu(value: Any) -> Any:
-    """Copy the tensors in nested dicts and lists."""
-    if isinstance(value, dict):
-        return {key: on_cpu(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [on_cpu(part) for part in value]
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -1,26 +1,27 @@
-"""The command line: switches and YAML files into a configuration, errors of the user into one line.
+"""Command line: switches and YAML files into a configuration, user errors into one line on stderr.
 
 jsonargparse turns every field of a configuration class into a switch (``--rollout.temperature 0.6``), reads YAML files
 (``--config file.yaml``) and accepts classes by name or import path (``--algorithm.surrogate Clip``).
 """
 
+import argparse
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import TypeVar, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
 
 from pspo.config import require
 from pspo.model import is_out_of_memory
 
 C = TypeVar("C")
+USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
+CLASS_SWITCHES = "--algorithm.surrogate or --reward.functions"
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, str]:
@@ -29,88 +30,81 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
     Returns:
         The configuration, and the YAML text of all its fields, runnable as it is.
 
-    Exits with code 2 and one line on stderr where a field is unknown, ill-typed or out of range.
+    Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """
-    parser = ArgumentParser(prog=prog, description=config_class.__doc__, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file; later switches override it")
+    hints = get_type_hints(config_class)
+    sections = [part.name for part in fields(config_class) if is_dataclass(hints[part.name])]
+    description = (config_class.__doc__ or "").partition("\n")[0]
+    parser = ArgumentParser(
+        prog, USAGE if sections else None, description, exit_on_error=False, allow_abbrev=False, formatter_class=_Help
+    )
+    parser.add_argument("--config", action=_ConfigFile, metavar="FILE", help="YAML file; later switches override it")
     parser.add_class_arguments(config_class)
-    args = sys.argv[1:] if args is None else list(args)
+    for action in parser._actions:
+        if action.dest in sections:
+            action.help = argparse.SUPPRESS  # `--rollout FILE`: works, and need not be listed
+        elif "--print_config" in action.option_strings:
+            action.help = "print the configuration as YAML and exit"
+        elif getattr(action, "_typehint", None) is bool:
+            action.nargs, action.const = "?", True  # the bare switch means true
+
     with user_errors(prog, once=True):
-        for switch, value in pairwise([*args, ""]):
-            if switch.partition("=")[0] == "--config":
-                _check_yaml(Path(switch.partition("=")[2] or value))
         try:
             namespace = parser.parse_args(args)
-        except SyntaxError as error:  # of the module that a class is imported from
-            raise ValueError(f"--algorithm.surrogate or --reward.functions: {error}") from error
-        except (AttributeError, OverflowError, RecursionError) as error:  # PyYAML's of !!timestamp x, float's of 9...9
-            raise ValueError(f"a switch's value cannot be read ({error}): {' '.join(args):.200}") from error
-        _refuse_nulls(config_class, namespace)
-        try:
+            parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
+            for name in sections:
+                require(isinstance(namespace[name], Namespace), name, "must be a mapping of fields", namespace[name])
             values = parser.instantiate(namespace)
-        except (TypeError, ValueError) as error:
-            classes = re.findall(r"class_path='([\w.]+)'", repr(namespace))
-            own = [name for name in classes if isinstance(error, TypeError) or not name.startswith("pspo.")]
-            if not own or str(error).startswith("--"):
-                raise
-            raise ValueError(f"{' or '.join(own)} refused its arguments: {error}") from error
+        except (SyntaxError, TypeError, ValueError) as error:  # a user's class may raise them, too
+            named = str(error).startswith(("--", "Parser key"))
+            raise ValueError(f"{error}" if named else f"{CLASS_SWITCHES}: {error}") from error
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
         return config, parser.dump(namespace, skip_unset=False)
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping that is written with a key twice, of which the last would count."""
+    """Refuse a key that comes twice in a mapping; YAML would take the last."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.composer.ComposerError(None, None, f"{twice[0]} comes twice", node.start_mark)
         return node
 
 
-def _check_yaml(file: Path) -> None:
-    """jsonargparse's own messages do not name the file; and one that refers to itself it reads for ever."""
-    if file.is_file():
+class _ConfigFile(ActionConfigFile):
+    """Read a YAML file; errors name the file."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, value: str, option: str | None = None) -> None:
         try:
-            content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-        except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # all of these are PyYAML's
-            raise ValueError(f"--config {file} is not a YAML file: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"--config {file} must hold sections such as model, data and run, not {content!r:.40}")
-        parts, seen = [(content, 0)], 0
-        while parts:
-            value, depth = parts.pop()
-            seen += 1
-            if depth > 20 or seen > 100_000:
-                raise ValueError(f"--config {file} is nested too deeply, holds too much or refers to itself")
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            parts += [(part, depth + 1) for part in inner]
+            if Path(value).is_file():
+                yaml.compose(Path(value).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+            super().__call__(parser, namespace, value, option)
+        except (yaml.YAMLError, ArgumentError, TypeError, ValueError) as error:
+            raise ValueError(f"--config {value}: {error}") from error
 
 
-def _refuse_nulls(config_class: type, namespace: Namespace, prefix: str = "") -> None:
-    """jsonargparse takes null, and anything for a section, where a file says so; ValueError names the field.
+class _Help(DefaultHelpFormatter):
+    """Show a switch, its one-line text and its default, without jsonargparse's types."""
 
-    So it does for numbers and texts that nothing behind it can take.
-    """
-    hints = get_type_hints(config_class)
-    for part in fields(config_class):
-        value, hint, name = namespace[part.name], hints[part.name], f"{prefix}{part.name}"
-        if is_dataclass(hint):
-            require(isinstance(value, Namespace), name, "is a section and takes fields of its own", value)
-            _refuse_nulls(hint, value, f"{name}.")
-        else:
-            require(value is not None or type(None) in get_args(hint), name, "must not be null", value)
-            require(not isinstance(value, int) or abs(value) < 2**63, name, "must be below 2^63", value)
-            odd = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
-            require(not odd, name, "must be UTF-8 text without NUL", value)
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "VALUE"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default = action.default
+        shown = default not in (None, argparse.SUPPRESS) and len(str(default)) < 40  # no prompts, no nested classes
+        return f"{action.help} (default: {default})" if shown else action.help or ""
 
 
 @contextlib.contextmanager
 def user_errors(prog: str, once: bool = False) -> Iterator[None]:
-    """What goes wrong in here is the user's to mend: ValueError and OSError become one line and exit code 2.
+    """Turn ValueError and OSError, errors of the user, into one line on stderr and exit code 2.
 
-    Of several processes each says what it met with; with ``once`` the first on a machine speaks for all.
+    Of several processes each prints its own; with ``once`` only the first of each machine.
     """
     try:
         yield

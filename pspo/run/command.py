@@ -40,7 +40,7 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
         run = prepare(config, resolved)
     print_header(run)
     try:
-        with run.lock, run.signals, run.saver:
+        with run.lock, run.signals:
             summary = train(run)
     except (Stopped, KeyboardInterrupt) as stopped:
         if dist.is_main():

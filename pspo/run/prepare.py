@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from pspo import distributed as dist
 from pspo.config import OptimizerConfig, TrainConfig
 from pspo.model import load_policy, load_tokenizer, pad_token_id, stop_token_ids
 from pspo.rollout import Sampling, check_decoder, load_prompts, room_for_prompts
-from pspo.run.checkpoint import Progress, Saver
+from pspo.run.checkpoint import Progress
 from pspo.run.records import check_output, environment, write_json, write_text
 from pspo.run.resume import allowed_changes, claim, record_changes, restore, run_to_resume
 from pspo.run.state import Run
@@ -30,7 +31,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     Raises:
         ValueError: for anything the user can mend, before anything expensive happens where possible.
     """
-    config.check_ranks(dist.world_size())
+    dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
     lock = contextlib.ExitStack()
     output, resumed, changed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
@@ -46,6 +47,9 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
 
     dist.seed_generators(config.run.seed)
     device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
+    if device.type == "cpu":  # otherwise several threads add up gradients in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     policy, reference = load_policy(config.model, device, sharded), None
     check_decoder(policy, config.rollout.decoder)
     if config.algorithm.beta > 0:
@@ -73,7 +77,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         output,
         lock,
         progress,
-        Saver(output, config.run.keep, policy, tokenizer, stateful),
+        stateful,
         start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps),
     )
 
@@ -92,19 +96,12 @@ def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.op
 
 
 def make_sampling(config: TrainConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    rollout = config.rollout
+    shared = {part.name for part in fields(Sampling)} & {part.name for part in fields(config.rollout)}
     return Sampling(
         stop_ids=stop_token_ids(policy, tokenizer),
         pad_id=pad_token_id(policy, tokenizer),
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        repetition_penalty=rollout.repetition_penalty,
-        max_completion_tokens=rollout.max_completion_tokens,
-        min_completion_tokens=rollout.min_completion_tokens,
-        max_rows=rollout.max_rows,
-        decoder=rollout.decoder,
         synced=config.distributed.rollout == "synced",
+        **{name: getattr(config.rollout, name) for name in shared},
     )
 
 

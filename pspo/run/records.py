@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import yaml
 
+from pspo import __version__
+
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a nested configuration by switch: {"run.seed": 0}."""
@@ -107,9 +109,9 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 def environment(device: str, processes: int) -> dict[str, Any]:
     """Versions, commit and device behind a run's numbers."""
-    packages = ("pspo", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "jsonargparse")
+    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "jsonargparse")
     return {
-        "packages": {name: _version(name) for name in packages},
+        "packages": {"pspo": __version__} | {name: metadata.version(name) for name in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device,
@@ -119,18 +121,11 @@ def environment(device: str, processes: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The source tree's commit, with "-dirty" if it was changed; None for an installed package."""
+    """The source tree's commit, with "-dirty" if it was changed; None for an installed package, or without git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
         described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
         return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # installed from a package, or no git here
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None  # pspo itself, run from its source tree
+        return None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,49 +16,27 @@ class Evaluation:
     """Means over n problems, and over the samples of each.
 
     Attributes:
-        accuracy: share whose extracted answer is right; ci95 is its interval.
-        true_accuracy: share with the gold value anywhere in the response.
-        pass_at_k: by k, the unbiased estimate (Chen et al. 2021, "Evaluating LLMs Trained on Code").
-        format_share: share ending in the format "#### number".
-        truncated_share: share that hit the token limit.
-        completion_tokens: mean length.
-        breakdown: n, accuracy and true accuracy by each value of "source", "category" and "level" in which the problems
-            differ.
+        results: as in ``results.json``: accuracy (the extracted answer is right), true_accuracy (the gold value is
+            anywhere in the response) and pass@k, each as value and ci95; mean reward and length, shares of right format
+            and truncation; a breakdown by source, category and level.
         completions: one record per sample, in the order of the problems.
     """
 
-    accuracy: float
-    ci95: tuple[float, float]
     n: int
-    true_accuracy: float
-    true_accuracy_ci95: tuple[float, float]
-    mean_reward: float
-    format_share: float
-    truncated_share: float
-    completion_tokens: float
-    samples: int = 1
-    pass_at_k: dict[int, float] = field(default_factory=dict)
-    pass_at_k_ci95: dict[int, tuple[float, float]] = field(default_factory=dict)
-    breakdown: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict, repr=False)
-    completions: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    results: dict[str, Any]
+    completions: list[dict[str, Any]] = field(repr=False)
 
     def record(self) -> dict[str, Any]:
-        """The numbers in one flat dict, without breakdown and completions."""
-        left_out = ("breakdown", "completions")
-        return {part.name: getattr(self, part.name) for part in fields(self) if part.name not in left_out}
-
-    def results(self) -> dict[str, Any]:
-        """All but the completions, as ``results.json`` has it: each estimate beside its interval."""
+        """The numbers in one flat dict, as in a run's ``summary.json``."""
+        accuracy, true_accuracy = self.results["accuracy"], self.results["true_accuracy"]
+        shares = ("mean_reward", "format_share", "truncated_share", "completion_tokens")
         return {
-            "samples": self.samples,
-            "accuracy": {"value": self.accuracy, "ci95": self.ci95},
-            "true_accuracy": {"value": self.true_accuracy, "ci95": self.true_accuracy_ci95},
-            **{f"pass@{k}": {"value": self.pass_at_k[k], "ci95": self.pass_at_k_ci95[k]} for k in self.pass_at_k},
-            "mean_reward": self.mean_reward,
-            "format_share": self.format_share,
-            "truncated_share": self.truncated_share,
-            "completion_tokens": self.completion_tokens,
-            "breakdown": self.breakdown,
+            "accuracy": accuracy["value"],
+            "ci95": accuracy["ci95"],
+            "n": self.n,
+            "true_accuracy": true_accuracy["value"],
+            "true_accuracy_ci95": true_accuracy["ci95"],
+            **{name: self.results[name] for name in shares},
         }
 
 
@@ -73,16 +51,12 @@ def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]]
         values = np.array([completion[key] for completion in completions], dtype=float)
         return values.reshape(len(problems), samples).mean(axis=1)
 
-    def interval(values: np.ndarray) -> tuple[float, float]:  # of the mean of values (m,), one per problem
-        return wilson(int(values.sum()), len(values)) if samples == 1 else cluster_bootstrap(values)
+    def estimate(values: np.ndarray) -> dict[str, Any]:  # of values (m,), one per problem
+        interval = wilson(int(values.sum()), len(values)) if samples == 1 else cluster_bootstrap(values)
+        return {"value": float(values.mean()), "ci95": interval}
 
     correct, contains = by_problem("correct"), by_problem("contains_gold")
     powers = {2**j for j in range(samples.bit_length())}  # all up to samples
-    passes = {  # by k, (n,)
-        k: np.array([pass_at_k(samples, round(share * samples), k) for share in correct])
-        for k in sorted(powers | {samples})
-    }
-
     breakdown = {}
     for part in ("source", "category", "level"):
         groups: dict[str, list[int]] = {}  # indices of the problems
@@ -90,30 +64,24 @@ def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]]
             groups.setdefault(getattr(problem, part), []).append(i)
         if len(groups) > 1:
             breakdown[part] = {
-                value: {
-                    "n": len(group),
-                    "accuracy": {"value": float(correct[group].mean()), "ci95": interval(correct[group])},
-                    "true_accuracy": {"value": float(contains[group].mean()), "ci95": interval(contains[group])},
-                }
-                for value, group in sorted(groups.items())
+                value: {"n": len(i), "accuracy": estimate(correct[i]), "true_accuracy": estimate(contains[i])}
+                for value, i in sorted(groups.items())
             }
-
-    return Evaluation(
-        accuracy=float(correct.mean()),
-        ci95=interval(correct),
-        n=len(problems),
-        true_accuracy=float(contains.mean()),
-        true_accuracy_ci95=interval(contains),
-        mean_reward=float(by_problem("reward").mean()),
-        format_share=float(by_problem("format").mean()),
-        truncated_share=float(by_problem("truncated").mean()),
-        completion_tokens=float(by_problem("tokens").mean()),
-        samples=samples,
-        pass_at_k={k: float(values.mean()) for k, values in passes.items()},
-        pass_at_k_ci95={k: interval(values) for k, values in passes.items()},
-        breakdown=breakdown,
-        completions=completions,
-    )
+    results = {
+        "samples": samples,
+        "accuracy": estimate(correct),
+        "true_accuracy": estimate(contains),
+        **{
+            f"pass@{k}": estimate(np.array([pass_at_k(samples, round(share * samples), k) for share in correct]))
+            for k in sorted(powers | {samples})
+        },
+        "mean_reward": float(by_problem("reward").mean()),
+        "format_share": float(by_problem("format").mean()),
+        "truncated_share": float(by_problem("truncated").mean()),
+        "completion_tokens": float(by_problem("tokens").mean()),
+        "breakdown": breakdown,
+    }
+    return Evaluation(len(problems), results, list(completions))
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -133,7 +101,7 @@ def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold at least one of the ``correct`` ones."""
+    """Probability that k of n samples hold a ``correct`` one (Chen et al. 2021, "Evaluating LLMs Trained on Code")."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 

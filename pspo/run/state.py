@@ -20,7 +20,7 @@ from pspo.config import TrainConfig
 from pspo.model import load_policy, peak_memory_gb
 from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
-from pspo.run.checkpoint import Progress, RunFailed, Saver, checkpoints, save_model
+from pspo.run.checkpoint import Progress, RunFailed, checkpoints, save_checkpoint, save_model
 from pspo.run.evaluation import evaluate
 from pspo.run.records import append_jsonl, write_json
 from pspo.run.results import Evaluation
@@ -37,6 +37,7 @@ class Run:
         prompts: by split: train, validation, test.
         output: the run's folder; ``lock`` holds it while the run is open.
         progress: the part of the state that checkpoints hold.
+        stateful: optimizer and schedule, by name, as checkpoints hold them.
         signals: ask the run to stop.
     """
 
@@ -48,7 +49,7 @@ class Run:
     output: Path
     lock: contextlib.ExitStack
     progress: Progress
-    saver: Saver
+    stateful: dict[str, Any]
     tracker: Tracker
     signals: StopSignals = field(default_factory=StopSignals)
 
@@ -57,14 +58,15 @@ class Run:
         self.began = time.perf_counter() - self.progress.seconds
         order = prompt_order(len(self.prompts["train"]), self.config.run.seed)
         self.order = islice(order, self.progress.prompts, None)
-        self.stopped = False
+        self.stopped, self.saved_step = False, None
         if self.progress.before is None:
             self.progress.before = self.test(self.learner.policy, "test before")
             if self.config.run.validate_every:
                 self.progress.best = self.progress.validated = {"step": 0} | self.validate()
                 self.save_best()
         steps = {"total": self.config.run.max_steps, "initial": self.learner.steps}
-        self.bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
+        bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
+        self.bar = self.lock.enter_context(bar)  # closed before an error is printed
 
     @property
     def limit_reached(self) -> bool:
@@ -149,7 +151,7 @@ class Run:
         self.count_skipped()
         self.progress.seconds = time.perf_counter() - self.began
         if self.limit_reached or crossed(self.config.run.save_every, self.first_step, self.learner.steps):
-            self.saver.save(self.learner.steps, self.card(), self.progress)
+            self.save_checkpoint()
         self.bar.update(self.learner.steps - self.first_step)
         rate = self.tokens / (self.seconds["generate"] + self.seconds["train"])
         length = self.line["completion_tokens"]
@@ -160,7 +162,6 @@ class Run:
         for step in self.steps:
             self.progress.skipped = self.progress.skipped + 1 if step["step_skipped"] else 0
             if self.progress.skipped >= self.config.optimizer.max_skipped:
-                self.saver.wait()
                 saved = next(iter(checkpoints(self.output)), "none yet")
                 raise RunFailed(
                     f"{self.progress.skipped} optimizer steps in a row were skipped: loss ({step['loss']}), gradient "
@@ -175,10 +176,8 @@ class Run:
         """
         self.bar.close()
         if self.stopped:
-            self.saver.save(self.learner.steps, self.card(), self.progress)
-            self.saver.wait()  # on every rank: the launcher ends all with the first that ends
+            self.save_checkpoint()
             raise Stopped
-        self.saver.wait()
         save_model(self.learner.policy, self.tokenizer, self.output / "final", self.card())
         policy, returned = self.learner.policy, self.output / ("best" if self.progress.best else "final")
         if self.progress.best:
@@ -205,7 +204,8 @@ class Run:
         policy = self.learner.policy
         sampled = self.evaluate(policy, "validation", self.sampling, "validate")
         greedy = self.evaluate(policy, "validation", self.sampling.greedy(), "validate")
-        return {"validation_reward": sampled.mean_reward, "validation_accuracy": greedy.accuracy}
+        reward, accuracy = sampled.results["mean_reward"], greedy.results["accuracy"]["value"]
+        return {"validation_reward": reward, "validation_accuracy": accuracy}
 
     def test(self, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
         """Greedy accuracy on the held-out problems; {} for --run.test_limit 0."""
@@ -222,14 +222,14 @@ class Run:
 
     def save_best(self) -> None:
         """Save the policy as the best one, with the validation that says so, which a resumed run reads."""
-        best, validation = self.output / "best", self.progress.best
-        save_model(
-            self.learner.policy,
-            self.tokenizer,
-            best,
-            self.card(),
-            lambda folder: write_json(folder / "validation.json", validation),
-        )
+        save_model(self.learner.policy, self.tokenizer, self.output / "best", self.card(), self.progress.best)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint, once per step."""
+        if self.saved_step != self.learner.steps:
+            of_model = (self.learner.policy, self.tokenizer, self.stateful, self.learner.steps)
+            save_checkpoint(self.output, self.config.run.keep, *of_model, self.progress, self.card())
+            self.saved_step = self.learner.steps
 
     def card(self) -> str:
         """The model card of the policy as it is now."""

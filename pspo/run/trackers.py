@@ -19,6 +19,8 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
+    """Writes into the run's folder; a resumed run hides the points after its ``step``."""
+
     def __init__(self, folder: Path, step: int):
         writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter
         self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1)
@@ -33,7 +35,7 @@ class TensorBoard(Tracker):
 
 
 class Service(Tracker):
-    """wandb or trackio, which has wandb's functions; the run is named as its folder, in the project "pspo"."""
+    """wandb, or trackio, which has wandb's functions; every start is a run named as its folder, in project "pspo"."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any]):
         self.module = importlib.import_module(MODULES[name])
@@ -57,14 +59,6 @@ def check_tracker(name: str) -> None:
 
 
 def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int = 0) -> Tracker:
-    """The tracker of one run.
-
-    Args:
-        name: none, tensorboard (which writes into ``folder``), wandb or trackio.
-        folder: the run's.
-        config: the resolved configuration.
-        step: that the run resumes from; TensorBoard hides later points, wandb and trackio begin another run.
-    """
     if name == "none":
         return Tracker()
     return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config)

@@ -1,20 +1,6 @@
-"""Problems, the answers that completions give to them, and the rewards for those."""
+"""Problems, answers extracted from completions, and rewards."""
 
 from pspo.tasks.answers import contains_answer, extract_answer, matches_format
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
-from pspo.tasks.rewards import FormatReward, MathReward, Reward, math_reward, total_rewards, without_unknown
-
-__all__ = [
-    "FormatReward",
-    "MathReward",
-    "Problem",
-    "Reward",
-    "contains_answer",
-    "extract_answer",
-    "load_problems",
-    "matches_format",
-    "math_reward",
-    "total_rewards",
-    "without_unknown",
-]
+from pspo.tasks.rewards import FormatReward, MathReward, Reward, math_reward, total_rewards

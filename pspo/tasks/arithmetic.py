@@ -1,4 +1,4 @@
-"""Endless arithmetic word problems of one to three steps in GSM8K's form, made from a seed.
+"""Generate arithmetic word problems of one to three steps in GSM8K's form, endlessly, from a seed.
 
     Tom has 4 bags with 3 apples each. He buys 5 more. Then he sells 2. How many apples does Tom have now?
 
@@ -8,15 +8,14 @@
     #### 15
 
 A story has an opening (with or without a product), events that each add or subtract, and perhaps a last
-event that compares with somebody else or shares out; then comes the question. Every sentence that is not
-a plain opening or the question is one step of the solution. Operands are 2 to 20, results 1 to 20.
+event that compares with somebody else or shares out; then the question. Every sentence but a plain opening
+and the question is one step of the solution. Operands are 2 to 20, results 1 to 20.
 
 There are 4.4 million such problems of one step, 705 million of two and 77.7 billion of three. The hash of
-its text decides a problem's split, so train, validation and test share none whatever the seeds.
+its text decides a problem's split: train, validation and test share none, for any seeds.
 """
 
-from __future__ import annotations
-
+import operator
 import random
 import zlib
 from collections.abc import Iterator
@@ -46,10 +45,11 @@ COMPARE = {  # the last event, if it is about somebody else: operation -> senten
     "/": "{name} shares the {things} equally among {n} friends. How many {things} does each friend get?",
 }
 WORDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 def problems(split: str, seed: int = 0) -> Iterator[Problem]:
-    """Yield problems of `split` ("train", "validation", "test") without end; the same ones for the same seed.
+    """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed.
 
     `answer` is a whole number of at least 1, `solution` one `a + b = c` per line and then `#### c`,
     `category` the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
@@ -69,22 +69,13 @@ def split_of(prompt: str) -> str:
 
 
 def _operands(op: str, value: int) -> list[int]:
-    """All n, at least 2, for which `value op n` is a whole number from 1 to MAX_NUMBER; may be empty."""
-    if op == "+":
-        return list(range(2, MAX_NUMBER - value + 1))
-    if op == "-":
-        return list(range(2, value))
-    if op == "*":
-        return list(range(2, min(10, MAX_NUMBER // value) + 1))
-    return [n for n in range(2, value) if value % n == 0]
-
-
-def _apply(op: str, a: int, b: int) -> int:
-    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[op]
+    """Return all n, at least 2, for which `value op n` is a whole number from 1 to MAX_NUMBER."""
+    largest = {"+": MAX_NUMBER - value, "-": value - 1, "*": min(10, MAX_NUMBER // value), "/": value - 1}[op]
+    return [n for n in range(2, largest + 1) if op != "/" or value % n == 0]
 
 
 def _draw(rng: random.Random) -> Problem:
-    """Draw a plan of one to three operations, then numbers for it; draw again where no numbers fit."""
+    """Draw a plan of one to three operations, then numbers for it; draw again if no numbers fit."""
     steps = rng.choice((1, 2, 3))
     boxed = rng.random() < 0.3  # the first step is the opening's product
     last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others
@@ -94,11 +85,10 @@ def _draw(rng: random.Random) -> Problem:
     value = first = rng.randint(2, 10 if boxed else MAX_NUMBER)
     numbers, lines = [], []
     for op in ops:
-        choices = _operands(op, value)
-        if not choices:
+        if not (choices := _operands(op, value)):
             return _draw(rng)
         numbers.append(rng.choice(choices))
-        result = _apply(op, value, numbers[-1])
+        result = APPLY[op](value, numbers[-1])
         lines.append(f"{value} {op} {numbers[-1]} = {result}")
         value = result
 

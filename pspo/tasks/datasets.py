@@ -1,33 +1,26 @@
-r"""Load problems with exact numeric answers, from the Hugging Face hub, from local files, or generated.
+r"""Load problems with exact numeric answers: from the Hugging Face hub, from local files, or generated.
 
-| name         | hub id, where no path is given        | the gold answer is                                 |
-|--------------|---------------------------------------|----------------------------------------------------|
-| `gsm8k`      | `openai/gsm8k` (main)                 | what follows `####`                                |
-| `math`       | `EleutherAI/hendrycks_math` (all)     | in the last `\boxed{}`; no other number in another |
-| `svamp`      | `ChilleD/SVAMP` (1,000 as 700 + 300)  | `Answer`                                           |
-| `asdiv`      | `EleutherAI/asdiv`                    | `Answer` before its unit in parentheses            |
-| `file`       | none: a path is needed                | the answer column                                  |
-| `arithmetic` | none: made by `pspo.tasks.arithmetic` | always there                                       |
+| name    | hub id                                | gold answer                               |
+|---------|---------------------------------------|-------------------------------------------|
+| `gsm8k` | `openai/gsm8k` (main)                 | after `####`                              |
+| `math`  | `EleutherAI/hendrycks_math` (all)     | in `\boxed{}`; all boxes must agree       |
+| `svamp` | `ChilleD/SVAMP` (700 train, 300 test) | `Answer`                                  |
+| `asdiv` | `EleutherAI/asdiv` (one split)        | `Answer`, without its unit in parentheses |
+| `file`  | none: needs a path                    | the answer column                         |
 
-`gsm8k+math` mixes sources. **Gold answers** are read strictly: the whole of one, less a currency sign before it and
-a `%` or degree sign after it, must be one number of the grammar in `answers.py`. Problems with any other (`x=5`,
-`(1,2)`, `2:3`, `3 (apples); 4 (pears)`, `10\text{ inches}`, `1101_2`, `2\frac{1}{2}`) are left out and counted.
+`arithmetic` is generated; `gsm8k+math` mixes sources. Gold answers are read strictly, by `parse_gold`; problems without
+one (`x=5`, `(1,2)`, `3 (apples); 4 (pears)`, `10\text{ inches}`, `2\frac{1}{2}`) are left out and counted.
 
-**Splits** are train, validation and test. The split of a local file is the one word of train / validation / valid /
-val / dev / test in its name, or in its path below the folder given; **without such a word it is test**, so that what
-was not named for training is never trained on. Where nothing is named validation, a part of train, shuffled by the
-seed, is held out: all but 7,000 of GSM8K (473), otherwise 5% and at most 500. The part is taken before non-numeric
-answers are left out, so that it does not depend on `fractions`.
-
-Of a source that has one split alone (ASDiv, SVAMP's own file) ``holdout`` makes two: a problem is test if the hash of
-its words and the seed says so. Problems of the same words are on one side, within a source and across sources.
+A local file's split is the one word of train, validation (valid, val, dev) or test in its path below the given folder.
+Files without such a word are test if no other file has one, and ignored otherwise: nothing is trained on by accident.
+If no split is named validation, part of train is held out: all but 7,000 of GSM8K, otherwise 5% and at most 500.
 """
 
 import hashlib
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -35,66 +28,66 @@ from pathlib import Path
 
 from pspo.tasks import arithmetic
 from pspo.tasks.answers import parse_number
+from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.files import READERS, Row, file_rows
 from pspo.tasks.problem import Problem
 
-SPLITS = ("train", "validation", "test")
-GSM8K_TRAIN = 7000
-PRINTABLE = 10**4000  # Python turns longer numbers into text no more
 ARITHMETIC_SIZES = {"train": 10_000, "validation": 500, "test": 500}
 
 _SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
+_MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
+                  "prealgebra", "precalculus")  # fmt: skip
 
-Reader = Callable[[Row], tuple[str, str, dict[str, str]]]  # a row's prompt, the gold answer's text, further fields
+Draft = tuple[str, str, dict[str, str]]  # prompt, text of the gold answer, further fields of `Problem`
 
 
 @dataclass(frozen=True)
 class Source:
-    """How to read one published data set."""
+    """Data set: how to read one of its rows, and where the hub has it."""
 
-    problem: Reader
-    hub_id: str
-    configs: tuple[str, ...]
-    hub_splits: dict[str, str]  # ours -> the hub's
-    skip: str = ""  # local files with this in their name are another form of the same problems
+    read: Callable[[Row], Draft]
+    hub_id: str = ""
+    configs: tuple[str, ...] = ()
+    hub_splits: dict[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})  # ours: the hub's
+    train_size: int | None = None  # rows of the published train split to train on; the rest is validation
+    skip: str = ""  # local files with this in their path hold the same problems in another form
 
 
-def _gsm8k(row: Row) -> tuple[str, str, dict[str, str]]:
+def _gsm8k(row: Row) -> Draft:
     answer = row.text("answer")
     return row.text("question"), answer.rpartition("####")[2], {"solution": answer}
 
 
-def _math(row: Row) -> tuple[str, str, dict[str, str]]:
-    solution = row.text("solution")
+def _math(row: Row) -> Draft:
+    problem, solution = row.text("problem"), row.text("solution")
     boxes = boxed(solution)
-    # Boxes with different numbers ("-2 and 1") are several answers, of which the last alone is not the answer.
-    gold = boxes[-1] if len({parse_gold(box) for box in boxes} - {None}) == 1 else ""
-    if "separated by commas" in row.text("problem") and "," in gold:
+    gold = boxes[-1] if len({parse_gold(box) for box in boxes} - {None}) == 1 else ""  # "-2 and 1" is no number
+    if "separated by commas" in problem and "," in gold:
         gold = ""  # 70,110 is two answers then
-    fields = {"category": row.optional("type"), "level": row.optional("level"), "solution": solution}
-    return row.text("problem"), gold, fields
+    return problem, gold, {"category": row.optional("type"), "level": row.optional("level"), "solution": solution}
 
 
-def _svamp(row: Row) -> tuple[str, str, dict[str, str]]:
-    # One of the 1,000 is of type "Common-Divison"; a breakdown should not give it a line of its own.
-    kind = row.optional("Type").replace("Common-Divison", "Common-Division")
+def _svamp(row: Row) -> Draft:
+    kind = row.optional("Type").replace("Common-Divison", "Common-Division")  # one of the 1,000 is misspelt
     return f"{row.text('Body')} {row.text('Question')}", row.text("Answer"), {"category": kind}
 
 
-def _asdiv(row: Row) -> tuple[str, str, dict[str, str]]:
-    fields = {"category": row.optional("solution_type"), "level": row.optional("grade")}
+def _asdiv(row: Row) -> Draft:
     answer = re.sub(r"\s*\([^()]*\)$", "", row.text("answer"))  # 9 (apples)
+    fields = {"category": row.optional("solution_type"), "level": row.optional("grade")}
     return f"{row.text('body')} {row.text('question')}", answer, fields
 
 
-_MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
-                  "prealgebra", "precalculus")  # fmt: skip
-_TRAIN_TEST = {"train": "train", "test": "test"}
+def _own(row: Row, prompt_column: str, answer_column: str) -> Draft:
+    fields = {name: row.optional(name) for name in ("category", "level")}
+    return row.text(prompt_column), row.text(answer_column), fields
+
+
 SOURCES = {
-    "gsm8k": Source(_gsm8k, "openai/gsm8k", ("main",), _TRAIN_TEST, skip="socratic"),
-    "math": Source(_math, "EleutherAI/hendrycks_math", _MATH_SUBJECTS, _TRAIN_TEST),
-    "svamp": Source(_svamp, "ChilleD/SVAMP", ("default",), _TRAIN_TEST),
-    "asdiv": Source(_asdiv, "EleutherAI/asdiv", ("asdiv",), {"test": "validation"}),  # all 2,305 are its "validation"
+    "gsm8k": Source(_gsm8k, "openai/gsm8k", ("main",), train_size=7000, skip="socratic"),
+    "math": Source(_math, "EleutherAI/hendrycks_math", _MATH_SUBJECTS),
+    "svamp": Source(_svamp, "ChilleD/SVAMP", ("default",)),
+    "asdiv": Source(_asdiv, "EleutherAI/asdiv", ("asdiv",), {"test": "validation"}),
 }
 NAMES = (*SOURCES, "file", "arithmetic")
 
@@ -111,53 +104,47 @@ def load_problems(
     fractions: bool = True,
     holdout: float = 0.0,
 ) -> list[Problem]:
-    """The problems of one split that have a numeric answer.
+    """Load the problems of one split that have a numeric answer; print how many were left out, if any.
 
-    Train and held-out validation come shuffled by the seed, and so do train and validation of a mixture; all else
-    keeps its order, a mixture's test one source after the other. Prints how many were left out, if any.
+    Train, a validation split made of it, and both of a mixture are shuffled by the seed; everything else keeps its
+    order, a mixture's test split one source after the other.
 
     Args:
-        name: gsm8k, math, svamp, asdiv, file (your own), arithmetic, or several joined by `+`.
+        name: one of `NAMES`, or several joined by `+`.
         split: train, validation or test.
-        path: a local .jsonl, .json, .parquet, .csv or .xml (ASDiv) file in the source's own format, or a folder of
-            them, or a folder with a sub-folder of the source's name (needed for a mixture). None: from the hub.
-        limit: at most so many problems, the first (of a test split in its own order, which may be by subject, or one
-            source after the other); of arithmetic exactly so many (default 10,000 for train, else 500).
-        seed: of the shuffles, and of arithmetic.
-        prompt_column, answer_column: for `file`. Its columns `category` and `level` are taken along if there.
-        fractions: False leaves out answers written as fractions, unless they are integers.
-        holdout: of a source with a single split, the share that is test while the rest is train; 0: none is held out.
-
-    Raises:
-        ValueError: anything wrong with arguments, files or hub, naming the file, the line or column, and the fix.
+        path: local file or folder in the source's own format, or a folder with one folder per source, as mixtures
+            need; None loads from the hub.
+        limit: only the first so many problems; of arithmetic, how many to generate (None: 10,000 or 500).
+        seed: seed of shuffles, of held-out splits and of arithmetic.
+        prompt_column, answer_column: columns of name="file", where `category` and `level` are read if present.
+        fractions: keep answers that are written as fractions, integers aside.
+        holdout: if a source has a single split (ASDiv, SVAMP's file), the share of it that is test while the rest is
+            train. A hash of a problem's words and the seed decides: problems of the same words are on one side.
     """
     names = name.split("+")
-    if unknown := [part for part in names if part not in NAMES]:
-        raise ValueError(f"--data.name {unknown[0]!r} is unknown; choose from {', '.join(NAMES)}, or join some by '+'")
-    if len(set(names)) < len(names):
-        raise ValueError(f"data name {name!r} repeats a source; name each once")
+    if unknown := set(names) - set(NAMES):
+        raise ValueError(f"--data.name {unknown.pop()!r} is unknown; choose from {', '.join(NAMES)}, or join some by +")
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, or null for all problems, not {limit}")
     if name == "arithmetic" and path is not None:
-        raise ValueError("arithmetic is generated and takes no path; for data of your own set --data.name file")
+        raise ValueError("arithmetic is generated and takes no path; for your own data set --data.name file")
 
     problems: list[Problem] = []
     for part in names:
         if part == "arithmetic":
             problems += islice(arithmetic.problems(split, seed), limit or ARITHMETIC_SIZES[split])
             continue
-        to_problem = _own_columns(prompt_column, answer_column) if part == "file" else SOURCES[part].problem
-        source_path = _source_path(part, path, mixture=len(names) > 1)
-        rows = _split_rows(part, split, source_path, seed, holdout, lambda row, read=to_problem: read(row)[0])
-        problems += _numeric(part, split, rows, to_problem, fractions)
+        own = Source(partial(_own, prompt_column=prompt_column, answer_column=answer_column))
+        source, place = SOURCES.get(part, own), _source_path(part, path, mixture=len(names) > 1)
+        drafts = _split(source, split, place, seed, holdout)
+        problems += _numeric(drafts, part, split, fractions, place or source.hub_id)
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
     return problems[:limit]
 
 
 def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | None:
+    """Return the file or folder of one source."""
     if path is None:
         if name == "file":
             raise ValueError("data name 'file' needs --data.path: your .jsonl, .json, .parquet or .csv file or folder")
@@ -165,104 +152,77 @@ def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | No
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"{path} does not exist; check --data.path")
-    if (path / name).is_dir():
-        return path / name
-    if mixture:
+    if mixture and not (path / name).is_dir():
         raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
-    return path
+    return path / name if (path / name).is_dir() else path
 
 
-def _own_columns(prompt_column: str, answer_column: str) -> Reader:
-    def read(row: Row) -> tuple[str, str, dict[str, str]]:
-        fields = {field: row.optional(field) for field in ("category", "level")}
-        return row.text(prompt_column), row.text(answer_column), fields
-
-    return read
-
-
-def _split_rows(
-    name: str, split: str, path: Path | None, seed: int, holdout: float, prompt: Callable[[Row], str]
-) -> list[Row]:
-    """The rows of one split, after making two of a single one, and validation of a part of train if there is none."""
+def _split(source: Source, split: str, path: Path | None, seed: int, holdout: float) -> list[Draft]:
+    """Read one split; divide a single split by `holdout`, and train into train and validation, as needed."""
     if path is None:
-        published = {ours: partial(_hub_rows, name, theirs) for ours, theirs in SOURCES[name].hub_splits.items()}
+        load = {ours: partial(_hub_rows, source, theirs) for ours, theirs in source.hub_splits.items()}
     else:
-        files = _files_by_split(path, SOURCES[name].skip if name in SOURCES else "")
-        published = {ours: partial(file_rows, paths) for ours, paths in files.items()}
-    if len(published) == 1 and holdout > 0:
-        sides: dict[bool, list[Row]] = {True: [], False: []}
-        for row in next(iter(published.values()))():
-            sides[_is_held_out(prompt(row), seed, holdout)].append(row)
-        if not all(sides.values()):
-            side = "train" if sides[True] else "test"
-            raise ValueError(f"{path or SOURCES[name].hub_id}: --data.holdout {holdout} leaves no {side} problem")
-        published = {"test": lambda: sides[True], "train": lambda: sides[False]}
-    if split in published and split != "train":
-        return published[split]()
-    if split == "test" or "train" not in published:
+        load = {ours: partial(file_rows, files) for ours, files in _files_by_split(path, source.skip).items()}
+    divide = len(load) == 1 and holdout > 0
+    if divide:
+        load = dict.fromkeys(("train", "test"), *load.values())
+    published = "train" if split == "validation" and split not in load else split
+    if published not in load:
         raise ValueError(
-            f"{path or SOURCES[name].hub_id} has no {split} split for {name}, only {' and '.join(sorted(published))}; "
-            f"a file counts as the split that its name says ({split}.jsonl), and as test if it says none; "
-            "--data.holdout 0.3 makes train and test of a single split"
-            + ("; to train without a test, --run.test_limit 0" if split == "test" else "")
+            f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(load))}; name a file "
+            f"{split}.jsonl, or divide a single split with --data.holdout 0.3"
+            + ("; --run.test_limit 0 trains without a test" if split == "test" else "")
         )
-    rows = published["train"]()
-    random.Random(seed).shuffle(rows)
-    if "validation" in published:
-        return rows
-    if len(rows) < 2:
-        raise ValueError(f"{rows[0].where}: one problem cannot be both train and validation; add more")
-    held_out = max(1, min(500, len(rows) // 20))
-    if name == "gsm8k" and len(rows) > GSM8K_TRAIN:
-        held_out = len(rows) - GSM8K_TRAIN
-    return rows[:-held_out] if split == "train" else rows[-held_out:]
+    drafts = [source.read(row) for row in load[published]()]
+    if divide:
+        drafts = [draft for draft in drafts if _is_held_out(draft[0], seed, holdout) == (split == "test")]
+    if published != "train":
+        return drafts
+    random.Random(seed).shuffle(drafts)
+    if "validation" in load:
+        return drafts
+    held_out = max(1, min(500, len(drafts) // 20))
+    if source.train_size and len(drafts) > source.train_size:
+        held_out = len(drafts) - source.train_size
+    return drafts[:-held_out] if split == "train" else drafts[-held_out:]
 
 
 def _is_held_out(prompt: str, seed: int, share: float) -> bool:
-    """By the hash of the prompt's words, without case and punctuation."""
+    """Decide by the hash of the prompt's words, without case and punctuation."""
     words = " ".join(re.findall(r"\w+", prompt.lower()))
     return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
 
 
-def _numeric(
-    name: str,
-    split: str,
-    rows: list[Row],
-    to_problem: Reader,
-    fractions: bool,
-) -> list[Problem]:
-    """The rows as problems, without those whose gold answer is not one number."""
+def _numeric(drafts: list[Draft], name: str, split: str, fractions: bool, where: Path | str) -> list[Problem]:
+    """Make problems of the drafts whose gold answer is one number; print how many have none."""
     problems = []
-    for row in rows:
-        prompt, gold, fields = to_problem(row)
+    for prompt, gold, fields in drafts:
         answer = parse_gold(gold)
-        written_as_fraction = "/" in gold or "frac" in gold
-        if answer is not None and (fractions or not written_as_fraction or answer.denominator == 1):
+        as_fraction = answer is not None and answer.denominator > 1 and ("/" in gold or "frac" in gold)
+        if answer is not None and (fractions or not as_fraction):
             problems.append(Problem(prompt, answer, name, **fields))
     kind = "a numeric answer" if fractions else "a numeric answer that is not a fraction"
+    if not drafts:
+        raise ValueError(f"{where}: too few problems for a {split} split; add some, or change --data.holdout")
     if not problems:
-        raise ValueError(
-            f"{rows[0].where} and on: none of {len(rows):,} problems has {kind}, such as 42, 1,234.5 or 3/4"
-        )
-    if len(problems) < len(rows):
-        print(f"{name} {split}: {len(problems):,} of {len(rows):,} problems have {kind}")
+        raise ValueError(f"{where}: none of {len(drafts):,} {split} problems has {kind}, such as 42, 1,234.5 or 3/4")
+    if len(problems) < len(drafts):
+        print(f"{name} {split}: {len(problems):,} of {len(drafts):,} problems have {kind}")
     return problems
 
 
 def parse_gold(text: str) -> Fraction | None:
-    r"""The value of a gold answer that is one number, or None.
+    r"""Return the value of a gold answer that is one number by the grammar of `answers.py`, else None.
 
     A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped, as
     they are in a model's answer: 25% is 25.
     """
     text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
-    gold = parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
-    too_long = gold is not None and max(abs(gold.numerator), gold.denominator) >= PRINTABLE
-    return None if too_long else gold
+    return parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
 
 
 def boxed(solution: str) -> list[str]:
-    r"""What each outermost `\boxed{...}` holds, in order; "" for a last one that is never closed."""
+    r"""Return the contents of each outermost `\boxed{...}`, in order; "" for a last one that is never closed."""
     contents, end = [], 0
     while (start := solution.find(r"\boxed{", end)) >= 0:
         start += len(r"\boxed{")
@@ -274,30 +234,29 @@ def boxed(solution: str) -> list[str]:
     return contents
 
 
-def _hub_rows(name: str, hub_split: str) -> list[Row]:
-    import datasets  # takes seconds, and is needed only here
+def _hub_rows(source: Source, hub_split: str) -> list[Row]:
+    import datasets  # slow to import
 
-    hub_id, rows = SOURCES[name].hub_id, []
-    for config in SOURCES[name].configs:
-        try:
-            table = datasets.load_dataset(hub_id, config, split=hub_split)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(f"cannot load {name} from the hub: {reason}; pass a local copy by --data.path") from error
-        rows += [Row(f"{hub_id} {config} {hub_split} record {n}", record) for n, record in enumerate(table, 1)]
-    return rows
+    try:
+        tables = {config: datasets.load_dataset(source.hub_id, config, split=hub_split) for config in source.configs}
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"cannot load {source.hub_id} from the hub ({error!r}); or set --data.path") from error
+    return [
+        Row(f"{source.hub_id} {config} {hub_split} record {n}", record)
+        for config, table in tables.items()
+        for n, record in enumerate(table, 1)
+    ]
 
 
 def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
-    """The data files at path, by the split that their names say; all are test if none says one."""
+    """Find the data files at path, by the split that their names say; all are test if none says one."""
     if path.is_file():
         return {_split_of(path.name) or "test": [path]}
     found: dict[str | None, list[Path]] = {}
     for file in sorted(path.rglob("*")):
-        inside = file.relative_to(path)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if file.suffix in READERS and not hidden and not (skip and skip in str(inside)):
-            found.setdefault(_split_of(str(inside)), []).append(file)
+        inside = str(file.relative_to(path))
+        if file.suffix in READERS and not re.search(r"(^|/)\.", inside) and not (skip and skip in inside):
+            found.setdefault(_split_of(inside), []).append(file)
     if not found:
         raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
     unnamed = found.pop(None, [])
@@ -309,6 +268,6 @@ def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
 
 
 def _split_of(name: str) -> str | None:
-    words = re.split("[^a-z]+", name.lower())
-    splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+    """Return the split of which a path's words name exactly one, else None."""
+    splits = {_SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in _SPLIT_WORDS}
     return splits.pop() if len(splits) == 1 else None

@@ -1,4 +1,4 @@
-"""The one record that every data source is turned into."""
+"""Problem: the record that every data source is converted to."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,12 +9,12 @@ class Problem:
     """A word problem with one exact number as its answer.
 
     Attributes:
-        prompt: the problem's text as the source has it; the user turn of the chat.
-        answer: the gold value, exact.
-        source: where it comes from: gsm8k, math, svamp, asdiv, arithmetic, or file, for a user's own.
-        category: the source's own kind of problem (MATH `type`, SVAMP `Type`, ASDiv `Solution-Type`); else "".
-        level: the source's own difficulty (MATH `level`, ASDiv `Grade`); else "".
-        solution: a worked solution in the source's own form, where it has one; else "".
+        prompt: text of the problem; the user turn of the chat.
+        answer: exact gold value.
+        source: data set: gsm8k, math, svamp, asdiv, arithmetic or file.
+        category: kind of problem (MATH `type`, SVAMP `Type`, ASDiv `Solution-Type`), or "".
+        level: difficulty (MATH `level`, ASDiv `Grade`), or "".
+        solution: worked solution in the source's own form, or "".
     """
 
     prompt: str

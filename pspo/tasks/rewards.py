@@ -1,37 +1,30 @@
-"""Rewards: a completion and its problem in, a number out.
+"""Rewards: functions of completions and their problems.
 
-A reward of one's own is a subclass of `Reward` named in the configuration by its import path; it needs no
-registration:
-
-    @dataclass(frozen=True)
-    class Brevity(Reward):
-        max_characters: int = 500
-
-        def __call__(self, completions, problems):
-            return [float(len(completion) <= self.max_characters) for completion in completions]
+A reward of your own is a subclass of `Reward`, named by its import path: --reward.functions '[my_reward.Brevity]'.
 """
 
 import contextlib
 import math
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 from typing import Literal
 
-from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
+from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
 from pspo.tasks.problem import Problem
 
 OnError = Literal["raise", "none"]
 
 
-class Reward:
-    """Base class of all rewards. Not a dataclass itself: jsonargparse then takes any subclass by `class_path`."""
+class Reward(ABC):
+    """Base class of all rewards; not a dataclass, so that jsonargparse accepts any subclass by its import path."""
 
+    @abstractmethod
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
-        """One finite number per completion; completions[i] answers problems[i]."""
-        raise NotImplementedError
+        """Return one finite number per completion; completions[i] answers problems[i]."""
 
 
 def math_reward(
@@ -42,10 +35,9 @@ def math_reward(
     format_bonus: float = 0.05,
     marker: Marker = "last",
 ) -> float:
-    """min(1, [|prediction - gold| <= tolerance] + format_bonus * [format matches]).
+    """Return min(1, [|prediction - gold| <= tolerance] + format_bonus * [format matches]); by default 0, 0.05 or 1.
 
-    By default one of 0, 0.05 and 1 (the paper, section on rewards). Prediction and format are those of
-    `extract_answer` and `matches_format`; the comparison is exact.
+    The paper's reward. Prediction and format are `extract_answer` and `matches_format`; the comparison is exact.
     """
     prediction = extract_answer(completion, marker)
     if prediction is not None and abs(prediction - gold) <= tolerance:
@@ -58,9 +50,9 @@ class MathReward(Reward):
     """`math_reward` against each problem's answer: 0, 0.05 or 1.
 
     Attributes:
-        tolerance: the largest |prediction - gold| that is correct; read as a decimal, so that 1e-6 is exactly that.
-        format_bonus: what a wrong or missing answer in the right format earns, in [0, 1].
-        marker: which `####` counts where a completion has several, "last" or "first".
+        tolerance: largest |prediction - gold| that is correct; taken as a decimal: 1e-6 is exactly that.
+        format_bonus: reward of a wrong answer in the right format, in [0, 1].
+        marker: which `####` counts if a completion has several, "last" or "first".
     """
 
     tolerance: float = 1e-6
@@ -68,40 +60,28 @@ class MathReward(Reward):
     marker: Marker = "last"
 
     def __post_init__(self) -> None:
-        _exact_tolerance(self.tolerance)
+        _exact(self.tolerance)
         if not 0 <= self.format_bonus <= 1:
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
         if self.marker not in ("last", "first"):
             raise ValueError(f"marker must be 'last' or 'first', not {self.marker!r}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
-        tolerance = _exact_tolerance(self.tolerance)
-        return [
-            math_reward(
-                completion,
-                problem.answer,
-                tolerance=tolerance,
-                format_bonus=self.format_bonus,
-                marker=self.marker,
-            )
-            for completion, problem in zip(completions, problems, strict=True)
-        ]
+        how = {"tolerance": _exact(self.tolerance), "format_bonus": self.format_bonus, "marker": self.marker}
+        return [math_reward(text, problem.answer, **how) for text, problem in zip(completions, problems, strict=True)]
 
 
-def _exact_tolerance(tolerance: float) -> Fraction:
-    """The decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
-    try:
-        value = Fraction(str(tolerance))
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if value < 0:
+def _exact(tolerance: float) -> Fraction:
+    """Return the decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
+    value = parse_number(str(tolerance))
+    if value is None or value < 0:
         raise ValueError(f"tolerance must be a number of at least 0 such as 1e-6, not {tolerance!r}")
     return value
 
 
 @dataclass(frozen=True)
 class FormatReward(Reward):
-    """1 where the completion gives its answer in the format `#### <number>`, else 0."""
+    """1 if the completion gives its answer in the format `#### <number>`, else 0."""
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         return [float(matches_format(completion)) for completion in completions]
@@ -115,38 +95,26 @@ def total_rewards(
     timeout: float = 0.0,
     on_error: OnError = "raise",
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum of several rewards, and each one's own values.
+    """Compute the weighted sum of several rewards.
 
     Args:
-        weights: one finite number per function; None weighs each with 1.
-        timeout: seconds that each function may take, 0 for no limit.
-        on_error: "none": NaN stands for the values that a function did not give, and for their totals.
+        weights: one number per function; None for all 1.
+        timeout: seconds each function may take, 0 for no limit; TimeoutError beyond.
+        on_error: "raise", or "none": a completion for which a function fails gets NaN from it, and as its total.
 
     Returns:
-        (B,) totals, and by class name (`Name`, `Name_2`, ... where a class comes twice) (B,) unweighted values.
-
-    Raises:
-        ValueError: numbers of weights, completions or problems disagree, or (with on_error "raise") a function returns
-            anything but one finite number per completion. What a function itself raises comes through, TimeoutError
-            where it takes too long.
+        (B,) totals, and by class name (`Name`, `Name_2`, ... if a class comes twice) (B,) unweighted values.
     """
     weights = [1.0] * len(functions) if weights is None else weights
     if len(weights) != len(functions) or not functions:
         raise ValueError(f"{len(functions)} rewards but {len(weights)} weights: give at least one, and as many of each")
-    if not all(_is_finite_number(weight) for weight in weights):
-        raise ValueError(f"reward weights must be finite numbers, not {list(weights)!r}")
     if len(completions) != len(problems):
-        raise ValueError(
-            f"{len(completions)} completions but {len(problems)} problems: pass one problem per completion"
-        )
+        raise ValueError(f"{len(completions)} completions but {len(problems)} problems: pass one for each completion")
 
     by_name: dict[str, list[float]] = {}
-    for function in functions:
-        name = kind = type(function).__name__
-        copies = 1
-        while name in by_name:
-            copies += 1
-            name = f"{kind}_{copies}"
+    names = [type(function).__name__ for function in functions]
+    for i, (name, function) in enumerate(zip(names, functions, strict=True)):
+        name = f"{name}_{names[:i].count(name) + 1}" if name in by_name else name
         by_name[name] = _values(function, name, completions, problems, timeout, on_error)
     totals = [sum(w * v for w, v in zip(weights, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     return totals, by_name
@@ -156,7 +124,7 @@ def _values(
     function: Reward, name: str, completions: list[str], problems: list[Problem], timeout: float, on_error: OnError
 ) -> list[float]:
     try:
-        with _time_limit(timeout, name):
+        with _time_limit(timeout, name) if timeout else contextlib.nullcontext():
             values = function(completions, problems)
         if not hasattr(values, "__len__"):
             raise ValueError(f"reward {name} returned {values!r}; it must return a list of numbers")
@@ -166,18 +134,16 @@ def _values(
         if on_error == "raise":
             raise
         return [math.nan] * len(completions)
-    for row, value in enumerate(values):
-        if not _is_finite_number(value) and on_error == "raise":
-            raise ValueError(f"reward {name} returned {value!r} for completion {row}; it must be a finite number")
-    return [float(value) if _is_finite_number(value) else math.nan for value in values]
+    finite = [isinstance(value, Real) and math.isfinite(value) for value in values]
+    if on_error == "raise" and not all(finite):
+        row = finite.index(False)
+        raise ValueError(f"reward {name} returned {values[row]!r} for completion {row}; it must be a finite number")
+    return [float(value) if ok else math.nan for value, ok in zip(values, finite, strict=True)]
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, name: str) -> Iterator[None]:
-    """TimeoutError after so many seconds, 0 for no limit. By SIGALRM, so in the main thread only."""
-    if seconds == 0:
-        yield
-        return
+    """Raise TimeoutError after so many seconds; by SIGALRM, so in the main thread only."""
 
     def too_late(*_: object) -> None:
         raise TimeoutError(f"reward {name} took longer than --reward.timeout {seconds:g} seconds")
@@ -189,21 +155,3 @@ def _time_limit(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def without_unknown(rewards: Sequence[float], group_size: int) -> list[float]:
-    """NaN replaced by the mean of its group's other rewards, 0 if there are none: the group's mean stays what it is."""
-    filled = []
-    for start in range(0, len(rewards), group_size):
-        group = rewards[start : start + group_size]
-        known = [reward for reward in group if not math.isnan(reward)]
-        mean = min(max(sum(known) / len(known), min(known)), max(known)) if known else 0.0  # equal ones: to the bit
-        filled += [mean if math.isnan(reward) else reward for reward in group]
-    return filled
-
-
-def _is_finite_number(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # of an int or a Fraction beyond all floats
-        return False

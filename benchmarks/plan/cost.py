@@ -1,0 +1,271 @@
+"""Memory, least time and communication of a training run, by strategy: formulas in README.md, inputs in `shapes`."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
+from pspo.config import ModelConfig, TrainConfig, require
+from pspo.model import load_model_config
+from pspo.model.logprobs import CHUNK_TOKENS
+
+PHASES = ("rollout", "training")
+SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """The machine, and the numbers that a configuration does not hold.
+
+    Args:
+        gpu: H100 (SXM, 80 GB) or H200 (SXM, 141 GB), 8 to a node.
+        gpus: numbers of GPUs; a line for each.
+        strategy: ddp (all replicated), fsdp2 (all sharded), none (one GPU); auto, the fastest that fits.
+        mfu: share of the bf16 peak that matrix products reach.
+        mbu: share of the bandwidths that is reached.
+        usable: share of a GPU's memory that tensors may take.
+        prompt_tokens: tokens of a prompt, its system prompt included.
+        shared_tokens: tokens that all prompts begin with.
+        completion_tokens: mean length of a completion; unset, the limit.
+        moving: share of the groups whose rewards differ; the others leave the training.
+    """
+
+    gpu: Literal["H100", "H200"] = "H100"
+    gpus: list[int] = field(default_factory=lambda: [1, 8, 32, 128, 512])
+    strategy: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
+    mfu: float = 0.4
+    mbu: float = 0.8
+    usable: float = 0.9
+    prompt_tokens: int = 115
+    shared_tokens: int = 48
+    completion_tokens: float | None = None
+    moving: float = 1.0
+
+    def __post_init__(self) -> None:
+        ok = len(self.gpus) > 0 and all(n > 0 for n in self.gpus)
+        require(ok, "plan.gpus", "must be one or more numbers above 0", self.gpus)
+        ok = self.strategy != "none" or set(self.gpus) == {1}
+        require(ok, "plan.strategy", "none is for --plan.gpus '[1]'", self.gpus)
+        for name in ("mfu", "mbu", "usable", "moving"):
+            require(0 < getattr(self, name) <= 1, f"plan.{name}", "must be in (0, 1]", getattr(self, name))
+        rule = f"must be at least 0 and below plan.prompt_tokens ({self.prompt_tokens})"
+        require(0 <= self.shared_tokens < self.prompt_tokens, "plan.shared_tokens", rule, self.shared_tokens)
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """A training run to plan, of every size of Qwen2.5 unless it names a model."""
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name_or_path="Qwen2.5"))
+    plan: Assumptions = field(default_factory=Assumptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cast, limit, mean = self.model.autocast, self.rollout.max_completion_tokens, self.plan.completion_tokens
+        require(cast != "none", "model.autocast", "must be auto or bf16 for a plan", cast)
+        rule = f"must be above 0 and at most rollout.max_completion_tokens ({limit})"
+        require(mean is None or 0 < mean <= limit, "plan.completion_tokens", rule, mean)
+
+    @property
+    def gpu(self) -> GPU:
+        """The GPU with the shares of its figures that are reached."""
+        gpu, plan = GPUS[self.plan.gpu], self.plan
+        reached = {name: getattr(gpu, name) * plan.mbu for name in ("bandwidth", "nvlink", "network")}
+        return replace(gpu, memory=gpu.memory * plan.usable, flops=gpu.flops * plan.mfu, **reached)
+
+    @property
+    def completion_tokens(self) -> float:
+        return self.plan.completion_tokens or self.rollout.max_completion_tokens
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placement of a model on its GPUs.
+
+    Attributes:
+        gather_step: --distributed.gather step: weights are gathered and gradients reduced once per optimizer step;
+            otherwise weights for every microbatch's forward and backward pass, gradients for every microbatch.
+        gather_rollout: --distributed.rollout gathered: weights once per rollout; otherwise layer by layer per token.
+    """
+
+    name: str
+    gpus: int
+    gather_step: bool = True
+    gather_rollout: bool = True
+
+    @property
+    def shards(self) -> int:
+        return self.gpus if self.name == "fsdp2" else 1
+
+    def __str__(self) -> str:
+        notes = ["gather step"] * self.gather_step + ["sharded rollout"] * (not self.gather_rollout)
+        return ", ".join([self.name, *(notes if self.name == "fsdp2" else [])])
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of the busiest GPU. The floats are a training microbatch's, which may be a mean."""
+
+    rows: int  # of a rollout
+    microbatches: int  # of an optimizer step
+    tokens: float  # through the layers,
+    keys: float  # in attention, cached ones of each row included,
+    pairs: float  # of (query, key),
+    predicted: float  # completion tokens
+
+    @classmethod
+    def of(cls, config: PlanConfig, s: Strategy, fullest: bool = False) -> "Load":
+        """The mean microbatch, or the ``fullest``."""
+        plan, group_size, algorithm = config.plan, config.rollout.group_size, config.algorithm
+        leave = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage  # rows of equal groups may
+        prompt, length = plan.prompt_tokens, config.completion_tokens
+        moving = config.rollout.prompts * (plan.moving if leave else 1.0)
+        groups = math.ceil(math.ceil(moving / algorithm.minibatches) / s.gpus)
+        shares = s.name != "fsdp2" and not config.model.gradient_checkpointing  # prompts, through a cache
+        size, limit = (1 if shares else group_size) * prompt + group_size * length, config.optimizer.microbatch_tokens
+        fitting = limit // size * group_size  # rows of a microbatch, whole groups
+        if fitting == 0:  # one is too large by itself
+            fitting = max(1, math.floor((limit - prompt) / length if shares else limit / (prompt + length)))
+        n = math.ceil(groups * group_size / fitting)
+        rows = min(groups * group_size, fitting) if fullest else groups * group_size / n
+        prompts, width = max(1.0, rows / group_size), prompt + length - 1  # the last token predicts nothing
+        tokens, keys, pairs = rows * width, rows * width, rows * width**2
+        if shares:
+            common = plan.shared_tokens if prompts > 1 else 0
+            rest, later = prompts * (prompt - common), rows * (length - 1)
+            tokens, keys = common + rest + later, common + prompts * prompt + rows * width
+            pairs = common**2 + rest * prompt + later * width
+        return cls(math.ceil(config.rollout.prompts / s.gpus) * group_size, n, tokens, keys, pairs, rows * length)
+
+
+def shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Shapes by name: every size of Qwen2.5, one size, or that of a folder or hub model."""
+    if model.name_or_path == "Qwen2.5":
+        return QWEN
+    name = model.name_or_path.rstrip("/").rpartition("/")[2]
+    if (size := re.fullmatch(r"Qwen2(?:\.5)?(?:-Math|-Coder)?-([\d.]+B)(?:-Instruct)?", name)) and size[1] in QWEN:
+        return {name: QWEN[size[1]]}
+    c = load_model_config(model)
+    rule = "must be a Qwen2 or a Llama for a plan"
+    require(c.model_type in ("qwen2", "llama"), "model.name_or_path", rule, c.model_type)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    sizes = (c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads)
+    return {name: Shape(*sizes, c.vocab_size, c.tie_word_embeddings, head_dim, c.model_type == "qwen2")}
+
+
+def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
+    """Bytes on a GPU at each phase's peak, by phase and part."""
+    load, share = Load.of(config, s, fullest=True), shape.parameters / s.shards
+    resting = {
+        "weights": 4 * share * (2 if config.algorithm.beta > 0 else 1),  # the reference model's, too
+        "optimizer": 8 * share if config.optimizer.name == "adamw" else 0.0,
+    }
+    gathered = 2 * shape.layer + shape.root  # at a time: a layer, the next one, and the embeddings
+    unsharded = shape.matrices if s.shards == 1 else shape.parameters
+    in_one = s.gather_step or s.shards == 1
+    rows = min(load.rows, config.rollout.max_rows)
+    return {
+        "rollout": resting | {
+            "bf16 weights": 2 * (unsharded if s.gather_rollout else gathered),
+            "cache": rows * (config.plan.prompt_tokens + config.rollout.max_completion_tokens) * shape.kv_bytes,
+            "sampler": SAMPLER_BYTES * rows * shape.vocab,
+        },
+        "training": resting | {
+            "bf16 weights": 2 * (unsharded if in_one else gathered),
+            # Sharded ones besides: once per step the shard; else bf16, and float32 to reduce, of what is gathered.
+            "gradients": (4 * shape.parameters if in_one else 6 * gathered) + (4 * share if s.shards > 1 else 0),
+            "activations": shape.activations(load.tokens, load.keys, load.pairs, config.model.gradient_checkpointing),
+            # A chunk's logits and their gradient; and its share of the head's own, in bf16 and cast to be added up.
+            "head": 8 * CHUNK_TOKENS * shape.vocab + (6 if s.shards == 1 else 2) * shape.head,
+        },
+    }  # fmt: skip
+
+
+def fits(shape: Shape, config: PlanConfig, s: Strategy, phases: Sequence[str] = PHASES) -> bool:
+    parts = memory(shape, config, s)
+    return all(sum(parts[phase].values()) <= config.gpu.memory for phase in phases)
+
+
+def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
+    """(bytes, calls) that each GPU gathers or reduces: for a rollout, and in an optimizer step."""
+    load, calls, n = Load.of(config, s), shape.layers + 1, shape.parameters
+    if s.gpus == 1 or s.name != "fsdp2":
+        return (0, 0), (8 * n, 2)  # an all-reduce in float32 is both
+    batches = math.ceil(load.rows / config.rollout.max_rows)
+    times = 1 if s.gather_rollout else batches * config.rollout.max_completion_tokens
+    step = (6 * n, 2 * calls) if s.gather_step else (8 * n * load.microbatches, 3 * calls * load.microbatches)
+    return (2 * n * times, calls * times), step
+
+
+def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
+    """Least time of a rollout and of its optimizer steps, by phase and part; communication as far as it shows."""
+    load, gpu, rollout, algorithm = Load.of(config, s), config.gpu, config.rollout, config.algorithm
+    prompt, limit, groups = config.plan.prompt_tokens, rollout.max_completion_tokens, load.rows / rollout.group_size
+    length = config.completion_tokens
+    gathered, reduced = messages(shape, config, s)
+    read, batches = 2 * shape.matrices / gpu.bandwidth, math.ceil(load.rows / rollout.max_rows)
+    live = load.rows * length / limit  # rows that end leave the batch
+
+    forward = shape.flops(load.tokens, load.pairs, load.predicted)
+    again = shape.flops(load.tokens, load.pairs, 0) if config.model.gradient_checkpointing else 0
+    # Weights are written in bf16 once and read twice, gradients written in bf16, read, and added to those in float32.
+    traffic = 22 * shape.matrices / gpu.bandwidth
+    steps, moved = algorithm.epochs * algorithm.minibatches, 28 if config.optimizer.name == "adamw" else 12
+    unseen = algorithm.minibatches - 1 + algorithm.minibatches * (algorithm.beta > 0)  # old and reference log-probs
+    passes = steps * max((3 * forward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
+    passes *= load.microbatches
+    sent = steps * gpu.collective(*reduced, s.gpus)
+    hidden = passes if s.shards > 1 else 0.0  # a layer is gathered and reduced while others compute
+    return {
+        "rollout": {
+            "gather": gpu.collective(*gathered, s.gpus),
+            "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / gpu.flops, batches * read),
+            "decoding": limit * max(shape.flops(live, 0, live) / gpu.flops, batches * read),
+            "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / gpu.bandwidth,
+        },
+        "training": {
+            "passes": passes,
+            # AdamW reads four tensors and writes three, plain SGD two and one.
+            "optimizer": steps * moved * shape.parameters / s.shards / gpu.bandwidth,
+            "communication": max(0.0, sent - hidden),
+        },
+    }
+
+
+def total(parts: dict[str, dict[str, float]], phases: Sequence[str] = PHASES) -> float:
+    return sum(sum(parts[phase].values()) for phase in phases)
+
+
+def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
+    if gpus == 1:
+        return [Strategy("none", 1)]
+    sharded = [Strategy("fsdp2", gpus, step, rollout) for rollout in (True, False) for step in (True, False)]
+    return [s for s in [Strategy("ddp", gpus), *sharded] if config.plan.strategy in ("auto", s.name)]
+
+
+def choose(shape: Shape, config: PlanConfig, gpus: int, phases: Sequence[str] = PHASES) -> Strategy | None:
+    """The fastest strategy that fits."""
+    fitting = [s for s in candidates(config, gpus) if fits(shape, config, s, phases)]
+    return min(fitting, key=lambda s: total(seconds(shape, config, s), phases), default=None)
+
+
+def overhead(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
+    """GPU-seconds of each part beyond those of one GPU with room for everything: where the efficiency goes."""
+    one, many = seconds(shape, config, Strategy("none", 1)), seconds(shape, config, s)
+    return {part: s.gpus * t - one[phase][part] for phase in PHASES for part, t in many[phase].items()}
+
+
+def with_rollout_workers(shape: Shape, config: PlanConfig, gpus: int) -> tuple[float, int]:
+    """Seconds per rollout if workers, with a bf16 copy each, make the next one meanwhile; and how many do it best."""
+    best = (math.inf, 0)
+    for workers in range(max(1, gpus // 8), gpus, max(1, gpus // 8)):
+        replica = Strategy("ddp", workers)
+        held = memory(shape, config, replica)["rollout"]
+        trainers = choose(shape, config, gpus - workers, ("training",))
+        if trainers and 2 * shape.parameters + held["cache"] + held["sampler"] <= config.gpu.memory:
+            received = config.gpu.collective(2 * shape.parameters, shape.layers + 1, gpus)
+            rollout = received + total(seconds(shape, config, replica), ("rollout",))
+            best = min(best, (max(rollout, total(seconds(shape, config, trainers), ("training",))), workers))
+    return best

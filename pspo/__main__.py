@@ -1,0 +1,23 @@
+"""pspo {version}: reinforcement learning for language models. Each command has --help.
+
+python -m pspo.train       train a model
+python -m pspo.evaluate    evaluate a model on a data set
+python -m pspo.sweep       train and evaluate methods, settings and seeds as one file lists them
+python -m pspo.report      tables and figures of runs
+"""
+
+import argparse
+
+from pspo import __version__
+
+
+def main() -> None:
+    text = __doc__.format(version=__version__)
+    parser = argparse.ArgumentParser("python -m pspo", description=text, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.parse_args()
+    parser.print_help()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Two ranks: what is sent when, a full disk, and two launchers that are one job."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import test_distributed
+import torch
+from processes import assert_same, at_call, before, kill_at_file_event, ranks
+from test_distributed import SMALL, make_config, step, train
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pspo import distributed as dist
+from pspo.config import DistributedConfig
+from pspo.losses import SAPO
+from pspo.run.state import Run
+
+pytestmark = pytest.mark.nightly
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of two ranks that nothing happened to."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(run, "fsdp2") == [0, 0]
+    return run
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collective operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_gathered_and_gradients_reduced_for_each_microbatch_or_once_a_step(tmp_path):
+    config = make_config(SAPO(), "grpo", model="tiny-base", epochs=2)
+
+    def work() -> None:
+        dist.init("fsdp2", 60)
+        counts = {}
+        for gather in ("microbatch", "step"):
+            with Collectives() as collectives:
+                before("update", lambda *_, counts=collectives.counts: counts.clear(), test_distributed)
+                step(replace(config, distributed=DistributedConfig("fsdp2", gather=gather)))
+            counts[gather] = dict(collectives.counts)
+        torch.save(counts, tmp_path / f"{dist.rank()}.pt")
+
+    assert ranks(work) == [0, 0]
+    often, once = torch.load(tmp_path / "0.pt").values()
+    sharded, steps = 5, 2  # modules: four layers, and the model with its embeddings
+    microbatches = often["_reduce_scatter_base_"] / sharded / steps
+    assert microbatches >= 3
+    assert once["_reduce_scatter_base_"] == sharded * steps
+    assert once["_allgather_base_"] == (sharded + microbatches - 1) * steps  # the embeddings for each
+    assert often["_allgather_base_"] == (2 * (sharded - 1) + 1) * microbatches * steps  # forward and backward
+
+
+def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whole, tmp_path, capfd):
+    """Room for what rank 0 writes before, not for a rank's shards: files may have 4.6 MB."""
+    output = tmp_path / "run"
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    full = train(output, "fsdp2", fault=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4_600_000, hard)))
+    assert full == [1, 1]
+    assert capfd.readouterr().err.count(f"cannot save {output / 'checkpoints/step-000002'}") == 1
+    assert list((output / "checkpoints").iterdir()) == []
+    assert train(output, "fsdp2") == [0, 0]
+    assert_same(whole, output)
+
+
+@pytest.mark.parametrize(("rank", "n"), [(0, 3), (0, 40), (1, 3)])
+def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactly(whole, tmp_path, rank, n):
+    """At its n-th file event: while the shards are written, or after."""
+
+    def fault() -> None:
+        if os.environ["RANK"] == str(rank):
+            before("save_checkpoint", at_call(2, lambda: kill_at_file_event(n)), Run)
+
+    codes = train(tmp_path / "run", "fsdp2", fault=fault)
+    assert codes[rank] == -signal.SIGKILL
+    assert train(tmp_path / "run", "fsdp2") == [0, 0]
+    assert_same(whole, tmp_path / "run")
+
+
+def test_two_launchers_are_one_job(whole, tmp_path):
+    """As on two nodes: they meet at an address; one is killed in the middle, and the job is started again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    output = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={address}", "--rdzv-id=job", "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}",
+        "-m", "pspo.train", *SMALL, "--distributed.strategy=fsdp2", f"--run.output_dir={output}",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+    def launch() -> list[subprocess.Popen]:
+        return [subprocess.Popen(command, env=environment) for _ in range(2)]
+
+    job, end = launch(), time.monotonic() + 240
+    while not (output / "checkpoints/step-000002").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    of_node = ["ps", "-o", "pid=", "--ppid", str(job[1].pid)]
+    listed = subprocess.run(of_node, capture_output=True, text=True, check=True)
+    for process in [*map(int, listed.stdout.split()), job[1].pid]:  # a node that is gone
+        os.kill(process, signal.SIGKILL)
+    assert all(node.wait(timeout=120) != 0 for node in job)
+    assert [node.wait(timeout=240) for node in launch()] == [0, 0]
+    assert_same(whole, output)

@@ -1,0 +1,148 @@
+"""Commands in processes of their own, and real faults (a signal, a full disk) at a place of choice.
+
+The processes are forks: nothing is imported again. They compute with one thread, because a fork cannot use its
+parent's, and both must add in the same order.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import pspo.train
+from pspo.distributed import run_main
+
+torch.set_num_threads(1)
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning about forks
+if torch.cuda.is_available():
+    pytest.skip("CUDA does not survive a fork", allow_module_level=True)
+
+
+def run_command(main: Callable[[Sequence[str]], None], *args: str) -> int:
+    """Exit code of a command, in this process."""
+    try:
+        main(args)
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
+
+
+def fork(action: Callable[[], int | None]) -> int:
+    """Start the action in a process of its own, which ends with the code that it returns; its id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        code = action() or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def exit_code(child: int) -> int:
+    """Wait for a process; minus the signal if one killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def forked(action: Callable[[], int | None]) -> int:
+    return exit_code(fork(action))
+
+
+def ranks(action: Callable[[], None], number: int = 2) -> list[int]:
+    """Exit codes of as many ranks that do this, as if torchrun had started them; they talk by gloo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(number)}
+
+    def of_rank(rank: int) -> Callable[[], None]:
+        def start() -> None:
+            os.environ.update(address, TORCHELASTIC_RUN_ID="test", RANK=str(rank), LOCAL_RANK=str(rank))
+            atexit._clear()  # the parent's
+            run_main(action)
+
+        return start
+
+    return [exit_code(child) for child in [fork(of_rank(rank)) for rank in range(number)]]
+
+
+def before(function: str, action: Callable[..., None], owner: Any = pspo.train) -> None:
+    """Do the action before each call of a module's or class's function, with its arguments."""
+    original = getattr(owner, function)
+
+    def replacement(*args, **kwargs):
+        action(*args)
+        return original(*args, **kwargs)
+
+    setattr(owner, function, replacement)
+
+
+def at_call(n: int, action: Callable[[], None]) -> Callable[..., None]:
+    """Do the action at the n-th call alone, counted from 1."""
+    calls = []
+
+    def call(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == n:
+            action()
+
+    return call
+
+
+def send(*signals: signal.Signals) -> None:
+    """Send these signals to this process."""
+    for number in signals:
+        os.kill(os.getpid(), number)
+
+
+def kill_at_file_event(n: int) -> None:
+    """Kill this process before the n-th time that it opens, makes, renames, removes or syncs a file or folder."""
+
+    def watch(event: str, _: object = None) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"):
+            count()
+
+    count = at_call(n, lambda: send(signal.SIGKILL))
+    sys.addaudithook(watch)
+    before("fsync", lambda _: watch("fsync"), os)
+
+
+def contents(run: Path) -> dict[str, object]:
+    """Everything that a run leaves, without times, memory and the folder's name."""
+    files: dict[str, object] = {}
+    for path in (path for path in run.rglob("*") if path.is_file() and path.name != "manifest.json"):
+        content: object = path.read_bytes()
+        if path.name == "metrics.jsonl":
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            content = [{key: value for key, value in line.items() if not key.startswith("seconds/")} for line in lines]
+        elif path.name in ("summary.json", "state.json"):
+            record = json.loads(path.read_text())
+            content = {key: value for key, value in record.items() if key not in ("seconds", "peak_memory_gb")}
+            content["best_model"] = Path(record.get("best_model", "")).name
+        elif path.name == "config.yaml":
+            content = yaml.safe_load(path.read_text())
+            del content["run"]["output_dir"]
+        elif path.parent.name == "shards":  # whose header is in any order
+            content = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+        files[str(path.relative_to(run))] = content
+    return files
+
+
+def assert_same(one: Path, other: Path) -> None:
+    left, right = contents(one), contents(other)
+    differ = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
+    assert not differ, f"{one} and {other} differ in {', '.join(differ)}"
