@@ -1,28 +1,35 @@
 """`python -m pspo.report` on run folders with known numbers."""
 
-import csv
 import json
 import math
 import re
+import subprocess
+import sys
+from itertools import pairwise
 
-import matplotlib.axes
 import numpy as np
+import pandas as pd
 import pytest
-import torch
 import yaml
-from PIL import Image
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from pandas.testing import assert_frame_equal
 
-from pspo.report.__main__ import ablation_panels, ablations, main
-from pspo.report.figures import FIGURE1, Panel, draw_curves, surrogate_and_slope
-from pspo.report.runs import learning, read_runs, settings_of, smoothed, t_interval, t_quantile
+from pspo.report import figures
+from pspo.report.__main__ import main
+from pspo.report.runs import read_runs
+from pspo.report.tables import smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
-T2 = 4.302652729911275  # Student's t, 2 degrees of freedom, two-sided 95%: any table
+T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
+SUMS = "tiny on sums"
+ACCURACY, TRUE = "sums test, n = 100: accuracy", "sums test, n = 100: true accuracy"
+PRODUCTS = "products test, n = 50: accuracy"
 
 
 def accuracy(value, n=100):
     """Half of a summary, the true accuracy a tenth above; the intervals are the hand-made value -0.1 and +0.2."""
-    result = {"accuracy": value, "ci95": [value - 0.1, value + 0.2], "n": n}
+    result = {"accuracy": value, "ci95": [value - 0.1, value + 0.2], "n": n, "pass_at_k": {"1": value}}
     return result | {"true_accuracy": value + 0.1, "true_accuracy_ci95": [value, value + 0.3]}
 
 
@@ -30,17 +37,16 @@ def accuracy(value, n=100):
 def make_run(tmp_path):
     """Writes a run: make_run("any/name", "PSPO", 1, rewards=[0.2], after=0.5, alpha=0.2, **{"optimizer.lr": 1})."""
 
-    def make(name, method, seed=0, rewards=(0.2, 0.4), after=0.5, before=0.3, validation=(), metrics=None, **changes):
+    def make(name, method, seed=0, rewards=(0.2, 0.4), after=0.5, metrics=None, module="pspo.losses", **changes):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         arguments = {key: changes.pop(key, value) for key, value in DEFAULTS[method].items()}
+        surrogate = {"class_path": f"{module}.{method}", "init_args": arguments}
         config = {
             "model": {"name_or_path": "tiny"},
             "data": {"name": "sums", "limit": None},
-            "algorithm": {
-                "surrogate": {"class_path": f"pspo.losses.{method}", "init_args": arguments},
-                "epochs": 2,
-            },
+            "algorithm": {"surrogate": surrogate, "epochs": 2},
+            "reward": {"functions": [{"class_path": "pspo.tasks.MathReward"}]},
             "optimizer": {"lr": 1e-5, "max_grad_norm": 1.0},
             "run": {"output_dir": str(folder), "seed": seed, "max_steps": 40},
         }
@@ -48,16 +54,12 @@ def make_run(tmp_path):
             section, field = key.split(".")
             config[section][field] = value
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        records = [{"step": 2 * i + 2, "reward": reward} for i, reward in enumerate(rewards)]
-        for record, value in zip(records, validation, strict=False):
-            record["validation_reward"] = value
-        for key, values in (metrics or {}).items():
-            for record, value in zip(records, values, strict=True):
-                record[key] = value
+        table = {"step": range(2, 2 * len(rewards) + 2, 2), "reward": rewards} | (metrics or {})
+        records = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if after is not None:
-            summary = {"before": accuracy(before), "after": accuracy(after), "best_model": str(folder / "best")}
-            (folder / "summary.json").write_text(json.dumps(summary))
+            summary = {"before": accuracy(0.3), "after": accuracy(after), "best_model": str(folder / "best")}
+            (folder / "summary.json").write_text(json.dumps(summary | {"seconds": 1.5, "best_step": 2}))
         return folder
 
     return make
@@ -67,16 +69,14 @@ def make_run(tmp_path):
 def make_evaluation():
     """Writes an evaluation's folder with the given greedy accuracy."""
 
-    def make(folder, model, value, data="products", n=50):
+    def make(folder, model, value, data="products"):
         folder.mkdir(parents=True)
-        config = {"model": {"name_or_path": model}, "data": {"name": data}, "run": {"seed": 0}}
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        greedy = {
-            "accuracy": {"value": value, "ci95": [value - 0.01, value + 0.01]},
-            "true_accuracy": {"value": value + 0.1, "ci95": [value, value + 0.2]},
-        }
-        results = {"model": model, "data": data, "split": "test", "n": n, "temperatures": {"0": greedy}}
-        results["temperatures"]["0.6"] = greedy | {"pass@4": {"value": value + 0.2, "ci95": [value, 1]}, "samples": 4}
+        estimate = {"value": value, "ci95": [value - 0.01, value + 0.01]}
+        greedy = {"samples": 1, "accuracy": estimate, "true_accuracy": estimate, "mean_reward": value}
+        breakdown = {"level": {"1": {"n": 5, "accuracy": estimate, "true_accuracy": estimate}}}
+        sampled = greedy | {"samples": 4, "pass@4": {"value": value + 0.2, "ci95": [value, 1]}}
+        temperatures = {"0": greedy | {"breakdown": breakdown}, "0.6": sampled}
+        results = {"model": model, "data": data, "split": "test", "n": 50, "temperatures": temperatures}
         (folder / "results.json").write_text(json.dumps(results))
 
     return make
@@ -88,75 +88,56 @@ def report(tmp_path, capsys):
 
     def run(*roots):
         main([*map(str, roots or [tmp_path / "runs"]), "--output_dir", str(tmp_path / "out")])
-        with (tmp_path / "out/table.csv").open(newline="") as file:
-            cells = {
-                (row["task"], row["table"], row["row"], row["column"]): tuple(
-                    float(row[key]) if row[key] else None for key in ("seeds", "mean", "low", "high")
-                )
-                for row in csv.DictReader(file)
-            }
+        table = pd.read_csv(tmp_path / "out/table.csv")
+        cells = {
+            (task, *rest[:3]): rest[3:] for task, *rest in table.astype(object).where(table.notna(), None).to_numpy()
+        }
         return cells, (tmp_path / "out/report.md").read_text(), capsys.readouterr().err
 
     return run
 
 
-SUMS = "tiny on sums"
-ACCURACY, TRUE = "sums test, n = 100: accuracy", "sums test, n = 100: true accuracy"
-
-
 def close(cell, *expected):
-    return cell == pytest.approx(expected, abs=1e-9)
+    return list(cell) == pytest.approx(list(expected), abs=1e-9)
 
 
-# Statistics
+# Numbers
 
 
-def test_t_quantiles_are_those_of_the_tables():
-    table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 10: 2.2281, 30: 2.0423, 120: 1.9799}
-    for degrees, value in table.items():
-        assert t_quantile(degrees) == pytest.approx(value, abs=5e-5)
-    assert t_quantile(4, level=0.99) == pytest.approx(4.6041, abs=5e-5)
-    assert t_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - T2 / math.sqrt(3), 2 + T2 / math.sqrt(3)), abs=1e-9)
-    with pytest.raises(ValueError, match="at least 2"):
-        t_interval([1.0])
-
-
-def test_t_interval_covers_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    covers = [low < 0 < high for low, high in (t_interval(rng.normal(size=4)) for _ in range(4000))]
-    assert abs(np.mean(covers) - 0.95) < 0.014  # four standard errors
-
-
-def test_learning_of_a_known_curve(make_run):
-    rewards = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.9, 0.7, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.45]
-    make_run("a", "Clip", rewards=rewards, validation=[0.1, 0.7, 0.3])
-    (run,) = read_runs([make_run("b", "Clip", rewards=rewards, validation=[0.1, 0.7, 0.3])])
-    found = learning(run)  # windows of two rollouts: the best is 1.0 and 0.9, the 6th and 7th
-    assert found["peak reward"] == pytest.approx(0.95)
-    assert found["final reward"] == pytest.approx(0.475)
-    assert found["area under the curve"] == pytest.approx(sum(rewards) / 20)
-    assert (found["rollouts to peak"], found["steps to peak"]) == (7, 14)
-    assert found["best validation reward"] == 0.7
+@pytest.mark.parametrize(("end", "collapsed"), [([0.5, 0.45], 0), ([0.5, 0.449], 1), ([0.0, 0.0], 1)])
+def test_learning_of_a_known_curve(make_run, report, end, collapsed):
+    rewards = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.9, *[0.5] * 11, *end]
+    make_run("a", "Clip", rewards=rewards, metrics={"validation_reward": [0.1, 0.7, *[0.3] * 18]})
+    cells, _, _ = report()
+    columns = ("final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed",
+               "best validation reward")  # fmt: skip
+    learning = [cells[SUMS, "Learning", "Clip", column][1] for column in columns]
+    expected = [sum(end) / 2, 0.95, sum(rewards) / 20, 14, 7, collapsed, 0.7]
+    assert learning == pytest.approx(expected)  # windows of two rollouts: the best is 1.0 and 0.9, the 6th and 7th
     assert smoothed([1.0, 2.0, 6.0]).tolist() == [1.0, 2.0, 6.0]  # up to ten rollouts: as they are
 
 
-@pytest.mark.parametrize(("last", "collapsed"), [(0.5, False), (0.49, True), (0.0, True)])
-def test_a_seed_has_collapsed_below_half_of_its_peak(make_run, last, collapsed):
-    (run,) = read_runs([make_run("a", "Clip", rewards=[0.3, 1.0, last])])
-    assert learning(run)["collapsed (%)"] is collapsed
-
-
-# Tables
+def test_collapse_is_a_share_of_seeds_with_wilsons_interval(make_run, report):
+    for seed, last in enumerate([0.1, 0.9, 0.9, 0.9]):
+        make_run(f"c{seed}", "Clip", seed, rewards=[0.5, 1.0, last])
+    make_run("negative", "PSPO", rewards=[-1.0, -1.0])
+    cells, _, _ = report()
+    assert close(cells[SUMS, "Learning", "Clip", "collapsed"], 4, 0.25, 0.0455872608, 0.6993581574)  # 1 of 4
+    assert close(cells[SUMS, "Learning", "Clip", "steps to peak"], 4, 4, 4, 4)
+    assert (SUMS, "Learning", "PSPO", "collapsed") not in cells  # half of a negative peak is above it
 
 
 def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
     for seed, after in enumerate([0.5, 0.6, 0.7]):
         make_run(f"x{seed}", "Clip", seed, after=after)
+        if seed < 2:
+            make_run(f"z{seed}", "NoClip", seed, after=after)
     make_run("y", "PSPO", after=0.8)
     cells, text, err = report()
-    half = T2 * 0.1 / math.sqrt(3)
+    half = 0.1 * T2
     assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 3, 0.6, 0.6 - half, 0.6 + half)
     assert close(cells[SUMS, "Accuracy", "Clip", TRUE], 3, 0.7, 0.7 - half, 0.7 + half)
+    assert cells[SUMS, "Accuracy", "NoClip", ACCURACY] == [2, 0.55, None, None]
     assert close(cells[SUMS, "Accuracy", "PSPO", ACCURACY], 1, 0.8, 0.7, 1.0)  # one seed: over problems
     assert close(cells[SUMS, "Accuracy", "tiny", ACCURACY], 0, 0.3, 0.2, 0.5)  # before training
     assert re.search(r"\| Clip +\| +3 \| +70.0 \[45.2, 94.8\] \| +60.0 \[35.2, 84.8\] \|", text)
@@ -164,253 +145,164 @@ def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
     assert err == ""
 
 
-def test_two_seeds_have_a_mean_and_no_interval(make_run, report):
-    make_run("a", "Clip", 0, after=0.5)
-    make_run("b", "Clip", 1, after=0.6)
-    assert report()[0][SUMS, "Accuracy", "Clip", ACCURACY] == (2, 0.55, None, None)
-
-
-def test_paired_differences_are_of_the_same_seed(make_run, report):
+def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report):
     for seed, (clip, noclip, pspo) in enumerate([(0.5, 0.5, 0.6), (0.6, 0.4, 0.7), (0.7, 0.6, 0.9)]):
-        make_run(f"c{seed}", "Clip", seed, after=clip, rewards=[clip, clip])
-        make_run(f"n{seed}", "NoClip", seed, after=noclip, rewards=[noclip, noclip])
-        make_run(f"p{seed}", "PSPO", seed, after=pspo, rewards=[pspo, pspo])
+        for method, value in (("Clip", clip), ("NoClip", noclip), ("PSPO", pspo)):
+            make_run(f"{method}{seed}", method, seed, after=value, rewards=[value, value])
     make_run("p7", "PSPO", 7, after=0.0)  # no partner
     make_run("elsewhere/p/seed-0", "PSPO", 0, after=0.0, **{"algorithm.epochs": 1})  # another experiment
+    make_run("other", "PSPO", 0, after=0.9, **{"data.seed": 8})  # saw other prompts
     cells, _, _ = report()
-    half = T2 * np.std([0.1, 0.1, 0.2], ddof=1) / math.sqrt(3)
-    row = "PSPO (epochs=2) - Clip (epochs=2)"
+    pairs = {key[2:]: cell for key, cell in cells.items() if key[1] == "Paired differences"}
+    row, noclip = (f"PSPO (epochs=2) - {method} (epochs=2)" for method in ("Clip", "NoClip"))
+    assert {row for row, _ in pairs} == {row, noclip, "NoClip (epochs=2) - Clip (epochs=2)"}
+    half = T2 * np.std([0.1, 0.1, 0.2], ddof=1)
     for column in (ACCURACY, TRUE, "final reward", "peak reward", "area under the curve"):
-        assert close(cells[SUMS, "Paired differences", row, column], 3, 0.4 / 3, 0.4 / 3 - half, 0.4 / 3 + half), column
-    half = T2 * np.std([0.1, 0.3, 0.3], ddof=1) / math.sqrt(3)
-    row = "PSPO (epochs=2) - NoClip (epochs=2)"
-    assert close(cells[SUMS, "Paired differences", row, ACCURACY], 3, 0.7 / 3, 0.7 / 3 - half, 0.7 / 3 + half)
-    rows = {row for _, table, row, _ in cells if table == "Paired differences"}
-    assert len(rows) == 3  # and NoClip - Clip, once
-
-
-def test_pairs_may_differ_in_algorithm_and_optimizer_but_not_in_what_they_saw(make_run, report):
-    make_run("c", "Clip", 0, after=0.5)
-    make_run("s", "NoClip", 0, after=0.75, **{"algorithm.aggregation": "grpo", "optimizer.lr": 1e-4})
-    make_run("p", "PSPO", 0, after=0.9, **{"data.seed": 8})
-    cells, _, _ = report()
-    pairs = {row: cell for (_, table, row, column), cell in cells.items()
-             if table == "Paired differences" and column == ACCURACY}  # fmt: skip
-    assert [(row.split()[0], cell[1]) for row, cell in pairs.items()] == [("NoClip", pytest.approx(0.25))]
-
-
-def test_collapse_is_a_share_of_seeds_with_wilsons_interval(make_run, report):
-    for seed, last in enumerate([0.1, 0.9, 0.9, 0.9]):
-        make_run(f"c{seed}", "Clip", seed, rewards=[0.5, 1.0, last])
-    cells, _, _ = report()
-    assert close(cells[SUMS, "Learning", "Clip", "collapsed"], 4, 0.25, 0.0455872608, 0.6993581574)  # Wilson, 1 of 4
-    assert close(cells[SUMS, "Learning", "Clip", "steps to peak"], 4, 4, 4, 4)
+        assert close(pairs[row, column], 3, 0.4 / 3, 0.4 / 3 - half, 0.4 / 3 + half), column
+    half = T2 * np.std([0.1, 0.3, 0.3], ddof=1)
+    assert close(pairs[noclip, ACCURACY], 3, 0.7 / 3, 0.7 / 3 - half, 0.7 / 3 + half)
 
 
 def test_diagnostics_are_means_over_rollouts(make_run, report):
     metrics = {"ess": [0.9, 0.7], "zero_weight_share": [0.0, 0.5], "grad_norm": [0.5, 1.5], "tv": [0.2, None]}
     make_run("a", "Clip", metrics=metrics)
+    make_run("b", "NoClip", metrics=metrics, **{"optimizer.max_grad_norm": 0})  # 0 clips nothing
     cells, _, err = report()
-    row = {column: cell[1] for (_, table, _, column), cell in cells.items() if table == "Off-policy diagnostics"}
+    found = {key[2:]: cell[1] for key, cell in cells.items() if key[1] == "Off-policy diagnostics"}
     expected = {"ess": 0.8, "zero_weight_share": 0.25, "grad_norm": 1.0, "tv": 0.2, "gradients clipped": 0.5}
-    assert row == pytest.approx(expected)
+    clip, noclip = (f"{method} (max_grad_norm={norm})" for method, norm in (("Clip", 1.0), ("NoClip", 0)))
+    assert {column: value for (row, column), value in found.items() if row == clip} == pytest.approx(expected)
+    assert found[noclip, "gradients clipped"] == 0
     assert "1 values that were not finite" in err
 
 
-def test_settings_come_from_the_configuration_alone(make_run):
+# Settings and evaluations
+
+
+def test_settings_come_from_the_configuration_alone(make_run, report):
     make_run("PSPO-0.1/seed-0", "Clip", 3)
     make_run("PSPO-0.1/seed-1", "PSPO", 0, alpha=0.1)
-    make_run("b", "PSPO", 1, alpha=0.1)
+    make_run("b", "PSPO", 1, alpha=0.1, **{"run.max_tokens": None})  # null is the same as no such switch
     make_run("c", "PSPO", 0, alpha=0.4, **{"optimizer.lr": 1e-6})
-    settings = settings_of(read_runs([make_run("d", "NoClip").parent]))
-    assert [(setting.label, list(setting.runs)) for setting in settings] == [
-        ("Clip (lr=1e-05)", [3]),
-        ("NoClip (lr=1e-05)", [0]),
-        ("PSPO (alpha=0.1, lr=1e-05)", [0, 1]),
-        ("PSPO (alpha=0.4, lr=1e-06)", [0]),
-    ]
-
-
-def test_the_same_run_twice_counts_once(make_run, report, tmp_path):
-    folder = make_run("a", "Clip", after=0.5)
-    make_run("b", "Clip", after=0.9)
-    make_run("0", "Clip", after=None)  # stopped, and then run again
-    cells, _, err = report(tmp_path / "runs", folder, tmp_path / "runs/../runs")
-    assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == (1, 0.5)
-    assert re.search(r"runs/b: the same setting and seed as .*runs/a; left out", err)
+    make_run("v2", "NoClip", module="v2", after=0.8)
+    make_run("v1", "NoClip", after=0.2)
+    cells, _, _ = report()
+    assert {row: cell[0] for (_, _, row, column), cell in cells.items() if column == "final reward"} == {
+        "Clip (lr=1e-05)": 1,
+        "PSPO (alpha=0.1, lr=1e-05)": 2,
+        "PSPO (alpha=0.4, lr=1e-06)": 1,
+        "pspo.losses.NoClip (lr=1e-05)": 1,
+        "v2.NoClip (lr=1e-05)": 1,
+    }
 
 
 def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_evaluation, report, tmp_path):
-    folder = make_run("a", "Clip", after=0.5)
+    folder, runs = make_run("a", "Clip", after=0.5), tmp_path / "runs"
     make_evaluation(folder / "evaluation", "moved/elsewhere/best", 0.6)
     make_evaluation(folder / "evaluation-last", str(folder / "final"), 0.1)
-    make_evaluation(tmp_path / "runs/apart", str(folder / "best"), 0.7, data="quotients")
-    make_evaluation(tmp_path / "runs/base", "tiny", 0.2)
-    make_evaluation(tmp_path / "runs/stranger", "somebody/else", 0.4)
+    make_evaluation(folder / "before", "tiny", 0.2)  # what the run began with is not the run's
+    make_evaluation(runs / "apart", str(folder / "best"), 0.7, data="sums")
+    make_evaluation(runs / "stranger", "somebody/else", 0.4)
+    inner = make_run("a/b", "NoClip", after=0.9)  # a run inside another keeps what is its own
+    make_evaluation(inner / "e1", str(inner / "best"), 0.1)
+    make_evaluation(inner / "e2", str(inner / "best"), 0.88)
     cells, _, err = report()
-    products, quotients = "products test, n = 50: accuracy", "quotients test, n = 50: accuracy"
-    assert close(cells[SUMS, "Accuracy", "Clip", products], 1, 0.6, 0.59, 0.61)
-    assert close(cells[SUMS, "Accuracy", "Clip", quotients], 1, 0.7, 0.69, 0.71)
-    assert close(cells[SUMS, "Accuracy", "tiny", products], 0, 0.2, 0.19, 0.21)
-    assert close(cells[SUMS, "Accuracy", "tiny", ACCURACY], 0, 0.3, 0.2, 0.5)
-    assert close(cells["Other evaluations", "Accuracy", "somebody/else", products], 0, 0.4, 0.39, 0.41)
+    assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS], 1, 0.6, 0.59, 0.61)
+    assert close(cells[SUMS, "Accuracy", "Clip", "sums test, n = 50: accuracy"], 1, 0.7, 0.69, 0.71)
+    assert close(cells[SUMS, "Accuracy", "tiny", PRODUCTS], 0, 0.2, 0.19, 0.21)
+    assert close(cells[SUMS, "Accuracy", "NoClip", PRODUCTS], 1, 0.88, 0.87, 0.89)
+    assert close(cells["Other evaluations", "Accuracy", "somebody/else", PRODUCTS], 0, 0.4, 0.39, 0.41)
     sampled = "products test, n = 50, T = 0.6: pass@4"
     assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
     assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
     assert "evaluation-last: evaluates" in err
-
-
-def test_latex_rows_have_the_columns_they_declare(make_run, report, tmp_path):
-    make_run("a", "Clip", metrics={"ess": [1.0, 1.0]}, **{"data.name": "a_b"})
-    report()
-    for table in (tmp_path / "out/table.tex").read_text().split("\n\n"):
-        columns = re.search(r"begin\{tabular\}\{(l(r+))\}", table)[1]
-        rows = [line for line in table.splitlines() if line.endswith(r"\\")]
-        assert rows
-        assert {row.count(" & ") for row in rows} == {len(columns) - 1}
-        assert not re.search(r"(?<!\\)[_&%](?! )", "".join(rows))
-
-
-# Bad input
-
-
-def test_what_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evaluation, report, tmp_path):
-    good = make_run("good", "Clip", rewards=[0.1, 0.2, 0.3], after=0.5)
-    with (good / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "rew')  # killed while writing
-    make_evaluation(good / "evaluation", "x/best", 0.6)
-    results = good / "evaluation/results.json"
-    results.write_text(results.read_text()[:80])
-    (make_run("silent", "Clip", 1) / "metrics.jsonl").unlink()
-    make_run("running", "Clip", 2, rewards=[0.5, 0.5], after=None)
-    (make_run("broken", "Clip", 3) / "config.yaml").write_text("model: [")
-    (make_run("bare", "Clip", 4) / "config.yaml").write_text("model: {}")
-    unseen = make_run("unseen", "NoClip")
-    summary = json.loads((unseen / "summary.json").read_text())
-    (unseen / "summary.json").write_text(json.dumps(summary | {"before": {}, "after": {}}))  # --run.test_limit 0
-    make_evaluation(good / "evaluation-2", "x/best", 0.6)
-    (good / "evaluation-2/results.json").rename(good / "evaluation-2/completions.jsonl")
-    (tmp_path / "runs/empty").mkdir()
-    cells, text, err = report(tmp_path / "runs", tmp_path / "runs/empty", tmp_path / "nowhere")
-    assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 1, 0.5, 0.4, 0.7)
-    assert close(cells[SUMS, "Learning", "Clip", "area under the curve"], 1, 0.2, None, None)
-    assert close(cells[SUMS, "Learning", "NoClip", "area under the curve"], 1, 0.3, None, None)
-    for line in (
-        r"good/metrics.jsonl: line 4 is cut off",
-        r"evaluation/results.json: cut off or not JSON",
-        r"silent: neither metrics nor results",
-        r"evaluation-2: an evaluation that is not finished",
-        r"running: not finished",
-        r"unseen: no accuracy",
-        r"broken: no readable config.yaml",
-        r"bare: config.yaml says nothing of data.name, model.name_or_path, run.seed",
-        r"empty: no run and no evaluation in it",
-        r"nowhere: there is no such folder",
-    ):
-        assert re.search(line, err), line
-    assert all(line.startswith("pspo.report: ") for line in err.splitlines())
-    assert re.search("in the curves alone: .*running", text)
+    assert "a/b: several evaluations on products test, n = 50" in err
 
 
 def test_tasks_are_never_mixed(make_run, report, tmp_path):
     make_run("a", "Clip", 0, after=0.5)
     make_run("b", "Clip", 1, after=0.9, **{"data.name": "roots"})
-    make_run("c", "Clip", 2, after=0.7, **{"model.name_or_path": "org/other"})
-    cells, text, err = report()
-    assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == (1, 0.5)
-    assert cells["tiny on roots", "Accuracy", "Clip", "roots test, n = 100: accuracy"][:2] == (1, 0.9)
-    assert cells["org/other on sums", "Accuracy", "Clip", ACCURACY][:2] == (1, 0.7)
-    assert "runs of 3 tasks" in err
-    assert {"tiny-sums-curves.png", "tiny-roots-curves.png", "other-sums-curves.png"} <= {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
-    assert all((tmp_path / "out" / name).exists() for name in re.findall(r"\]\((\S+)\)", text))
-
-
-def test_runs_that_are_not_finished_have_curves_and_no_tables(make_run, report, tmp_path):
-    make_run("running", "Clip", after=None)
-    cells, text, err = report()
-    assert cells == {}
-    assert "running: not finished" in err
-    assert "![curves](curves.png)" in text
-    assert (tmp_path / "out/curves.png").exists()
-
-
-def test_an_ablation_of_which_nothing_is_finished_has_curves_alone(make_run, report):
-    make_run("a", "PSPO", alpha=0.1, after=None)
-    make_run("b", "PSPO", alpha=0.2, after=None)
-    cells, text, _ = report()
-    assert cells == {}
-    assert "curves" in text
-
-
-def test_settings_of_classes_with_one_name_stay_apart(make_run, report):
-    for module in ("v1", "v2"):
-        file = make_run(module, "NoClip", after=0.2 if module == "v1" else 0.8) / "config.yaml"
-        file.write_text(file.read_text().replace("pspo.losses.NoClip", f"{module}.NoClip"))
-    cells, _, _ = report()
-    assert [cells[SUMS, "Accuracy", f"{module}.NoClip", ACCURACY][1] for module in ("v1", "v2")] == [0.2, 0.8]
-
-
-def test_no_value_and_null_are_the_same_setting(make_run, report):
-    make_run("old", "PSPO", 0)
-    make_run("new", "PSPO", 1, **{"run.max_tokens": None})
-    assert report()[0][SUMS, "Accuracy", "PSPO", ACCURACY][0] == 2
-
-
-def test_a_run_inside_another_keeps_what_is_its_own(make_run, make_evaluation, report, tmp_path):
-    make_run("a", "PSPO", after=0.2)
-    inner = make_run("a/b", "NoClip", after=0.9)
-    make_evaluation(inner / "evaluation", str(inner / "best"), 0.88)
-    cells, _, _ = report()
-    assert cells[SUMS, "Accuracy", "PSPO", ACCURACY][1] == 0.2
-    assert cells[SUMS, "Accuracy", "NoClip", ACCURACY][1] == 0.9
-    assert cells[SUMS, "Accuracy", "NoClip", "products test, n = 50: accuracy"][1] == 0.88
-    assert (SUMS, "Accuracy", "PSPO", "products test, n = 50: accuracy") not in cells
-
-
-def test_an_evaluation_of_what_a_run_began_with_is_not_the_run_s(make_run, make_evaluation, report, tmp_path):
-    """A second stage, which begins with one `final` and returns another."""
-    first = str(tmp_path / "elsewhere/final")
-    run = make_run("two", "PSPO", **{"model.name_or_path": first})
-    summary = json.loads((run / "summary.json").read_text()) | {"best_model": str(run / "final")}
-    (run / "summary.json").write_text(json.dumps(summary))
-    make_evaluation(run / "before", first, 0.11)
-    cells, _, _ = report()
-    title = "products test, n = 50: accuracy"
-    rows = {row: mean for (_, _, row, column), (_, mean, _, _) in cells.items() if column == title}
-    assert list(rows.values()) == [0.11]
-    assert "PSPO" not in rows
-
-
-def test_a_second_evaluation_on_the_same_data_is_named(make_run, make_evaluation, report):
-    run = make_run("a", "PSPO")
-    for name, value in (("e1", 0.2), ("e2", 0.6)):
-        make_evaluation(run / name, str(run / "best"), value)
-    cells, _, err = report()
-    assert cells[SUMS, "Accuracy", "PSPO", "products test, n = 50: accuracy"][1] == 0.6
-    assert "several evaluations on products test, n = 50" in err
-
-
-def test_pictures_of_models_of_one_name_are_not_each_other_s(make_run, report, tmp_path):
     for stage in ("one", "two"):
-        make_run(stage, "PSPO", **{"model.name_or_path": f"runs/{stage}/final"})
-    _, text, _ = report()
-    pictures = re.findall(r"\((.*curves\.png)\)", text)
-    assert pictures == ["runs-one-final-sums-curves.png", "runs-two-final-sums-curves.png"]
-    assert all((tmp_path / "out" / picture).exists() for picture in pictures)
+        make_run(stage, "Clip", 2, after=0.7, **{"model.name_or_path": f"runs/{stage}/final"})
+    cells, text, err = report()
+    assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == [1, 0.5]
+    assert cells["tiny on roots", "Accuracy", "Clip", "roots test, n = 100: accuracy"][:2] == [1, 0.9]
+    assert cells["runs/two/final on sums", "Accuracy", "Clip", ACCURACY][:2] == [1, 0.7]
+    assert "runs of 4 tasks" in err
+    pictures = re.findall(r"\]\((\S+curves.svg)\)", text)
+    assert len(set(pictures)) == 4
+    assert all((tmp_path / "out" / name).exists() for name in pictures)
 
 
-def test_a_reward_below_zero_is_no_collapse(make_run):
-    run = make_run("a", "PSPO", rewards=[-1.0] * 20)
-    assert "collapsed (%)" not in learning(read_runs([run])[0])
+def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evaluation, report, tmp_path):
+    good = make_run("good", "Clip", rewards=[0.1, 0.2, 0.3], after=0.5)
+    with (good / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rew')  # killed while writing: as if it had not begun
+    for name, content in (("e1", '{"model": "x/be'), ("e2", "{}")):
+        make_evaluation(good / name, "x/best", 0.6)
+        (good / name / "results.json").write_text(content)
+    (make_run("silent", "Clip", 1) / "metrics.jsonl").unlink()
+    make_run("running", "Clip", 2, rewards=[0.5, 0.5], after=None)
+    (make_run("broken", "Clip", 3) / "config.yaml").write_text("model: [")
+    (make_run("bare", "Clip", 4) / "config.yaml").write_text("model: {}")
+    (make_run("torn", "Clip", 5) / "metrics.jsonl").write_text('{"step": 2\n{"step": 4}\n')
+    (make_run("stopped", "Clip", 0, after=None, rewards=[0.9]))  # and then run again
+    unseen = make_run("unseen", "NoClip")
+    (unseen / "summary.json").write_text('{"before": {}, "after": {}, "best_step": 2}')  # --run.test_limit 0
+    (tmp_path / "runs/empty").mkdir()
+    cells, text, err = report(tmp_path / "runs", tmp_path / "runs/empty", tmp_path / "nowhere", good)
+    assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 1, 0.5, 0.4, 0.7)
+    assert close(cells[SUMS, "Learning", "Clip", "area under the curve"], 1, 0.2, None, None)
+    assert close(cells[SUMS, "Learning", "NoClip", "area under the curve"], 1, 0.3, None, None)
+    for line in (
+        "e1: .*damaged", "e2: results.json is not of an evaluation", "silent: neither metrics nor results",
+        "running: not finished", "unseen: no accuracy", "broken: .*damaged", "torn: .*damaged",
+        "bare: config.yaml says nothing of data.name, model.name_or_path, run.seed", "empty: no run and no evaluation",
+        "nowhere: there is no such folder", "stopped: the same setting and seed as .*good",
+    ):  # fmt: skip
+        assert re.search(line, err), line
+    assert all(line.startswith("pspo.report: ") for line in err.splitlines())
+    assert "in the curves alone: Clip, seed 2" in text
 
 
 def test_nothing_to_report_is_an_error(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--output_dir", str(tmp_path / "out")])
-    assert stop.value.code == 2
     assert "error: nothing to report in" in capsys.readouterr().err
+
+
+# Packing
+
+
+def test_a_packed_folder_is_reported_as_its_runs(make_run, make_evaluation, report, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for i, (method, alpha) in enumerate([("Clip", None), ("NoClip", None), ("PSPO", 0.1), ("PSPO", 0.2)]):
+        for seed in range(3):
+            changes = {"alpha": alpha} if alpha else {}
+            metrics = {"ess": rng.random(12).tolist(), "tv": [None, *rng.random(11).tolist()]}
+            for experiment, lr in (("one", 1e-5), ("two", 1e-4)):
+                rewards, name = rng.random(12).tolist(), f"{experiment}/{i}/{seed}"
+                run = make_run(name, method, seed, rewards, rng.random(), metrics, **changes, **{"optimizer.lr": lr})
+            make_evaluation(run / "evaluation", str(run / "best"), rng.random())
+    make_run("two/4/0", "PSPO", after=None, alpha=0.3)
+    make_evaluation(tmp_path / "runs/base", "tiny", rng.random())
+    report()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    main([str(tmp_path / "runs"), "--pack", str(tmp_path / "pack")])
+    report(tmp_path / "pack")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+
+    folders, pack = (read_runs([tmp_path / name]) for name in ("runs", "pack"))  # exact, the unreported numbers too
+    for name in ("metrics", "numbers"):
+        ours, packed = (getattr(runs, name).drop(columns="run").reset_index(drop=True) for runs in (folders, pack))
+        assert_frame_equal(ours, packed[ours.columns], check_exact=True)
+    settings = yaml.safe_load((tmp_path / "pack/settings.yaml").read_text())
+    assert settings["shared"]["run.max_steps"] == 40
+    assert settings["experiments"]["one"]["shared"] == {"optimizer.lr": 1e-5}
+    assert settings["experiments"]["one"]["settings"]["PSPO (alpha=0.2)"] == {
+        "algorithm.surrogate.class_path": "pspo.losses.PSPO",
+        "algorithm.surrogate.init_args.alpha": 0.2,
+    }
 
 
 # Pictures
@@ -419,11 +311,8 @@ def test_nothing_to_report_is_an_error(tmp_path, capsys):
 def closed_forms(r, a):
     """J(r) - J(1) + A and dJ/dr of each method, by hand; sigma is 1 / (1 + exp(-x))."""
 
-    def sigma(x):
-        return 1 / (1 + np.exp(-x))
-
     def gate(tau):
-        s = sigma(tau * (r - 1))
+        s = 1 / (1 + np.exp(-tau * (r - 1)))
         return a * (1 + 4 / tau * (s - 0.5)), 4 * s * (1 - s) * a
 
     inside = r < 1.2 if a > 0 else r > 0.8
@@ -438,79 +327,84 @@ def closed_forms(r, a):
     }
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.5])
-def test_figure_1_is_the_closed_forms(advantage):
-    ratio = torch.linspace(0.01, 2, 400, dtype=torch.float64)  # no kink of Clip's among them
-    expected = closed_forms(ratio.numpy(), advantage)
-    for label, surrogate in FIGURE1.items():
-        value, slope = surrogate_and_slope(surrogate, ratio, advantage)
-        known_value, known_slope = expected.pop(re.split(r"\W", label)[0])
-        assert np.allclose(value, known_value, rtol=0, atol=1e-12), label
-        assert np.allclose(slope, known_slope, rtol=1e-12, atol=1e-12), label
-    assert not expected
-
-
-def test_figure_1_needs_no_runs_and_plots_what_was_tested(tmp_path, monkeypatch, capsys):
-    drawn = []
-    plot = matplotlib.axes.Axes.plot
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures, as they are saved."""
+    found, save = [], Figure.savefig
     monkeypatch.setattr(
-        matplotlib.axes.Axes, "plot", lambda axes, *xy, **look: drawn.append(xy) or plot(axes, *xy, **look)
+        Figure, "savefig", lambda figure, *args, **how: (found.append(figure), save(figure, *args, **how))
     )
-    main(["--output_dir", str(tmp_path)])
-    assert capsys.readouterr().out.split() == [str(tmp_path / f"surrogates.{kind}") for kind in ("png", "svg")]
-    assert len(drawn) == 24  # six methods, surrogate and gradient, two signs
-    for i, (x, y) in enumerate(drawn):
-        expected = closed_forms(x.numpy(), 1.0 if i < 12 else -1.0)
-        method = sorted(expected)[i % 12 // 2]
-        assert np.allclose(y, expected[method][i % 2], rtol=1e-12, atol=1e-12), (i, method)
+    return found
 
 
-def test_bands_are_t_intervals_over_seeds(tmp_path, monkeypatch):
-    bands = []
-    fill = matplotlib.axes.Axes.fill_between
-    monkeypatch.setattr(
-        matplotlib.axes.Axes, "fill_between", lambda axes, *xs, **look: bands.append(xs) or fill(axes, *xs, **look)
+def test_each_loss_is_drawn_beside_noclip(tmp_path, saved):
+    main(["--surrogates", str(tmp_path)])
+    names = {"surrogates", "clip", "noclip", "p3o", "pspo", "sapo", "topr"}
+    assert {path.stem for path in tmp_path.iterdir()} >= names
+    for i, axes in enumerate(saved[0].axes):  # Figure 1: surrogate and gradient for A = 1, then for A = -1
+        for method, line in zip(sorted(closed_forms(np.ones(1), 1.0)), axes.get_lines(), strict=True):
+            x, y = line.get_data()
+            assert np.allclose(y, closed_forms(x, 1.0 if i < 2 else -1.0)[method][i % 2], rtol=1e-12, atol=1e-12)
+
+
+def curves(rows, seeds=3):
+    steps = range(2, 12, 2)
+    return pd.DataFrame(
+        {"panel": panel, "row": f"PSPO (alpha={row})", "seed": seed, "x": x, "y": math.sin(x + row) + seed / 9}
+        for panel in ("reward", "ess") for row in range(rows) for seed in range(seeds) for x in steps
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_up_to_six_settings_share_axes_in_a_style_each_and_are_named_at_their_ends(tmp_path, saved, rows):
+    assert figures.draw_curves(curves(rows), "step", tmp_path / "a.svg") == [tmp_path / "a.svg"]
+    assert all(len({str(style[part]) for style in figures.STYLES}) == 6 for part in ("color", "ls"))
+    for axes in saved[0].axes:
+        assert [line.get_color() for line in axes.get_lines()] == [style["color"] for style in figures.STYLES[:rows]]
+        assert {text.get_text() for text in axes.texts} == {f"PSPO (alpha={row})" for row in range(rows)}
+        boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda box: box.y0)
+        assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(boxes))  # none on another
+        for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds
+            x, y = band.get_paths()[0].vertices.T
+            assert np.allclose(abs(y - np.sin(x + row) - 1 / 9), T2 / 9)
+
+
+def test_more_settings_are_small_multiples_before_the_others_in_grey(tmp_path, saved):
+    files = figures.draw_curves(curves(7), "step", tmp_path / "a.svg")
+    assert [file.name for file in files] == ["a-reward.svg", "a-ess.svg"]
+    for figure in saved:
+        panels = [axes for axes in figure.axes if axes.get_lines()]
+        assert [axes.get_title() for axes in panels] == [f"PSPO (alpha={row})" for row in range(7)]
+        for row, axes in enumerate(panels):
+            colours = [line.get_color() for line in axes.get_lines()]
+            assert [i for i, colour in enumerate(colours) if colour != figures.GREY] == [row]
+
+
+def test_pictures_are_transparent_deterministic_and_their_text_is_text(tmp_path):
+    first, second = (
+        figures.draw_curves(curves(2), "step", tmp_path / name)[0].read_text() for name in ("a.svg", "b.svg")
     )
-    seeds = [([2, 4], [0.1, 0.2]), ([2, 4], [0.2, 0.4]), ([2, 4, 6], [0.3, 0.9, 1.0])]
-    files = draw_curves([Panel("reward", {"A": seeds, "B": seeds[:2]})], "step", 1, f"{tmp_path}/curves")
-    assert [file.name for file in files] == ["curves.png", "curves.svg"]
-    ((x, low, high),) = bands  # two seeds have none, nor has a step that only one seed reached
-    assert list(x) == [2, 4]
-    half = T2 * np.array([0.1, np.std([0.2, 0.4, 0.9], ddof=1)]) / math.sqrt(3)
-    assert np.allclose(low, np.array([0.2, 0.5]) - half)
-    assert np.allclose(high, np.array([0.2, 0.5]) + half)
+    assert first == second
+    assert re.search(r"<text[^>]*>PSPO \(alpha=1\)</text>", first)
+    assert "<dc:date>" not in first
+    assert not re.search(r"fill: #ffffff", first)
 
 
-def test_ablations_are_of_one_number_alone(make_run):
+def test_ablations_are_of_one_number_alone(make_run, report, tmp_path, saved):
     for lr in (1e-5, 1e-6):
         for alpha in (0.1, 0.4):
             for seed in (0, 1):
                 after = alpha + 100 * lr + seed / 10
                 make_run(f"{lr}-{alpha}-{seed}", "PSPO", seed, alpha=alpha, after=after, **{"optimizer.lr": lr})
-    root = make_run("clip", "Clip").parent
-    found = ablations(settings_of(read_runs([root])))
-    assert set(found) == {("PSPO", "alpha")}
-    panels = {panel.title: panel.curves for panel in ablation_panels(found["PSPO", "alpha"])}
-    curves = panels["sums test, n = 100: accuracy (%)"]
-    assert list(curves) == ["PSPO (alpha, lr=1e-05)", "PSPO (alpha, lr=1e-06)"]
-    for seed, (x, y) in enumerate(curves["PSPO (alpha, lr=1e-05)"]):
-        assert x == (0.1, 0.4)
-        assert y == pytest.approx((10.1 + 10 * seed, 40.1 + 10 * seed))
+    make_run("clip", "Clip")
+    report()
+    assert [path.name for path in (tmp_path / "out").glob("*-*.svg")] == ["PSPO-alpha.svg"]
+    (axes,) = (axes for axes in saved[-1].axes if re.search(r"100:\saccuracy", axes.get_title()))
+    found = sorted(line.get_xydata().ravel().tolist() for line in axes.get_lines())
+    expected = ([0.1, 10 + lr + seed, 0.4, 40 + lr + seed] for lr in (0.01, 0.1) for seed in (0, 10))
+    assert np.allclose(found, sorted(expected))
 
 
-def test_pictures_are_transparent_deterministic_and_their_text_is_text(make_run, report, tmp_path):
-    make_run("a", "Clip")
-    make_run("b", "PSPO", alpha=0.1)
-    make_run("c", "PSPO", alpha=0.2)
-    report()
-    names = ("curves", "diagnostics", "PSPO-alpha")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert set(before) >= {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
-    report()
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    svg = before["curves.svg"].decode()
-    assert re.search(r"<text[^>]*>PSPO \(alpha=0.2\)</text>", svg)
-    assert "<dc:date>" not in svg
-    image = Image.open(tmp_path / "out/curves.png")
-    assert image.mode == "RGBA"
-    assert image.getpixel((0, 0))[3] == 0
+def test_the_command_starts_without_torch():
+    code = "import sys; import pspo.report.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

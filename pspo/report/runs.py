@@ -1,355 +1,287 @@
-"""Run folders for `pspo.report`: reading them, grouping them into settings, and the numbers of each run.
+"""Runs as data frames: read run folders and packed folders, pack them, name their settings.
 
-Names mean nothing, the configuration everything: runs that differ only in ``run.seed`` and ``run.output_dir`` are the
-seeds of one setting. What cannot be read is named on stderr and left out.
+Folder names mean nothing, the configuration everything: runs that differ only in their seed and output folder are the
+seeds of one setting. Whatever cannot be read is named on stderr and left out.
 """
 
 import json
-import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import yaml
 
-from pspo.run.records import flat, wilson
+from pspo.run.records import flat, read_config, read_json, read_jsonl, write_text
 
-DIAGNOSTICS = ("ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm")
-OF_A_SEED = ("run.seed", "run.output_dir")
-SURROGATE = "algorithm.surrogate."
-SEEDS_FOR_AN_INTERVAL = 3
-ACCURACIES = {"true_accuracy": "true_accuracy_ci95", "accuracy": "ci95"}  # and their intervals in a summary
+MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
+SURROGATE, ARGUMENT = "algorithm.surrogate.class_path", "algorithm.surrogate.init_args."
+OF_A_RUN = ["experiment", SEED, "run.output_dir"]  # columns of `Runs.configs` that are no part of the setting
+NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
+           "value", "low", "high"]  # fmt: skip
+PACK = ("runs.parquet", "summaries.parquet", "settings.yaml")
 
-Config = dict[str, Any]  # flat: {"algorithm.epochs": 2}; lists as their text
-Measured = tuple[float, tuple[float, float]]  # a share and its 95% interval over problems
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run, or one evaluation outside of any run (no metrics then).
+class Runs(NamedTuple):
+    """Three tables, joined by `run`: a run's folder, or its setting and seed in a packed folder.
 
     Attributes:
-        metrics: one record a rollout, in order of steps.
-        summary: empty while the run is not finished.
-        evaluations: the contents of results.json files.
+        configs: indexed by run; every switch (lists as JSON), and the experiment: the folder above the setting's.
+        metrics: run, step and the metrics, one row per rollout; NaN where one is missing or not finite.
+        numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
+            ("before" or "after" training), model (that the run began with), evaluation ("summary", or its folder's
+            name), data, split, n, temperature ("0": greedy), part and group (of the problems; missing: all of them),
+            measure, value, low and high (95% interval over problems).
     """
 
-    folder: Path
-    config: Config
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    configs: pd.DataFrame
+    metrics: pd.DataFrame
+    numbers: pd.DataFrame
 
-    @property
-    def experiment(self) -> Path:
-        """Where its setting's folder lies, among those that it is to be compared with."""
-        return self.folder.parent.parent
+    def take(self, runs: Sequence[str]) -> "Runs":
+        """These runs, in this order, and the evaluations of models that no run trained."""
+        place = {run: i for i, run in enumerate(runs)}
+        metrics, numbers = (
+            table[table["run"].isin(runs) | table["run"].isna()]
+            .sort_values("run", key=lambda run: run.map(place), kind="stable")
+            for table in (self.metrics, self.numbers)
+        )  # fmt: skip
+        return Runs(self.configs.loc[runs], metrics, numbers)
 
-    def curve(self, key: str) -> tuple[list[float], list[float]]:
-        """Optimizer steps and the finite values of one metric."""
-        points = [(record["step"], record[key]) for record in self.metrics if _is_number(record.get(key))]
-        return [step for step, _ in points], [value for _, value in points]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The runs of one configuration by seed; `config` is without what tells seeds apart."""
-
-    label: str
-    config: Config
-    runs: dict[int, Run]
-
-    @property
-    def finished(self) -> dict[int, Run]:
-        return {seed: run for seed, run in self.runs.items() if run.summary}
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Mean over n seeds (0: of the untrained model), and its 95% interval.
-
-    The interval is over seeds, from three on; an accuracy of one seed or none has its interval over problems.
-    """
-
-    mean: float
-    interval: tuple[float, float] | None
-    n: int
-
-
-# Reading
-
-
-def read_runs(roots: Sequence[Path]) -> list[Run]:
-    """All runs and evaluations in the folders, however deep, each once."""
-    found: set[Path] = set()
-    for root in roots:
-        below = {path.parent.resolve() for name in ("config.yaml", "results.json") for path in root.rglob(name)}
-        if not below:
-            warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
-        found |= below
-    runs: dict[Path, Run] = {}
-    for folder in sorted(found):  # a run comes before what is inside it, its checkpoints for one
-        inside = any(parent in runs for parent in folder.parents)
-        has_metrics, has_results = ((folder / name).exists() for name in ("metrics.jsonl", "results.json"))
-        if (has_metrics or not (inside or has_results)) and (config := _read_config(folder)):
-            if metrics := _read_metrics(folder / "metrics.jsonl"):
-                runs[folder] = Run(folder, config, metrics, _read_json(folder / "summary.json"))
-            else:
-                warn(f"{folder}: neither metrics nor results; left out")
-        elif inside and not has_results and (folder / "completions.jsonl").exists():
-            warn(f"{folder}: an evaluation that is not finished; left out")
-    trained = dict(runs)
-    for folder in sorted(found):
-        if results := _read_results(folder / "results.json"):
-            model = Path(results["model"])
-            around = next((trained[parent] for parent in (folder, *folder.parents) if parent in trained), None)
-            run = trained.get(model.resolve().parent, around)  # it may lie elsewhere and name RUN/best
-            if run is not None and results["model"] == run.config["model.name_or_path"]:
-                run = None  # of the model that the run began with
-            if run is None and (config := _read_config(folder)):
-                runs[folder] = Run(folder, config, evaluations=[results])
-            elif run is not None and model.name == Path(run.summary.get("best_model", "best")).name:
-                run.evaluations.append(results)
-            elif run is not None:
-                warn(f"{folder}: evaluates {model}, not the model that the run returned; left out")
-    return list(runs.values())
+    def finished(self) -> list[str]:
+        """The runs that have a summary."""
+        summaries = set(self.numbers.loc[self.numbers["evaluation"] == "summary", "run"])
+        return [run for run in self.configs.index if run in summaries]
 
 
 def warn(line: str) -> None:
     print(f"pspo.report: {line}", file=sys.stderr)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
+# Reading
+
+
+def read_runs(roots: Sequence[Path]) -> Runs:
+    """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
+    names = ("metrics.jsonl", "results.json", "config.yaml", PACK[0])
+    found: list[set[Path]] = [set() for _ in names]
+    for root in roots:
+        here = [{path.parent.resolve() for path in root.rglob(name)} for name in names]
+        if not any(here):
+            warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
+        found = [some | more for some, more in zip(found, here, strict=True)]
+    trained, evaluated, configured, packed = map(sorted, found)
+
+    configs: dict[str, Row] = {}
+    returned: dict[str, str] = {}  # by run, the name of the model that it returned
+    metrics, numbers, rows = [], [], []
+    for folder in trained:
+        with _left_out(folder):
+            run, config, rollouts = str(folder), _read_config(folder), _read_metrics(folder)
+            summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+            rows += [{"run": run, **row} for row in _of_summary(summary, config)]
+            metrics.append(rollouts.assign(run=run))
+            configs[run] = config | {"experiment": str(folder.parent.parent)}
+            returned[run] = Path(summary.get("best_model", "best")).name
+    for folder in evaluated:
+        with _left_out(folder):
+            rows += list(_of_evaluation(folder, configs, returned))
+    for folder in configured:
+        inside = any(str(parent) in configs for parent in folder.parents)  # a checkpoint, say
+        if folder not in found[0] | found[1] and (not inside or (folder / "completions.jsonl").exists()):
+            warn(f"{folder}: neither metrics nor results; left out")
+    for folder in packed:
+        with _left_out(folder):
+            of_pack = _read_pack(folder)
+            configs |= of_pack[0]
+            metrics.append(of_pack[1])
+            numbers.append(of_pack[2])
+    numbers += [pd.DataFrame(rows)] if rows else []
+    if not metrics and not numbers:
+        raise ValueError("nothing to report in " + ", ".join(map(str, roots)))
+    table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
+    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, "optimizer.max_grad_norm", *OF_A_RUN, *table}))
+    return _in_order(
+        Runs(
+            table.where(table.notna(), None),
+            pd.concat(metrics or [pd.DataFrame(columns=["run", "step"])], ignore_index=True),
+            pd.concat(numbers or [pd.DataFrame(columns=NUMBERS)], ignore_index=True).reindex(columns=NUMBERS),
+        )
+    )
+
+
+@contextmanager
+def _left_out(folder: Path) -> Iterator[None]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return content
-        warn(f"{path}: not a JSON object; left out")
-    except FileNotFoundError:
-        pass
+        yield
     except (OSError, ValueError) as error:
-        warn(f"{path}: cut off or not JSON ({error}); left out")
-    return {}
+        warn(f"{folder}: {' '.join(str(error).split())}; left out")
 
 
-def _read_results(path: Path) -> dict[str, Any]:
-    results = _read_json(path)
-    complete = {"model", "data", "split", "n", "temperatures"} <= results.keys()
-    if results and not (complete and isinstance(results["temperatures"], dict) and isinstance(results["model"], str)):
-        warn(f"{path}: not the results of an evaluation; left out")
-        return {}
-    return results
+def _read_config(folder: Path) -> Row:
+    switches = flat(read_config(folder / "config.yaml"))
+    if missing := [name for name in (DATA, MODEL, SEED) if switches.get(name) is None]:
+        raise ValueError(f"config.yaml says nothing of {', '.join(missing)}")
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in switches.items()}
 
 
-def _read_config(folder: Path) -> Config | None:
-    path, needed = folder / "config.yaml", {"model.name_or_path", "data.name", "run.seed"}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        values = flat(content) if isinstance(content, dict) else {}
-        config = {name: str(value) if isinstance(value, list) else value for name, value in values.items()
-                  if value is not None}  # null is the same as no such field  # fmt: skip
-        if needed <= config.keys():
-            return config
-        warn(f"{folder}: config.yaml says nothing of {', '.join(sorted(needed - config.keys()))}; left out")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        warn(f"{folder}: no readable config.yaml ({' '.join(str(error).split())}); left out")
-    return None
+def _read_metrics(folder: Path) -> pd.DataFrame:
+    """The rollouts in order of steps, the last record of each."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    metrics = pd.DataFrame(records)
+    if "step" not in metrics:
+        raise ValueError("metrics.jsonl holds no rollout")
+    if nulls := sum(value is None for record in records for value in record.values()):
+        warn(f"{folder}: {nulls} values that were not finite; left out")
+    metrics = metrics.drop_duplicates("step", keep="last").sort_values("step")
+    return metrics.apply(pd.to_numeric, errors="coerce").replace([np.inf, -np.inf], np.nan).astype({"step": int})
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records that are whole, the last one of each step."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    records: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            records[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError, OverflowError):
-            warn(f"{path}: line {number} is cut off or no record; left out")
-    nulls = sum(value is None for record in records.values() for value in record.values())
-    if nulls:
-        warn(f"{path}: {nulls} values that were not finite; left out")
-    return [records[step] for step in sorted(records)]
+def _of_summary(summary: Row, config: Row) -> Iterator[Row]:
+    where = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
+    yield from _measures(summary, where)
+    for stage in ("before", "after"):
+        if result := summary.get(stage):  # {} with --run.test_limit 0
+            pairs = {"accuracy": "ci95", "true_accuracy": "true_accuracy_ci95"}
+            estimates = {name: {"value": result[name], "ci95": result[ci95]} for name, ci95 in pairs.items()}
+            test = {"stage": stage, "data": config[DATA], "split": "test", "temperature": "0"}
+            yield from _measures(result | estimates, where | test)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _of_evaluation(folder: Path, configs: dict[str, Row], returned: dict[str, str]) -> Iterator[Row]:
+    results = read_json(folder / "results.json")
+    if not {"model", "data", "split", "n", "temperatures"} <= results.keys():
+        raise ValueError("results.json is not of an evaluation")
+    model = Path(results["model"])
+    candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
+    run = next((folder for folder in candidates if folder in configs), None)
+    if run is None or results["model"] == configs[run][MODEL]:
+        where = {"stage": "before", "model": results["model"]}
+    elif model.name == returned[run]:
+        where = {"run": run, "stage": "after", "model": configs[run][MODEL]}
+    else:
+        raise ValueError(f"evaluates {model}, not the model that the run returned")
+    where |= {"evaluation": folder.name} | {name: results[name] for name in ("data", "split", "n")}
+    yield from _measures(results, where)  # its switches
+    for temperature, result in results["temperatures"].items():
+        yield from _measures(result, where | {"temperature": temperature})
 
 
-# Grouping
+def _measures(result: Row, where: Row) -> Iterator[Row]:
+    """One row per number of a result, breakdowns included."""
+    where = where | {"n": result.get("n", where.get("n"))}
+    for name, value in result.items():
+        if isinstance(value, dict) and "ci95" in value and "value" in value:
+            low, high = value["ci95"]
+            yield where | {"measure": name, "value": value["value"], "low": low, "high": high}
+        elif isinstance(value, int | float) and name != "n":
+            yield where | {"measure": name, "value": value}
+    for part, groups in result.get("breakdown", {}).items():
+        for group, of_group in groups.items():
+            yield from _measures(of_group, where | {"part": part, "group": group})
 
 
-def settings_of(runs: Sequence[Run]) -> list[Setting]:
-    """Group runs of one task; a label is the surrogate's name and the parameters in which the settings differ."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(key_without(run.config, OF_A_SEED), []).append(run)
-    configs = [_without(group[0].config, OF_A_SEED) for group in groups.values()]
-    settings = []
-    for config, group in zip(configs, groups.values(), strict=True):
-        label, by_seed = _label(config, configs), {}
-        for run in sorted(group, key=lambda run: not run.summary):  # finished ones first
-            first = by_seed.setdefault(run.config["run.seed"], run)
-            if first is not run:
-                warn(f"{run.folder}: the same setting and seed as {first.folder}; left out")
-        settings.append(Setting(label, config, dict(sorted(by_seed.items()))))
-    return sorted(settings, key=lambda setting: setting.label)
+def _in_order(runs: Runs) -> Runs:
+    """Sort by setting and seed, each once: of two runs the finished one."""
+    configs = runs.configs
+    keys = pd.DataFrame({"label": labels(configs), "setting": settings(configs), "seed": configs[SEED]})
+    keys["unfinished"] = ~keys.index.isin(runs.finished())
+    keys = keys.sort_values(["label", "setting", "seed", "unfinished"], kind="stable")
+    first = keys.groupby(["setting", "seed"])["label"].transform(lambda of_one: of_one.index[0])
+    for run, kept in first[first != first.index].items():
+        warn(f"{run}: the same setting and seed as {kept}; left out")
+    numbers = runs.numbers[(runs.numbers["evaluation"] != "summary") & (runs.numbers["measure"] == "accuracy")]
+    again = numbers.duplicated(["run", "data", "split", "n", "temperature", "group"]) & numbers["run"].notna()
+    for row in numbers[again & numbers["group"].isna()].itertuples():
+        warn(f"{row.run}: several evaluations on {row.data} {row.split}, n = {row.n:,.0f}; the last one counts")
+    return runs.take(list(first.unique()))
 
 
-def _without(config: Config, prefixes: Sequence[str]) -> Config:
-    return {key: value for key, value in config.items() if not key.startswith(tuple(prefixes))}
+# Settings
 
 
-def key_without(config: Config, prefixes: Sequence[str]) -> str:
-    """Equal for configurations that are equal but for fields that begin so."""
-    return json.dumps(_without(config, prefixes), sort_keys=True, default=str)
+def settings(configs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.Series:
+    """Number the settings, by run; configurations that differ in the switches besides alone have one number."""
+    switches = configs.drop(columns=[*OF_A_RUN, *besides])
+    return switches.groupby([*switches], dropna=False, sort=False).ngroup()
 
 
-def method_of(config: Config) -> str:
-    """The name of the surrogate's class."""
-    return str(config.get(f"{SURROGATE}class_path")).rpartition(".")[2]
+def methods(configs: pd.DataFrame) -> pd.Series:
+    """Name each run's surrogate, with its module where two have one name."""
+    paths = configs[SURROGATE].astype(str)
+    names = paths.str.split(".").str[-1]
+    return names.where(paths.groupby(names).transform("nunique") == 1, paths)
 
 
-def _label(config: Config, configs: Sequence[Config]) -> str:
-    same_method = [other for other in configs if method_of(other) == method_of(config)]
-    classes = {other.get(f"{SURROGATE}class_path") for other in same_method}
-    name = str(config.get(f"{SURROGATE}class_path")) if len(classes) > 1 else method_of(config)
-    shown = []
-    for key, value in sorted(config.items(), key=lambda item: not item[0].startswith(SURROGATE)):  # its own first
-        others = same_method if key.startswith(SURROGATE) else configs
-        if key != f"{SURROGATE}class_path" and any(other.get(key) != value for other in others):
-            shown.append(f"{key.rpartition('.')[2]}={' '.join(str(value).split())}")
-    return f"{name} ({', '.join(shown)})" if shown else name
+def labels(configs: pd.DataFrame) -> pd.Series:
+    """Name each run's setting: its surrogate, and the switches in which the settings of these runs differ.
 
-
-# Numbers
-
-
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean over seeds; None for no seeds. The interval is Student's, for truth values Wilson's of their share."""
-    n = len(values)
-    if n == 0:
-        return None
-    interval = wilson(sum(values), n) if isinstance(values[0], bool) else t_interval(values) if n > 1 else None
-    return Estimate(float(np.mean(values)), interval if n >= SEEDS_FOR_AN_INTERVAL else None, n)
-
-
-def smoothed(values: Sequence[float]) -> np.ndarray:
-    """(N - w + 1,) means over the windows of w = ceil(N / 10) consecutive values."""
-    width = math.ceil(len(values) / 10)
-    return np.lib.stride_tricks.sliding_window_view(values, width).mean(axis=1) if width else np.empty(0)
-
-
-def smoothed_curve(run: Run, key: str) -> tuple[list[float], list[float]]:
-    """One metric, each window of `smoothed` at its last step."""
-    steps, values = run.curve(key)
-    windows = smoothed(values)
-    return steps[len(steps) - len(windows) :], windows.tolist()
-
-
-def learning(run: Run) -> dict[str, float]:
-    """What the training reward did, by the titles of the table; empty without rewards. `pspo.report` defines them."""
-    steps, rewards = run.curve("reward")
-    if not rewards:
-        return {}
-    windows = smoothed(rewards)
-    peak_at = int(windows.argmax()) + len(rewards) - len(windows)  # the last rollout of the best window
-    found = {
-        "final reward": float(windows[-1]),
-        "peak reward": float(windows.max()),
-        "area under the curve": float(np.mean(rewards)),
-        "steps to peak": steps[peak_at],
-        "rollouts to peak": peak_at + 1,
-    }
-    if windows.max() > 0:  # half of a negative peak is above it
-        found["collapsed (%)"] = bool(windows[-1] < windows.max() / 2)
-    validation = run.curve("validation_reward")[1]
-    return found | ({"best validation reward": max(validation)} if validation else {})
-
-
-def diagnostics(run: Run) -> dict[str, float]:
-    """Means over the run's rollouts, and the share of them whose last gradient was clipped by its norm."""
-    found = {key: run.curve(key)[1] for key in DIAGNOSTICS}
-    limit = run.config.get("optimizer.max_grad_norm") or math.inf
-    found["gradients clipped (%)"] = [float(norm > limit) for norm in found["grad_norm"]]
-    return {key: float(np.mean(values)) for key, values in found.items() if values}
-
-
-def accuracies(run: Run, greedy: bool = True) -> dict[str, Measured]:
-    """Accuracies of the returned model, by title; pass@k, too, where it is sampled and not greedy.
-
-    An evaluation comes before the summary where both know the same.
+    A surrogate's own arguments are compared with the same surrogate's.
     """
-    found, seen = _in_summary(run, "after") if greedy else {}, set()
-    for results in run.evaluations:
-        for temperature, result in results["temperatures"].items():
-            if greedy == (temperature == "0"):
-                where = f"{results['data']} {results['split']}, n = {results['n']:,}"
-                where += "" if greedy else f", T = {temperature}"
-                if where in seen:
-                    warn(f"{run.folder}: several evaluations on {where}; the last one counts")
-                seen.add(where)
-                found |= {
-                    _title(where, name): (part["value"], tuple(part["ci95"]))
-                    for name, part in result.items()
-                    if name in ACCURACIES or (name.startswith("pass@") and not greedy)
-                }
-    return found
+    switches, named = configs.drop(columns=[*OF_A_RUN, SURROGATE]), {}
+
+    def differing(table: pd.DataFrame, arguments: bool) -> list[str]:
+        names = [name for name in table if name.startswith(ARGUMENT) == arguments]
+        return [name for name in names if table[name].nunique(dropna=False) > 1]
+
+    for method, of_method in switches.groupby(methods(configs)):
+        shown = of_method[[*differing(of_method, arguments=True), *differing(switches, arguments=False)]]
+        for run, values in shown.set_axis([name.rpartition(".")[2] for name in shown], axis=1).iterrows():
+            texts = [f"{name}={' '.join(str(value).split())}" for name, value in values.dropna().items()]
+            named[run] = f"{method} ({', '.join(texts)})" if texts else method
+    return pd.Series(named, dtype=object).reindex(configs.index)
 
 
-def accuracies_before(runs: Iterable[Run], greedy: bool = True) -> dict[str, Measured]:
-    """The same of the untrained model, from evaluations of it or else from the summaries of runs."""
-    found: dict[str, Measured] = {}
-    for run in runs:
-        in_summary = _in_summary(run, "before") if greedy else {}
-        found = in_summary | found | ({} if run.metrics else accuracies(run, greedy))
-    return found
+# Packing
 
 
-def _in_summary(run: Run, name: str) -> dict[str, Measured]:
-    result = run.summary.get(name)
-    if not result:
-        return {}  # --run.test_limit 0
-    where = f"{run.config['data.name']} test, n = {result['n']:,}"
-    return {_title(where, name): (result[name], tuple(result[interval])) for name, interval in ACCURACIES.items()}
+def pack(runs: Runs, folder: Path) -> list[Path]:
+    """Write runs.parquet, summaries.parquet and settings.yaml, which `read_runs` reads as it reads the runs' folders.
 
-
-def _title(where: str, name: str) -> str:
-    return f"{where}: {name.replace('_', ' ')} (%)"
-
-
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of n independent values, by Student's t with n - 1 degrees of freedom.
-
-    Raises ValueError for fewer than 2 values.
+    Settings are named by what they differ in from the others of their experiment.
     """
-    n = len(values)
-    if n < 2:
-        raise ValueError(f"an interval needs at least 2 values, got {n}")
-    half = t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return float(np.mean(values)) - half, float(np.mean(values)) + half
+    if runs.configs.empty:
+        raise ValueError("no run to pack")
+    experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
+    setting = runs.configs.groupby(experiment, group_keys=False).apply(labels)
+    names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})
+    for file, table in zip(PACK, (runs.metrics, runs.numbers), strict=False):
+        of_rows = names.reindex(table["run"]).set_index(table.index)
+        pd.concat([of_rows, table.drop(columns="run")], axis=1).to_parquet(folder / file, index=False)
+
+    shared, own = _shared(runs.configs.drop(columns=OF_A_RUN))
+    content = {"shared": shared, "experiments": {}}
+    for name, of_experiment in own.groupby(experiment):
+        shared, own = _shared(of_experiment)
+        of_settings = {setting[run]: values.dropna().to_dict() for run, values in own.iterrows()}
+        content["experiments"][name] = {"shared": shared, "settings": of_settings}
+    head = "# Settings by their switches: what all share, what those of an experiment share, and each one's own.\n"
+    text = yaml.safe_dump(content, sort_keys=False, width=120, allow_unicode=True)
+    write_text(folder / PACK[2], f"{head}# A switch that is not here is null.\n{text}")
+    return [folder / name for name in PACK]
 
 
-def t_quantile(degrees: int, level: float = 0.95) -> float:
-    """The t with P(|T| < t) = level for Student's t, by bisection.
+def _shared(switches: pd.DataFrame) -> tuple[Row, pd.DataFrame]:
+    """The switches that are alike in all rows, and the columns of the others."""
+    alike = [name for name in switches if switches[name].nunique(dropna=False) == 1]
+    return switches[alike].iloc[0].dropna().to_dict(), switches.drop(columns=alike)
 
-    The probability is a finite sum in theta = atan(t / sqrt(degrees)) (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4).
-    """
 
-    def probability(theta: float) -> float:
-        odd = degrees % 2
-        term, total = (math.cos(theta) if odd else 1.0), 0.0
-        for k in range(1 + odd, degrees, 2):
-            total += term
-            term *= k / (k + 1) * math.cos(theta) ** 2
-        return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if probability(middle) < level else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
+def _read_pack(folder: Path) -> tuple[dict[str, Row], pd.DataFrame, pd.DataFrame]:
+    """Switches by run, metrics and numbers."""
+    metrics, numbers = (pd.read_parquet(folder / name) for name in PACK[:2])
+    content, configs = read_config(folder / PACK[2]), {}
+    for table in (metrics, numbers):
+        name = table["experiment"] + ": " + table["setting"] + ", seed " + table["seed"].astype(str)
+        table["run"] = f"{folder}/" + name
+    for row in metrics.drop_duplicates("run").itertuples():
+        of_experiment = content["experiments"][row.experiment]
+        switches = content["shared"] | of_experiment["shared"] | of_experiment["settings"][row.setting]
+        configs[row.run] = switches | {"experiment": f"{folder}/{row.experiment}", SEED: row.seed}
+    names = ["experiment", "setting", "seed"]
+    return configs, metrics.drop(columns=names), numbers.drop(columns=names)

@@ -1,184 +1,187 @@
-"""The tables of `pspo.report`: what is in them, and how they look as Markdown, LaTeX and CSV."""
+"""The tables of `pspo.report`: the numbers of each run, their means over seeds, and how tables are written."""
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 
-from pspo.report.runs import (
-    Estimate,
-    Measured,
-    Run,
-    Setting,
-    accuracies,
-    diagnostics,
-    estimate,
-    key_without,
-    learning,
-    method_of,
-)
+import numpy as np
+import pandas as pd
+from scipy.stats import binomtest, t
+
+from pspo.report.runs import SEED, Runs, methods, settings
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
-TREATMENT = ("algorithm.", "optimizer.")  # what a pair may differ in
+TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
+SEEDS_FOR_AN_INTERVAL = 3
+LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
+            "best validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", "best validation reward")
-WHOLE = ("steps to peak", "rollouts to peak")
+DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]
+NOTES = {
+    "Accuracy": "Of the model that each run returned. True accuracy, the paper's: the gold value is anywhere in the "
+    "response; accuracy: it is the response's answer. Greedy decoding. Mean over seeds with its 95% t-interval from "
+    "three seeds on; for one seed the interval over problems.",
+    "Accuracy of samples": "The same, sampled at temperature T.",
+    "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
+    "mean over all of them. A seed has collapsed when its final reward is below half of its peak.",
+    "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
+    "same order; the labels say in what they differ. Mean, and from three seeds on the 95% t-interval of the paired "
+    "differences. Accuracies in percentage points.",
+    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step of each, over tokens with an "
+    "advantage: 1st and 99th percentile of the ratio r, effective sample size, share of tokens of no weight, total "
+    "variation between old and new policy and what the surrogate leaves of it, KL(old || new) in nats, gradient norm, "
+    "share of these gradients that were clipped by their norm.",
+}
 
-Row = tuple[str, list[Estimate | None]]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of a label and a cell for each title; None where there is nothing to say."""
-
-    title: str
-    note: str
-    titles: list[str]
-    rows: list[Row]
-
-    def cells(self) -> list[list[str]]:
-        """All rows as text, the header first."""
-        shown = [["", "seeds", *self.titles]]
-        for label, estimates in self.rows:
-            seeds = max((e.n for e in estimates if e), default=0)
-            texts = [as_text(e, title, seeds) for e, title in zip(estimates, self.titles, strict=True)]
-            shown.append([label, str(seeds or "–"), *texts])
-        return shown
+# The numbers of each run, as rows of run, column (of a table) and value; accuracies have their interval besides
 
 
-def as_text(e: Estimate | None, title: str, seeds: int) -> str:
-    """ "86.8 [86.0, 87.5]", its own number of seeds behind it where it is not the row's."""
-    if e is None:
-        return "–"
-    digits = 0 if title in WHOLE else 1 if title.endswith("(%)") else 3
-    mean, *interval = (
-        f"{round(scale(title) * value, digits) + 0.0:.{digits}f}" for value in (e.mean, *(e.interval or ()))
-    )
-    return mean + (f" [{', '.join(interval)}]" if interval else "") + (f" (n = {e.n})" if e.n != seeds else "")
+def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
+    """Accuracies before training, of models, or after it, of runs; with pass@k if sampled.
 
-
-def scale(title: str) -> int:
-    """What a number is multiplied by to be shown under a title."""
-    return 100 if title.endswith("(%)") else 1
-
-
-def make_table(title: str, note: str, seeds_of: dict[str, list[dict[str, float]]]) -> Table:
-    """One row a label from the numbers of its seeds by title."""
-    titles = list(dict.fromkeys(title for seeds in seeds_of.values() for seed in seeds for title in seed))
-    rows: list[Row] = [
-        (label, [estimate([seed[t] for seed in seeds if t in seed]) for t in titles])
-        for label, seeds in seeds_of.items()
+    An evaluation counts before the summary where both know the same.
+    """
+    numbers = runs.numbers[(runs.numbers["stage"] == stage) & runs.numbers["group"].isna()]
+    numbers = numbers[(numbers["temperature"] == "0") == greedy]
+    numbers = numbers[numbers["measure"].str.fullmatch("(true_)?accuracy" if greedy else "(true_)?accuracy|pass@.*")]
+    numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")
+    numbers["run"] = numbers["run" if stage == "after" else "model"]
+    numbers["column"] = [
+        f"{row.data} {row.split}, n = {row.n:,.0f}{'' if greedy else f', T = {row.temperature}'}: "
+        f"{row.measure.replace('_', ' ')} (%)"
+        for row in numbers.itertuples()
     ]
-    return Table(title, note, titles, rows)
+    numbers = numbers.drop_duplicates(["run", "column"], keep="last")
+    numbers = numbers.sort_values("measure", key=lambda names: names != "true_accuracy", kind="stable")
+    return numbers[["run", "column", "value", "low", "high"]]
 
 
-def accuracy_table(
-    title: str, before: dict[str, dict[str, Measured]], after: dict[str, list[dict[str, Measured]]]
-) -> Table:
-    """The paper's main table: accuracies of untrained models by name, and of settings by label, one for each seed."""
-    every = [*before.values(), *(seed for seeds in after.values() for seed in seeds)]
-    titles = sorted(dict.fromkeys(t for seed in every for t in seed), key=lambda title: "true accuracy" not in title)
-    rows: list[Row] = [
-        (model, [Estimate(*measured[t], n=0) if t in measured else None for t in titles])
-        for model, measured in before.items()
-    ]
-    for label, seeds in after.items():
-        columns = [[seed[t] for seed in seeds if t in seed] for t in titles]
-        one = [Estimate(*column[0], n=1) if len(column) == 1 else None for column in columns]
-        means = [estimate([value for value, _ in column]) for column in columns]
-        rows.append((label, [single or mean for single, mean in zip(one, means, strict=True)]))
-    note = (
-        "Of the model that each run returned. True accuracy, the paper's: the gold value is anywhere in the response; "
-        "accuracy: it is the response's answer. Greedy decoding unless a temperature T is named. Mean over seeds with "
-        "its 95% t-interval from three seeds on; for one seed the interval over problems."
-    )
-    return Table(title, note, titles, rows)
+def smoothed(values: Sequence[float]) -> np.ndarray:
+    """(N - w + 1,) means over the windows of w = ceil(N / 10) consecutive values."""
+    return np.lib.stride_tricks.sliding_window_view(values, math.ceil(len(values) / 10)).mean(axis=1)
 
 
-def learning_table(settings: Iterable[Setting]) -> Table:
-    note = (
-        "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the mean "
-        "over all of them. A seed has collapsed when its final reward is below half of its peak."
-    )
-    return make_table("Learning", note, {s.label: [learning(run) for run in s.finished.values()] for s in settings})
+def learning(runs: Runs) -> pd.DataFrame:
+    """The course of the training reward."""
+    rewards = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"]).dropna(subset="reward")
+    found = {}
+    for run, of_run in rewards.groupby("run", sort=False):
+        windows = smoothed(of_run["reward"])
+        peak_at = int(windows.argmax()) + len(of_run) - len(windows)  # the last rollout of the best window
+        final, peak, steps = windows[-1], windows.max(), of_run["step"].iloc[peak_at]
+        collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
+        validation = of_run["validation_reward"].max()
+        found[run] = [final, peak, of_run["reward"].mean(), steps, peak_at + 1, collapsed, validation]
+    return _long(pd.DataFrame.from_dict(found, orient="index", columns=LEARNING))
 
 
-def diagnostics_table(settings: Iterable[Setting]) -> Table:
-    note = (
-        "Means over rollouts, of the last and most off-policy step of each, over tokens with an advantage: 1st and "
-        "99th percentile of the ratio r, effective sample size, share of tokens of no weight, total variation between "
-        "old and new policy and what the surrogate leaves of it, KL(old || new) in nats, gradient norm, "
-        "share of these gradients that were clipped by their norm."
-    )
-    seeds_of = {s.label: [diagnostics(run) for run in s.finished.values()] for s in settings}
-    return make_table("Off-policy diagnostics", note, seeds_of)
+def diagnostics(runs: Runs) -> pd.DataFrame:
+    """Means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
+    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
+    limits = metrics["run"].map(runs.configs["optimizer.max_grad_norm"]).astype(float).replace(0, np.inf)  # 0: none
+    clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna())
+    return _long(metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean())
 
 
-def compared(run: Run) -> dict[str, float]:
+def compared(runs: Runs) -> pd.DataFrame:
     """The numbers in which settings are compared: accuracies and rewards."""
-    accuracy = {title: value for title, (value, _) in accuracies(run).items()}
-    return accuracy | {title: value for title, value in learning(run).items() if title in COMPARED}
+    rewards = learning(runs)
+    return pd.concat([accuracies(runs, "after"), rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
 
 
-def paired_table(settings: Sequence[Setting]) -> Table:
-    """Every setting against every baseline of its experiment; two baselines once."""
-    seeds_of: dict[str, list[dict[str, float]]] = {}
-    baselines = [setting for setting in settings if method_of(setting.config) in BASELINES]
-    for baseline in baselines:
-        for setting in settings:
-            alike = key_without(setting.config, TREATMENT) == key_without(baseline.config, TREATMENT)
-            pairs = [
-                (setting.finished[seed], baseline.finished[seed])
-                for seed in sorted(setting.finished.keys() & baseline.finished.keys())
-                if setting.finished[seed].experiment == baseline.finished[seed].experiment
-            ]
-            known = f"{baseline.label} - {setting.label}" in seeds_of
-            if setting is not baseline and alike and pairs and not known:
-                numbers = [(compared(run), compared(other)) for run, other in pairs]
-                differences = [{title: a[title] - b[title] for title in a if title in b} for a, b in numbers]
-                seeds_of[f"{setting.label} - {baseline.label}"] = differences
-    note = (
-        "Setting minus baseline of the same seed and experiment, which saw the same prompts in the same order; the "
-        "labels say in what they differ. Mean, and from three seeds on the 95% t-interval of the paired differences. "
-        "Accuracies in percentage points."
+def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
+    """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
+    configs = runs.configs
+    values = compared(runs).join(configs[["experiment", SEED]].assign(label=labels), on="run")
+    alike = settings(configs, besides=[name for name in configs if name.startswith(TREATMENT)])
+    first = labels[configs.index].drop_duplicates()
+    found = {}
+    for baseline in first.index[methods(configs)[first.index].isin(BASELINES)]:
+        for other in first.index[alike[first.index] == alike[baseline]]:
+            if other != baseline and (baseline, other) not in found:
+                both = (values[values["label"] == labels[run]] for run in (other, baseline))
+                pairs = pd.merge(*both, on=["experiment", SEED, "column"])
+                row = f"{labels[other]} - {labels[baseline]}"
+                found[other, baseline] = pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"])
+    return pd.concat(found.values()) if found else pd.DataFrame(columns=["row", "column", "value"])
+
+
+def _long(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Rows of run, column and value from a table indexed by run."""
+    return numbers.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
+
+
+# Means over seeds: rows of row, column, seeds, mean, low and high
+
+
+def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each row and column, with Student's 95% interval from three seeds on; a single seed keeps its own.
+
+    The share of collapsed seeds has Wilson's interval.
+    """
+    values = values.reindex(columns=["row", "column", "value", "low", "high"])
+    cells = values.groupby(["row", "column"], sort=False, as_index=False).agg(
+        seeds=("value", "size"),
+        mean=("value", "mean"),
+        sem=("value", "sem"),
+        low=("low", "first"),
+        high=("high", "first"),
     )
-    return make_table("Paired differences", note, seeds_of)
+    half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
+    for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
+        cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, cells[side].where(cells["seeds"] == 1))
+    for i, cell in cells[(cells["column"] == "collapsed (%)") & cells["low"].notna()].iterrows():
+        wilson = binomtest(round(cell["mean"] * cell["seeds"]), cell["seeds"]).proportion_ci(method="wilson")
+        cells.loc[i, ["low", "high"]] = list(wilson)
+    return cells.drop(columns="sem")
 
 
-# Rendering
+def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """The tables of one task by title: its finished runs, and these models before training."""
+    found = {}
+    for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
+        before, after = (accuracies(runs, stage, greedy) for stage in ("before", "after"))
+        untrained = over_seeds(before[before["run"].isin(models)].rename(columns={"run": "row"})).assign(seeds=0)
+        found[title] = pd.concat([untrained, over_seeds(after.assign(row=after["run"].map(labels)))])
+    for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
+        found[title] = over_seeds(values.assign(row=values["run"].map(labels)))
+    found["Paired differences"] = over_seeds(paired_differences(runs, labels))
+    return {title: found[title] for title in NOTES if len(found[title])}
 
 
-def as_markdown(table: Table) -> str:
-    header, *rows = ([cell.replace("|", r"\|") for cell in row] for row in table.cells())
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (header, *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+# Text
 
 
-def as_latex(table: Table) -> str:
-    """A booktabs table."""
-    signs = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "|": r"\textbar{}", "–": "--",
-             "$": r"\$", "{": r"\{", "}": r"\}", "^": r"\^{}", "~": r"\~{}", "\\": r"\textbackslash{}"}  # fmt: skip
-
-    def line(cells: Iterable[str]) -> str:
-        return " & ".join("".join(signs.get(sign, sign) for sign in cell) for cell in cells) + r" \\"
-
-    header, *rows = table.cells()
-    columns = "l" + "r" * (len(header) - 1)
-    top = [rf"% {table.title}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", line(header), r"\midrule"]
-    return "\n".join([*top, *map(line, rows), r"\bottomrule", r"\end{tabular}"])
+def scale(column: str) -> int:
+    """Factor of a column's numbers as they are shown."""
+    return 100 if column.endswith("(%)") else 1
 
 
-def as_csv(tables: dict[str, list[Table]]) -> str:
-    """One line a cell, of the tables of each task."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["task", "table", "row", "column", "seeds", "mean", "low", "high"])
-    for task, of_task in tables.items():
-        for table in of_task:
-            for label, estimates in table.rows:
-                for title, e in zip(table.titles, estimates, strict=True):
-                    if e:
-                        name = title.removesuffix(" (%)")  # shares are written as shares
-                        writer.writerow([task, table.title, label, name, e.n, e.mean, *(e.interval or ("", ""))])
-    return text.getvalue()
+def as_text(cells: pd.DataFrame) -> pd.DataFrame:
+    """A table to read: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
+    seeds = cells.groupby("row", sort=False)["seeds"].max()
+    texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
+    texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
+    for cell in cells.itertuples():
+        digits = 0 if cell.column.endswith("to peak") else 1 if cell.column.endswith("(%)") else 3
+        mean, low, high = (
+            f"{round(scale(cell.column) * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high)
+        )
+        interval = f" [{low}, {high}]" if cell.low == cell.low else ""
+        texts.loc[cell.row, cell.column] = (
+            mean + interval + (f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else "")
+        )
+    return texts
+
+
+def as_markdown(texts: pd.DataFrame) -> str:
+    rows = [["", *texts.columns], *([row, *cells] for row, *cells in texts.itertuples())]
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def as_latex(texts: pd.DataFrame) -> str:
+    texts = texts.rename_axis(None)
+    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))
