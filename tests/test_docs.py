@@ -134,6 +134,6 @@ def test_what_a_page_names_exists(page):
     for path in re.findall(r"`((?:pspo|tests|configs|benchmarks|scripts|results)/[\w./+-]+)`", text):
         assert (ROOT / path).exists(), path
     if page.startswith("docs/methods"):
-        results = (ROOT / "results/tiny/README.md").read_text(encoding="utf-8")
+        results = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("results/tiny-*/README.md"))
         for number in re.findall(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", text):
             assert number in results, number

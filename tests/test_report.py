@@ -1,18 +1,18 @@
 """`python -m pspo.report` on run folders with known numbers."""
 
+import importlib
 import json
 import math
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from pandas.testing import assert_frame_equal
 
 from pspo.report import figures
@@ -337,8 +337,9 @@ def saved(monkeypatch):
     return found
 
 
-def test_each_loss_is_drawn_beside_noclip(tmp_path, saved):
-    main(["--surrogates", str(tmp_path)])
+def test_each_loss_is_drawn_beside_noclip(tmp_path, saved, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    importlib.import_module("draw_surrogates").draw_surrogates(tmp_path)
     names = {"surrogates", "clip", "noclip", "p3o", "pspo", "sapo", "topr"}
     assert {path.stem for path in tmp_path.iterdir()} >= names
     for i, axes in enumerate(saved[0].axes):  # Figure 1: surrogate and gradient for A = 1, then for A = -1
@@ -361,9 +362,10 @@ def test_up_to_six_settings_share_axes_in_a_style_each_and_are_named_at_their_en
     assert all(len({str(style[part]) for style in figures.STYLES}) == 6 for part in ("color", "ls"))
     for axes in saved[0].axes:
         assert [line.get_color() for line in axes.get_lines()] == [style["color"] for style in figures.STYLES[:rows]]
-        assert {text.get_text() for text in axes.texts} == {f"PSPO (alpha={row})" for row in range(rows)}
-        boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda box: box.y0)
-        assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(boxes))  # none on another
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert set(names) == {f"PSPO (alpha={row})" for row in range(rows)}
+        ends = dict(zip((f"PSPO (alpha={row})" for row in range(rows)), (line.get_ydata()[-1] for line in axes.lines)))
+        assert [ends[name] for name in names] == sorted(ends.values(), reverse=True)
         for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds
             x, y = band.get_paths()[0].vertices.T
             assert np.allclose(abs(y - np.sin(x + row) - 1 / 9), T2 / 9)

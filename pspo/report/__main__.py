@@ -120,17 +120,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="run folders, packed folders, or above them")
     parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
-    parser.add_argument("--surrogates", type=Path, metavar="FOLDER", help="draw the losses there instead")
     options = parser.parse_args(args)
-    output = options.surrogates or options.pack or options.output_dir
+    output = options.pack or options.output_dir
     try:
         output.mkdir(parents=True, exist_ok=True)
-        if options.surrogates:
-            from pspo.report.surrogates import draw_surrogates  # imports torch
-
-            files = draw_surrogates(output)
-        else:
-            files = (pack if options.pack else report)(read_runs(options.runs), output)
+        files = (pack if options.pack else report)(read_runs(options.runs), output)
     except (OSError, ValueError) as error:
         print(f"pspo.report: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -7,7 +7,7 @@ bytes.
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ COLOURS = ("#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 STYLES = [{"color": colour, "ls": dashes} for colour, dashes in zip(COLOURS, DASHES, strict=True)]
 GREY = "#7d7d7d"
-LINE = 0.15  # inches, of a line of text
 RC = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -56,10 +55,10 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
     if few:
         styles = dict(zip(rows, STYLES, strict=False))
         pictures = {"": [(panel, of_panel, styles) for panel, of_panel in panels.items()]} if rows else {}
-        columns, height = min(2, len(panels)), max(1.5, LINE * sum(map(_lines, rows)))
+        columns, height = min(2, len(panels)), 1.9
     else:
         pictures = {panel: [(row, of_panel, {row: STYLES[3]}) for row in rows] for panel, of_panel in panels.items()}
-        columns, height = 4, 0.8 + LINE * max(map(_lines, rows))
+        columns, height = 4, 1.2
     files = [path.with_stem(re.sub(r"[^\w.+]+", "-", f"{path.stem} {title}".strip())) for title in pictures]
     for file, (title, cells) in zip(files, pictures.items(), strict=True):
         lines = math.ceil(len(cells) / columns)
@@ -70,15 +69,13 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
                 axes.set_axis_off()
             for axes, (name, of_panel, styles) in zip(grid, cells, strict=False):
                 axes.set(title=_wrapped(name), ylim=_span(of_panel["y"]))
-                ends = []
                 for row, means in _means(of_panel).items():
                     if row in styles:
                         _draw_row(axes, of_panel[of_panel["row"] == row], means, styles[row], marker)
-                        ends.append((row, *means[["column", "mean"]].iloc[-1], styles[row]["color"]))
                     else:
                         axes.plot(means["column"], means["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
                 if few:
-                    name_ends(axes, ends, LINE / height)
+                    name_curves(axes)
     return files
 
 
@@ -90,7 +87,7 @@ def _means(of_panel: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, style: dict[str, Any], marker: str) -> None:
     """Draw the mean in a band where three seeds or more have a value; if they never do, a thin line for each seed."""
-    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
+    banded, style = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL], style | {"label": _wrapped(of_row["row"].iloc[0])}
     if len(banded):
         axes.plot(banded["column"], banded["mean"], marker=marker, markersize=4, **style)
         axes.fill_between(
@@ -103,32 +100,15 @@ def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, style: dict
             axes.plot(of_seed["x"], of_seed["y"], ".", markersize=4, alpha=0.6, color=style["color"])
 
 
-def name_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], line: float) -> None:
-    """Write names right of the axes, level with the ends of their curves as far as they have room.
-
-    Args:
-        ends: name, x and y of its end, colour.
-        line: height of a line of text, in heights of the axes.
-    """
-    low, high = axes.get_ylim()
-    ends, tops, top, bottom = sorted(ends, key=lambda end: -end[2]), [], 1 + line, -line
-    for name, _, y, _ in ends:  # down from the top
-        tops.append(min(top, (y - low) / (high - low) + line * _lines(name) / 2))
-        top = tops[-1] - line * _lines(name)
-    for i in reversed(range(len(ends))):  # up again where they ran out of room
-        tops[i] = bottom = max(tops[i], bottom + line * _lines(ends[i][0]))
-    for (name, x, y, colour), top in zip(ends, tops, strict=True):
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "relpos": (0, 0.5)}
-        at = {"xytext": (1.05, top), "textcoords": "axes fraction", "va": "top"}
-        axes.annotate(_wrapped(name), (x, y), color=colour, arrowprops=leader, **at)
+def name_curves(axes: Axes) -> None:
+    """Name the curves right of the axes, in their colours and in the order in which they end."""
+    lines = {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+    in_order = sorted(lines.values(), key=lambda line: -line.get_ydata()[-1])
+    axes.legend(handles=in_order, loc="center left", bbox_to_anchor=(1, 0.5), labelcolor="linecolor", frameon=False)
 
 
 def _wrapped(name: str) -> str:
     return textwrap.fill(name, 28)
-
-
-def _lines(name: str) -> int:
-    return _wrapped(name).count("\n") + 1
 
 
 def _span(values: pd.Series) -> tuple[float, float]:

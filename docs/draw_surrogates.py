@@ -1,4 +1,7 @@
-"""The paper's Figure 1, and each loss against NoClip: surrogate and gradient over the importance ratio, by autograd."""
+"""Draw the paper's Figure 1, and each loss against NoClip, into docs/figures: ``python docs/draw_surrogates.py``.
+
+Surrogate and gradient over the importance ratio, by autograd.
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from pspo import losses
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate
-from pspo.report.figures import LINE, STYLES, name_ends, picture
+from pspo.report.figures import STYLES, name_curves, picture
 
 FIGURE1 = {
     "Clip, ε = 0.2": Clip(epsilon=0.2),
@@ -62,11 +65,13 @@ def _draw(surrogates: dict[str, Surrogate], path: Path) -> Path:
             for row, (name, ylim) in enumerate(zip(names, limits, strict=True)):
                 axes = figure.add_subplot(2, 2, 1 + column + 2 * row, xlim=(0, 2), ylim=ylim)
                 axes.set(title=f"{name}, A = {advantage:g}")
-                ends = []
                 for label, surrogate in surrogates.items():
                     style = STYLES[known.index(type(surrogate)) if type(surrogate) in known else -1]
-                    y = surrogate_and_slope(surrogate, ratio, advantage)[row]
-                    axes.plot(ratio, y, **style)
-                    ends.append((label, 2.0, float(y[-1]), style["color"]))
-                name_ends(axes, ends, LINE / 1.7)
+                    axes.plot(ratio, surrogate_and_slope(surrogate, ratio, advantage)[row], label=label, **style)
+                if advantage < 0:
+                    name_curves(axes)
     return path
+
+
+if __name__ == "__main__":
+    draw_surrogates(Path(__file__).parent / "figures")
