@@ -53,10 +53,7 @@ TRAINING = {  # what is off: surrogate, and what is patched
     "everything on": (Clip(), contextlib.nullcontext),
     "head recomputed, not in one pass": (Recomputing(), contextlib.nullcontext),
     "rows with advantage 0 kept": (Keeping(), contextlib.nullcontext),
-    "common beginning of prompts per prompt": (
-        Clip(),
-        lambda: mock.patch.object(shared_prompts, "MIN_PREFIX", 10**9),
-    ),
+    "common beginning of prompts per prompt": (Clip(), lambda: mock.patch.object(shared_prompts, "MIN_PREFIX", 10**9)),
     "prompts computed per row": (Clip(), None),
     "microbatches not sorted by length": (
         Clip(),

@@ -27,12 +27,7 @@ TINY = {
 OWN = {
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
-    "GPTNeo": {
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 4,
-    },
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 128},
     "GPT2": {"bos_token_id": 0, "eos_token_id": 0},
     "Gemma2": {

@@ -376,10 +376,7 @@ def test_weights_are_float32_from_a_bf16_checkpoint(tiny_model, model_folder, lo
 
 @pytest.mark.parametrize(
     ("name", "dropouts"),
-    [
-        ("Qwen2", {"attention_dropout": 0.5}),
-        ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
-    ],
+    [("Qwen2", {"attention_dropout": 0.5}), ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5})],
 )
 def test_dropout_is_switched_off(tiny_model, model_folder, load, name, dropouts):
     folder, rows = model_folder(tiny_model(name, **dropouts)), make_rows()
@@ -468,13 +465,7 @@ def test_a_changed_forward_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("theirs", "tokenizers", "expected"),
-    [
-        (5, 5, [5]),
-        (7, 5, [5, 7]),
-        ([9, 7], 8, [7, 8, 9]),
-        ([7, 5], 5, [5, 7]),
-        (None, 0, [0]),
-    ],
+    [(5, 5, [5]), (7, 5, [5, 7]), ([9, 7], 8, [7, 8, 9]), ([7, 5], 5, [5, 7]), (None, 0, [0])],
 )
 def test_stop_tokens_are_the_union(tiny_model, theirs, tokenizers, expected):
     model = tiny_model()

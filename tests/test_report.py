@@ -364,7 +364,13 @@ def test_up_to_six_settings_share_axes_in_a_style_each_and_are_named_at_their_en
         assert [line.get_color() for line in axes.get_lines()] == [style["color"] for style in figures.STYLES[:rows]]
         names = [text.get_text() for text in axes.get_legend().get_texts()]
         assert set(names) == {f"PSPO (alpha={row})" for row in range(rows)}
-        ends = dict(zip((f"PSPO (alpha={row})" for row in range(rows)), (line.get_ydata()[-1] for line in axes.lines)))
+        ends = dict(
+            zip(
+                (f"PSPO (alpha={row})" for row in range(rows)),
+                (line.get_ydata()[-1] for line in axes.lines),
+                strict=True,
+            )
+        )
         assert [ends[name] for name in names] == sorted(ends.values(), reverse=True)
         for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds
             x, y = band.get_paths()[0].vertices.T
