@@ -27,19 +27,14 @@ T = TypeVar("T")
 
 @dataclass
 class Learner:
-    """Everything an optimizer step changes, and the reference model that it leaves alone (None if beta is 0).
-
-    Attributes:
-        steps: optimizer steps taken.
-        microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
-    """
+    """Everything an optimizer step changes, and the reference model that it leaves alone."""
 
     policy: PreTrainedModel
-    reference: PreTrainedModel | None
+    reference: PreTrainedModel | None  # None if beta is 0
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    steps: int = 0
-    microbatch_limit: int | None = None
+    steps: int = 0  # optimizer steps taken
+    microbatch_limit: int | None = None  # tokens; below --optimizer.microbatch_tokens once memory has run out
 
 
 class Minibatch(NamedTuple):

@@ -7,38 +7,5 @@ are the counts that a loss is divided by: ranks, microbatches and gradient accum
 * fsdp2: weights, gradients and optimizer state are sharded over the ranks.
 """
 
-from pspo.distributed.ranks import (
-    Strategy,
-    barrier,
-    check_strategy,
-    concat_over_ranks,
-    gather_objects,
-    init,
-    is_main,
-    local_device,
-    max_over_ranks,
-    pad_to_longest,
-    rank,
-    run_main,
-    run_on_main,
-    seed_generators,
-    sum_over_ranks,
-    take_rank_share,
-    under_torchrun,
-    world_size,
-)
-from pspo.distributed.shards import (
-    UnshardedState,
-    communicate_once,
-    fill,
-    full_state_dict,
-    full_tensor,
-    gathers_weights,
-    is_sharded,
-    load_shards,
-    local_shard,
-    save_shards,
-    shard,
-    sum_gradients,
-    unsharded,
-)
+from pspo.distributed.ranks import *
+from pspo.distributed.shards import *

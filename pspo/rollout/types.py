@@ -28,28 +28,22 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) ->
 class Sampling:
     """Everything that shapes the sampled distribution, and where completions end.
 
-    Attributes:
-        temperature: 0 decodes greedily.
-        stop_ids: tokens that end a completion; part of it.
-        max_rows: rows decoded at a time.
-        decoder: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), or
-            "hf" for the library's own loop, the reference; a repetition penalty always takes the latter.
-        logprobs: keep the log-probs that the tokens were sampled with; not with the library's own loop.
-        synced: all ranks decode until the last one's rows have ended, by the library's own loop.
+    Decoders are "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
+    for the library's own loop, the reference, which a repetition penalty always takes.
     """
 
-    stop_ids: Sequence[int]
+    stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
     pad_id: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 decodes greedily
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
     max_completion_tokens: int = 128
     min_completion_tokens: int = 0
-    max_rows: int = 256
+    max_rows: int = 256  # decoded at a time
     decoder: Decoder = "pspo"
-    logprobs: bool = False
-    synced: bool = False
+    logprobs: bool = False  # keep those that the tokens were sampled with; not with the library's own loop
+    synced: bool = False  # all ranks decode until the last one's rows have ended, by the library's own loop
 
     def __post_init__(self) -> None:
         if self.logprobs and self.library:

@@ -35,31 +35,20 @@ class RunFailed(RuntimeError):
 
 @dataclass
 class Progress:
-    """Where a run stands between two rollouts, beside what `Learner` and the random generators hold.
+    """State of a run between two rollouts, beside `Learner` and the random generators."""
 
-    Attributes:
-        problems: by split, the fingerprint that a resumed run must find again.
-        prompts: training prompts drawn, which is the position in their order.
-        tokens: prompt and completion tokens of the rollouts.
-        skipped: consecutive optimizer steps skipped up to now.
-        ranks: ranks of the last rollout; 0 before it.
-        microbatch_limit: `Learner.microbatch_limit`, so that a resumed run computes in the same shapes.
-        seconds: spent training and evaluating.
-        before: `Evaluation.record` of the untrained model; {} if it is not tested, None until it is.
-        validated: the last validation and its "step"; {} without validation.
-        best: the best of these, of the model in ``best/``.
-    """
-
-    problems: dict[str, str]
-    prompts: int = 0
-    tokens: int = 0
-    skipped: int = 0
-    ranks: int = 0
-    microbatch_limit: int | None = None
-    seconds: float = 0.0
-    before: dict[str, Any] | None = None
-    validated: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, Any] = field(default_factory=dict)
+    problems: dict[str, str]  # fingerprints by split, which a resumed run must find again
+    prompts: int = 0  # training prompts drawn: the position in their order
+    tokens: int = 0  # prompt and completion tokens of the rollouts
+    skipped: int = 0  # consecutive optimizer steps skipped up to now
+    ranks: int = 0  # of the last rollout; 0 before it
+    microbatch_limit: int | None = None  # the learner's, so that a resumed run computes in the same shapes
+    seconds: float = 0.0  # training and evaluating
+    before: dict[str, Any] | None = (
+        None  # `Evaluation.record` of the untrained model; {} if not tested, None until it is
+    )
+    validated: dict[str, Any] = field(default_factory=dict)  # the last validation and its "step"; {} without
+    best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``
 
 
 @contextlib.contextmanager

@@ -31,27 +31,19 @@ from pspo.update import Learner
 
 @dataclass
 class Run:
-    """A run, as `pspo.run.prepare.prepare` makes it, new or resumed.
-
-    Attributes:
-        prompts: by split: train, validation, test.
-        output: the run's folder; ``lock`` holds it while the run is open.
-        progress: the part of the state that checkpoints hold.
-        stateful: optimizer and schedule, by name, as checkpoints hold them.
-        signals: ask the run to stop.
-    """
+    """A run, as `pspo.run.prepare.prepare` makes it, new or resumed."""
 
     config: TrainConfig
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    prompts: dict[str, Prompts]
-    output: Path
-    lock: contextlib.ExitStack
-    progress: Progress
-    stateful: dict[str, Any]
+    prompts: dict[str, Prompts]  # by split: train, validation, test
+    output: Path  # the run's folder,
+    lock: contextlib.ExitStack  # and what holds it while the run is open
+    progress: Progress  # the part of the state that checkpoints hold,
+    stateful: dict[str, Any]  # with optimizer and schedule by name
     tracker: Tracker
-    signals: StopSignals = field(default_factory=StopSignals)
+    signals: StopSignals = field(default_factory=StopSignals)  # ask the run to stop
 
     def start(self) -> None:
         """Test and validate the untrained model, unless the run is resumed."""
@@ -210,12 +202,8 @@ class Run:
         progress.validated = {"step": self.learner.steps} | validation
         if not progress.best or validation["validation_reward"] > progress.best["validation_reward"]:
             progress.best = progress.validated
-            self.save_best()
+            save_model(self.learner.policy, self.tokenizer, self.output / "best", self.card(), progress.best)
         return validation
-
-    def save_best(self) -> None:
-        """Save the policy as the best one, with the validation that says so, which a resumed run reads."""
-        save_model(self.learner.policy, self.tokenizer, self.output / "best", self.card(), self.progress.best)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint, once per step."""

@@ -1,15 +1,8 @@
 r"""Load problems with exact numeric answers: from the Hugging Face hub, from local files, or generated.
 
-| name    | hub id                                | gold answer                               |
-|---------|---------------------------------------|-------------------------------------------|
-| `gsm8k` | `openai/gsm8k` (main)                 | after `####`                              |
-| `math`  | `EleutherAI/hendrycks_math` (all)     | in `\boxed{}`; all boxes must agree       |
-| `svamp` | `ChilleD/SVAMP` (700 train, 300 test) | `Answer`                                  |
-| `asdiv` | `EleutherAI/asdiv` (one split)        | `Answer`, without its unit in parentheses |
-| `file`  | none: needs a path                    | the answer column                         |
-
-`arithmetic` is generated; `gsm8k+math` mixes sources. Gold answers are read strictly, by `parse_gold`; problems without
-one (`x=5`, `(1,2)`, `3 (apples); 4 (pears)`, `10\text{ inches}`, `2\frac{1}{2}`) are left out and counted.
+`SOURCES` are the published data sets; `file` is your own, `arithmetic` is generated; `gsm8k+math` mixes sources. Gold
+answers are read strictly, by `parse_gold`; problems without one (`x=5`, `(1,2)`, `3 (apples); 4 (pears)`,
+`10\text{ inches}`, `2\frac{1}{2}`) are left out and counted.
 
 A local file's split is the one word of train, validation (valid, val, dev) or test in its path below the given folder.
 Files without such a word are test if no other file has one, and ignored otherwise: nothing is trained on by accident.

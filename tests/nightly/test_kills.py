@@ -10,7 +10,7 @@ from processes import forked, kill_at_file_event
 from safetensors.torch import load_file
 
 from pspo.config import TrainConfig
-from pspo.run.checkpoint import damage
+from pspo.run.checkpoint import damage, save_model
 from pspo.run.cli import parse
 from pspo.run.prepare import prepare
 from pspo.run.resume import find_checkpoint
@@ -36,7 +36,7 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
         run.learner.steps, run.progress.best = step, {"step": step}
         embedding.data[0, 0] = step
         run.save_checkpoint()
-        run.save_best()
+        save_model(run.learner.policy, run.tokenizer, run.output / "best", "", run.progress.best)
 
     def killed(n: int) -> None:
         kill_at_file_event(n)
