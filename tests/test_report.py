@@ -216,7 +216,6 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
     assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
     assert "evaluation-last: evaluates" in err
-    assert "a/b: several evaluations on products test, n = 50" in err
 
 
 def test_tasks_are_never_mixed(make_run, report, tmp_path):

@@ -3,10 +3,10 @@
 RUNS are run folders, packed folders, or folders that hold some, however deep. Settings of another model or other
 training data are another task, with tables and pictures of its own. Writes ``report.md`` (everything), ``table.md``,
 ``table.tex`` and ``table.csv`` (the tables; in the last one line a cell, shares not in percent), and pictures as SVG.
+Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave them out. Of several
+evaluations of a model on the same problems the last one, by folder, counts.
 
-The reward that the numbers of learning come from is the training reward of each rollout: every run has it, from the
-untrained policy on. Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave
-them out.
+``--pack FOLDER`` writes the runs as two tables and a file of their settings, which are reported as the runs are.
 """
 
 import argparse
@@ -117,10 +117,12 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="run folders, packed folders, or above them")
-    parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
-    parser.add_argument("--surrogates", type=Path, metavar="FOLDER", help="draw the losses there instead")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="folders with runs in them")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("report"), help="folder of the report (default: report)"
+    )
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="pack the runs there instead")
+    parser.add_argument("--surrogates", type=Path, metavar="FOLDER", help="draw every loss there instead")
     options = parser.parse_args(args)
     output = options.surrogates or options.pack or options.output_dir
     try:
