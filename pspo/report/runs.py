@@ -241,7 +241,7 @@ def pack(runs: Runs, folder: Path) -> list[Path]:
     if runs.configs.empty:
         raise ValueError("no run to pack")
     experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
-    setting = runs.configs.groupby(experiment, group_keys=False).apply(labels)
+    setting = pd.concat([labels(of_experiment) for _, of_experiment in runs.configs.groupby(experiment)])
     names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})
     for file, table in zip(PACK, (runs.metrics, runs.numbers), strict=False):
         of_rows = names.reindex(table["run"]).set_index(table.index)
