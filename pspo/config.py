@@ -5,8 +5,9 @@ the switches. A value out of range raises ValueError naming its switch, before a
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from pspo.distributed import Strategy
 from pspo.losses import PSPO, Aggregation, KLEstimator, Surrogate
@@ -14,6 +15,7 @@ from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
 from pspo.tasks.rewards import MathReward, OnError, Reward
 
+T = TypeVar("T")
 SYSTEM_PROMPT = (
     "You are a careful math solver. Think through the solution and show the steps. Use English only. "
     "End the response with the final answer only in the format: '#### <final numeric answer only>'"
@@ -41,16 +43,27 @@ def number(default: float | None, interval: str) -> Any:
     return field(default=default, metadata={"range": interval})
 
 
-def check_ranges(config: object) -> None:
-    """Check every `number` of every section."""
-    for section in fields(config):
-        for part in fields(values := getattr(config, section.name)):
-            interval, value = part.metadata.get("range"), getattr(values, part.name)
-            ok = None in (interval, value) or RANGES[interval](value)
-            require(ok, f"{section.name}.{part.name}", f"must be {interval}", value)
+@dataclass_transform(frozen_default=True)
+def section(name: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a section of the configuration: a frozen dataclass that checks every `number` of its fields."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        check_more = vars(cls).get("__post_init__", lambda self: None)
+
+        def check(self: T) -> None:
+            for part in fields(self):
+                interval, value = part.metadata.get("range"), getattr(self, part.name)
+                ok = None in (interval, value) or RANGES[interval](value)
+                require(ok, f"{name}.{part.name}", f"must be {interval}", value)
+            check_more(self)
+
+        cls.__post_init__ = check
+        return dataclass(frozen=True)(cls)
+
+    return decorate
 
 
-@dataclass(frozen=True)
+@section("model")
 class ModelConfig:
     """Model and numerics.
 
@@ -73,7 +86,7 @@ class ModelConfig:
     trust_remote_code: bool = False
 
 
-@dataclass(frozen=True)
+@section("data")
 class DataConfig:
     """Problems and prompts.
 
@@ -102,7 +115,7 @@ class DataConfig:
     max_prompt_tokens: int = number(512, "above 0")
 
 
-@dataclass(frozen=True)
+@section("reward")
 class RewardConfig:
     """Reward: a weighted sum of functions.
 
@@ -126,7 +139,7 @@ class RewardConfig:
         require(0 <= self.timeout < 2**31, "reward.timeout", "must be at least 0 and below 2^31", self.timeout)
 
 
-@dataclass(frozen=True)
+@section("rollout")
 class RolloutConfig:
     """Sampling of completions.
 
@@ -160,7 +173,7 @@ class RolloutConfig:
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
 
 
-@dataclass(frozen=True)
+@section("algorithm")
 class AlgorithmConfig:
     """Advantages and loss.
 
@@ -185,7 +198,7 @@ class AlgorithmConfig:
     mask_truncated: bool = False
 
 
-@dataclass(frozen=True)
+@section("optimizer")
 class OptimizerConfig:
     """Optimizer and batch size in memory.
 
@@ -218,7 +231,7 @@ class OptimizerConfig:
     max_skipped: int = number(10, "above 0")
 
 
-@dataclass(frozen=True)
+@section("run")
 class RunConfig:
     """Length of the run, evaluation, checkpoints and logs.
 
@@ -251,7 +264,7 @@ class RunConfig:
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
 
-@dataclass(frozen=True)
+@section("distributed")
 class DistributedConfig:
     """Several GPUs: one process each, started by torchrun.
 
@@ -279,17 +292,16 @@ class DistributedConfig:
 class TrainConfig:
     """Train a language model by reinforcement learning. Guide: README.md; defaults: configs/tiny.yaml."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    optimizer: OptimizerConfig = OptimizerConfig()
-    distributed: DistributedConfig = DistributedConfig()
-    run: RunConfig = RunConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
         require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
@@ -306,7 +318,7 @@ class TrainConfig:
             raise ValueError(f"--rollout.prompts {prompts} {rule}")
 
 
-@dataclass(frozen=True)
+@section("eval")
 class EvalConfig:
     """Sampling of completions and the split they are evaluated on.
 
@@ -333,7 +345,7 @@ class EvalConfig:
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
 
 
-@dataclass(frozen=True)
+@section("run")
 class EvalRunConfig:
     """Output folder and seed.
 
@@ -350,11 +362,8 @@ class EvalRunConfig:
 class EvaluateConfig:
     """Evaluate a model's accuracy on the problems of a data set."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    run: EvalRunConfig = EvalRunConfig()
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    run: EvalRunConfig = field(default_factory=EvalRunConfig)

@@ -65,10 +65,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
-    if dist.is_sharded(learner.policy):  # then every rank must run the same number of passes
-        minibatches = [
-            Minibatch(c, dist.pad_to_longest(batches, batches[0].masked_row())) for c, batches in minibatches
-        ]
     retry = partial(retry_in_halves, learner=learner, minibatches=minibatches, config=config)
 
     retry(partial(add_fixed_logprobs, learner, minibatches, config))
@@ -76,36 +72,16 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     for minibatch in minibatches * config.algorithm.epochs:
         if learner.steps == config.run.max_steps:
             break
-        gradient = retry(partial(accumulate, learner, minibatch, config))
-        loss, kl_reference, tokens = sum_over_ranks(learner.policy, *gradient)
+        loss, kl_reference, tokens = retry(partial(accumulate, learner, minibatch, config))
+        dist.sum_gradients(learner.policy)
+        loss, kl_reference = dist.sum_over_ranks(torch.stack([loss, kl_reference]))
+        tokens = dist.concat_over_ranks(tokens, dim=1)
         steps.append(optimizer_step(learner, loss, tokens, config))
         if learner.reference is not None:
             steps[-1]["kl_reference"] = kl_reference.item()
         steps[-1] |= diagnose(*tokens, mask=tokens[2] != 0)  # the same tokens for every method
     learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
     return steps
-
-
-def sum_over_ranks(
-    policy: PreTrainedModel, loss: Tensor, kl_reference: Tensor, tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum gradients, loss and KL over the ranks, and concatenate their tokens (4, N)."""
-    dist.sum_gradients(policy)
-    loss, kl_reference = dist.sum_over_ranks(torch.stack([loss, kl_reference]))
-    return loss, kl_reference, dist.concat_over_ranks(tokens, dim=1)
-
-
-def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: TrainConfig) -> dict[str, float]:
-    """Clip the gradient and step; a step whose loss, log-probs or gradient are not finite is skipped."""
-    max_norm = config.optimizer.max_grad_norm or math.inf
-    grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
-    lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + tokens[0].sum()))
-    if finite:
-        learner.optimizer.step()
-    learner.scheduler.step()
-    learner.optimizer.zero_grad()
-    learner.steps += 1
-    return {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)}
 
 
 def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,16 +140,27 @@ def per_token_loss(
 ) -> Tensor:
     """The surrogate, and beta times the KL to the reference, of every token: (b, t), 0 where masked.
 
-    Args:
-        logprobs: (b, t); ``old_logprobs``, ``ref_logprobs``, ``mask`` alike; ``advantages`` (b, 1) or (b, t).
-        old_logprobs: None on the first visit, when this policy is the old one.
-        ref_logprobs: None if beta is 0.
+    All tensors are (b, t), advantages (b, 1) or (b, t). Old log-probs are None on the first visit, when this policy is
+    the old one, and those of the reference if beta is 0.
     """
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
     if ref_logprobs is not None:
         losses = losses + algorithm.beta * kl_estimate(logprobs, ref_logprobs, mask, algorithm.kl_estimator)
     return losses
+
+
+def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: TrainConfig) -> dict[str, float]:
+    """Clip the gradient and step; a step whose loss, log-probs or gradient are not finite is skipped."""
+    max_norm = config.optimizer.max_grad_norm or math.inf
+    grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
+    lr, finite = learner.scheduler.get_last_lr()[0], bool(torch.isfinite(grad_norm + loss + tokens[0].sum()))
+    if finite:
+        learner.optimizer.step()
+    learner.scheduler.step()
+    learner.optimizer.zero_grad()
+    learner.steps += 1
+    return {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)}
 
 
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
@@ -198,6 +185,7 @@ def split_minibatches(
     --optimizer.microbatch_tokens.
     """
     algorithm, group_size = config.algorithm, config.rollout.group_size
+    sharded = config.distributed.strategy == "fsdp2"
     limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
     moving = rollout.completion_mask.any(dim=1)  # (B,)
     if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
@@ -207,20 +195,16 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        alone = config.model.gradient_checkpointing or config.distributed.strategy == "fsdp2"
-        prompts = rows if alone else {row // group_size for row in rows}
+        prompts = rows if sharded or config.model.gradient_checkpointing else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []
-    for numbers in np.array_split(np.arange(len(rollout) // group_size), algorithm.minibatches):
-        groups = [range(number * group_size, (number + 1) * group_size) for number in numbers.tolist()]
-        sizes = [sum(lengths[row] for group in groups for row in group), len(groups) * group_size]
-        sizes = dist.sum_over_ranks(torch.tensor(sizes, device=advantages.device)).tolist()
-        counts = Counts(*sizes, config.rollout.max_completion_tokens)
-        kept = [[row for row in group if moving[row]] for group in groups]
+    for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), algorithm.minibatches):
+        sizes = torch.tensor([sum(lengths[row] for row in groups.flat), groups.size], device=advantages.device)
+        counts = Counts(*dist.sum_over_ranks(sizes).tolist(), config.rollout.max_completion_tokens)
+        kept = [[row for row in group if moving[row]] for group in groups.tolist()]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        if not kept:  # a row whose gradient is 0: without any gradient AdamW's momentum would stop, too
-            kept = [[groups[0][0]]]
+        kept = kept or [[groups[0, 0]]]  # a row whose gradient is 0: without any, AdamW's momentum would stop, too
         microbatches: list[list[int]] = [[]]
         for rows in kept:
             for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
@@ -228,7 +212,10 @@ def split_minibatches(
                     microbatches.append([])
                 microbatches[-1] += part
         indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
-        minibatches.append(Minibatch(counts, [Batch(rollout, advantages).rows(rows) for rows in indices]))
+        batches = [Batch(rollout, advantages).rows(rows) for rows in indices]
+        if sharded:  # every rank must run the same number of passes
+            batches = dist.pad_to_longest(batches, batches[0].masked_row())
+        minibatches.append(Minibatch(counts, batches))
     return minibatches
 
 
@@ -251,10 +238,6 @@ def retry_in_halves(work: Callable[[], T], learner: Learner, minibatches: list[M
         learner.microbatch_limit = max(1, max(batch.padded_tokens for batch in batches) // 2)
         for minibatch in minibatches:
             minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
-        if learner.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
-        tqdm.write(
-            f"out of memory: the step is repeated, with microbatches of at most {learner.microbatch_limit:,} tokens "
-            "from here on (--optimizer.microbatch_tokens)",
-            file=sys.stderr,
-        )
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        limit = f"{learner.microbatch_limit:,} tokens from here on (--optimizer.microbatch_tokens)"
+        tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {limit}", file=sys.stderr)

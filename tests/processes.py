@@ -24,8 +24,6 @@ from pspo.distributed import run_main
 
 torch.set_num_threads(1)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning about forks
-if torch.cuda.is_available():
-    pytest.skip("CUDA does not survive a fork", allow_module_level=True)
 
 
 def run_command(main: Callable[[Sequence[str]], None], *args: str) -> int:
@@ -39,6 +37,8 @@ def run_command(main: Callable[[Sequence[str]], None], *args: str) -> int:
 
 def fork(action: Callable[[], int | None]) -> int:
     """Start the action in a process of its own, which ends with the code that it returns; its id."""
+    if torch.cuda.is_available():
+        pytest.skip("CUDA does not survive a fork")
     sys.stdout.flush()
     sys.stderr.flush()
     if child := os.fork():

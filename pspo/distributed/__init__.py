@@ -3,8 +3,7 @@
 Every rank generates, scores and trains on its own prompts, whole groups. Gradients are summed over the ranks, and so
 are the counts that a loss is divided by: ranks, microbatches and gradient accumulation are interchangeable.
 
-* ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step (PyTorch's
-  DistributedDataParallel assumes one backward pass per step; here there are several).
+* ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
 * fsdp2: weights, gradients and optimizer state are sharded over the ranks.
 """
 

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -39,16 +39,15 @@ def init(strategy: Strategy, timeout: float) -> None:
     """
     if not under_torchrun():
         if strategy != "none":
-            raise ValueError(
-                f"--distributed.strategy {strategy} needs torchrun: torchrun --nproc-per-node N -m pspo.train ..."
-            )
+            raise ValueError(f"--distributed.strategy {strategy} needs torchrun --nproc-per-node N -m pspo.train ...")
         return
-    gpu = torch.cuda.is_available()
-    if gpu:
-        if (processes := int(os.environ["LOCAL_WORLD_SIZE"])) > torch.cuda.device_count():
-            raise ValueError(f"--nproc-per-node {processes}: this machine has {torch.cuda.device_count()} GPUs")
+    backend = "gloo"
+    if gpus := torch.cuda.device_count():
+        if (processes := int(os.environ["LOCAL_WORLD_SIZE"])) > gpus:
+            raise ValueError(f"--nproc-per-node {processes}: this machine has {gpus} GPUs")
         torch.cuda.set_device(local_device())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process lives)
     run_on_main(lambda: check_strategy(strategy))
@@ -60,11 +59,13 @@ def check_strategy(strategy: Strategy) -> None:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
 
 
-def run_main(main: Callable[[], None]) -> NoReturn:
-    """Run a command and end its process; under torchrun once every rank has finished.
+def run_main(main: Callable[[], None]) -> None:
+    """Run a command; under torchrun, wait for every rank and end the process.
 
-    Under torchrun it ends by `os._exit`, because gloo threads can abort the interpreter's shutdown (PyTorch 2.13).
+    It ends by `os._exit`, because gloo threads can abort the interpreter's shutdown (PyTorch 2.13).
     """
+    if not under_torchrun():
+        return main()
     code = 0
     try:
         main()
@@ -73,8 +74,6 @@ def run_main(main: Callable[[], None]) -> NoReturn:
             dist.destroy_process_group()
     except SystemExit as ended:
         code = ended.code or 0
-    if not under_torchrun():
-        sys.exit(code)
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
@@ -159,7 +158,7 @@ def seed_generators(seed: int, steps: int = 0) -> None:
 
     On rank 0 at step 0 the seed is the run's own, as in a single process.
     """
-    parts = np.random.SeedSequence((seed, rank(), steps))
-    rank_seed = seed if rank() == steps == 0 else int(parts.generate_state(1)[0])
+    if rank() > 0 or steps > 0:
+        seed = int(np.random.SeedSequence((seed, rank(), steps)).generate_state(1)[0])
     for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-        seed_generator(rank_seed)
+        seed_generator(seed)

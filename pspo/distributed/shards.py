@@ -39,13 +39,9 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         fully_shard(module, mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean,
         module.set_force_sum_reduction_for_comms(True)  # which gloo needs to be told
-    type(policy).call_as_forward = _call
+    type(policy).call_as_forward = lambda _, function: function()
     register_fsdp_forward_method(policy, "call_as_forward")
     policy.train()
-
-
-def _call(_: nn.Module, function: Callable[[], T]) -> T:
-    return function()
 
 
 def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:
@@ -106,17 +102,16 @@ def unsharded(model: nn.Module, how: str = "gathered") -> Iterator[None]:
 
 def communicate_once(model: nn.Module, batches: list[T], gather: str) -> Iterator[T]:
     """Yield a step's microbatches; with ``gather`` "step" a sharded model communicates only in the first and last."""
-    once = is_sharded(model) and gather == "step"
-    if once:
-        model.set_reshard_after_forward(False)
+    if not is_sharded(model) or gather != "step":
+        yield from batches
+        return
+    model.set_reshard_after_forward(False)
     for i, batch in enumerate(batches):
-        if once:
-            last = i == len(batches) - 1
-            model.set_reshard_after_backward(last)
-            model.set_requires_gradient_sync(last)
+        last = i == len(batches) - 1
+        model.set_reshard_after_backward(last)
+        model.set_requires_gradient_sync(last)
         yield batch
-    if once:
-        model.set_reshard_after_forward(True)
+    model.set_reshard_after_forward(True)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -150,7 +145,7 @@ class UnshardedState:
     """Optimizer state that is the same on every rank: learning rates and AdamW's step. `save_shards` has the rest."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.state = optimizer, {}
+        self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         step = next((float(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0.0)
@@ -166,24 +161,19 @@ class UnshardedState:
 
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """This rank's shards of the weights, and of the moments that the optimizer keeps of each."""
-    weights = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    moments = {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if value.ndim > 0
-    }
-    return weights | moments
+    shards = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        moments = {f"optimizer.{name}.{key}": value for key, value in state.items() if value.ndim > 0}
+        shards |= {f"model.{name}": parameter} | moments
+    return shards
 
 
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write every rank's shards as safetensors files; raises RuntimeError if a rank cannot."""
-    try:
-        checkpoint.save(
-            _shards(model, optimizer), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        )
-    except CheckpointException as error:  # which is no Exception
-        raise RuntimeError(_first_line(error)) from None
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _plain_error():
+        checkpoint.save(_shards(model, optimizer), storage_writer=writer)
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -197,13 +187,15 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     wanted, reader = _shards(model, optimizer), HuggingFaceStorageReader(str(folder))
     if not any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
         wanted = {name: part for name, part in wanted.items() if name.startswith("model.")}  # saved before any step
+    with torch.no_grad(), _plain_error():
+        checkpoint.load(wanted, storage_reader=reader)
+
+
+@contextlib.contextmanager
+def _plain_error() -> Iterator[None]:
+    """Raise RuntimeError, with the first rank's reason in one line, for PyTorch's error, which is no Exception."""
     try:
-        with torch.no_grad():
-            checkpoint.load(wanted, storage_reader=reader)
+        yield
     except CheckpointException as error:
-        raise RuntimeError(_first_line(error)) from next(iter(error.failures.values()))[0]
-
-
-def _first_line(error: CheckpointException) -> str:
-    cause, *_ = error.failures.values()
-    return " ".join(str(cause[0]).split())
+        reason, _ = next(iter(error.failures.values()))
+        raise RuntimeError(" ".join(str(reason).split())) from reason

@@ -1,8 +1,6 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Temperatures times samples per problem: accuracy by the reward's rule (`extract_answer`), the paper's true accuracy (the
-gold value anywhere in the response), pass@k, mean reward, format, length; with 95% intervals, and broken down by
-category and level if the data has them. Writes ``results.json`` and ``completions.jsonl``.
+Writes ``results.json``, by temperature what `pspo.run.results.Evaluation` describes, and ``completions.jsonl``.
 
 The same command resumes a stopped evaluation: completions are saved chunk by chunk, and a chunk's random numbers depend
 on the seed and its position alone, so the results are those of an evaluation that was never stopped.
@@ -42,10 +40,7 @@ def fingerprint(policy: PreTrainedModel, prompts: Prompts) -> dict[str, str]:
 def prepare(
     config: EvaluateConfig, resolved: str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prompts, Sampling]:
-    """Load everything, and make the output folder or check that it holds this evaluation.
-
-    Raises ValueError if it holds another, before the model is loaded if the switches tell.
-    """
+    """Load everything, and make the output folder; ValueError if it holds another evaluation."""
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, resolved))
     tokenizer = load_tokenizer(config.model)
@@ -80,16 +75,15 @@ def check_folder(output: Path, resolved: str) -> None:
 
 def begin(output: Path, resolved: str, about: dict[str, str], device: torch.device) -> None:
     """Make the folder; ValueError if it holds an evaluation of another model or of other problems."""
-    known = output / FINGERPRINT
-    if not known.exists():
-        output.mkdir(parents=True, exist_ok=True)
-        records.write_text(output / "config.yaml", resolved)
-        records.write_json(output / "environment.json", records.environment(str(device), dist.world_size()))
-        records.write_json(known, about)
+    if (known := output / FINGERPRINT).exists():
+        old = records.read_json(known)
+        if changed := " and ".join(name for name in about if old.get(name) != about[name]):
+            raise ValueError(f"--run.output_dir {output} holds one of other {changed}: choose another folder")
         return
-    old = records.read_json(known)
-    if changed := [name for name in about if old.get(name) != about[name]]:
-        raise ValueError(f"--run.output_dir {output} holds one of other {' and '.join(changed)}: choose another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    records.write_text(output / "config.yaml", resolved)
+    records.write_json(output / "environment.json", records.environment(str(device), dist.world_size()))
+    records.write_json(known, about)
 
 
 @memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
@@ -97,16 +91,14 @@ def main(args: Sequence[str] | None = None) -> None:
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
         dist.init("ddp" if dist.under_torchrun() else "none", timeout=3600)
-    device = dist.local_device()
-    output = Path(config.run.output_dir)
+    device, output = dist.local_device(), Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
         policy, tokenizer, prompts, sampling = prepare(config, resolved, device)
         done = dist.run_on_main(lambda: records.read_jsonl(kept))
-        results = dist.run_on_main(lambda: records.read_json(finished) if finished.exists() else {})
-    if results:
-        print(f"already finished: {finished}\n")
-        print(render(results))
+        summary = dist.run_on_main(lambda: records.read_json(finished) if finished.exists() else {})
+    if summary:
+        print(f"already finished: {finished}\n\n{render(summary)}")
         return
     if done:
         print(f"resuming {output}: {len(done):,} completions are done")
@@ -149,8 +141,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "temperatures": results,
     }
     records.write_json(finished, summary)
-    print(render(summary))
-    print(f"\nresults: {finished}")
+    print(f"{render(summary)}\n\nresults: {finished}")
 
 
 if __name__ == "__main__":

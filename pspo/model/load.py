@@ -1,23 +1,14 @@
 """Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.model.device import casts_to_bf16
@@ -50,45 +41,31 @@ def locate(name_or_path: str) -> str:
 
 def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    source = locate(config.name_or_path)
-    with _load_errors(config):
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    for lacking, fix in (
-        (
-            not tokenizer("0")["input_ids"],
-            "no tokenizer: add its files to the folder",
-        ),  # transformers makes an empty one
-        (not tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
-        (tokenizer.eos_token_id is None, "no eos token to end completions with: use another model"),
+    tokenizer = _from_pretrained(AutoTokenizer, config)
+    for there, fix in (
+        (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
+        (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
+        (tokenizer.eos_token_id is not None, "no eos token to end completions with: use another model"),
     ):
-        if lacking:
+        if not there:
             raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
     return tokenizer
 
 
-def load_model_config(config: "ModelConfig") -> PretrainedConfig:
+def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    source = locate(config.name_or_path)
-    with _load_errors(config):
-        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    return _from_pretrained(AutoConfig, config)
 
 
 def load_policy(config: "ModelConfig", device: torch.device, sharded: bool = False) -> PreTrainedModel:
-    """The model with float32 weights, ready to train.
+    """The model with float32 weights, ready to train; if ``sharded``, over the ranks, and each reads its own rows.
 
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     float32 whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
 
-    Args:
-        sharded: over the ranks, each of which reads its own rows.
-
-    Raises:
-        ValueError: the model cannot be found, or its logits are more than its output embedding applied to its last
-            hidden state (and softcapping, which `head_logits` knows).
+    Raises ValueError for a model that cannot be found, or that makes its logits in a way `head_logits` does not know.
     """
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
     check_head(policy)
@@ -98,25 +75,16 @@ def load_policy(config: "ModelConfig", device: torch.device, sharded: bool = Fal
 
 
 def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
-    model_config = _without_dropout(config)
-    with _load_errors(config):
-        policy, loading = AutoModelForCausalLM.from_pretrained(
-            locate(config.name_or_path),
-            config=model_config,
-            dtype=torch.float32,
-            attn_implementation=config.attn_implementation,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-        if loading["missing_keys"]:  # they would be random
-            raise ValueError(f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])} ...")
+    options = {"dtype": torch.float32, "attn_implementation": config.attn_implementation, "output_loading_info": True}
+    policy, loading = _from_pretrained(AutoModelForCausalLM, config, config=_without_dropout(config), **options)
+    if missing := sorted(loading["missing_keys"]):  # they would be random
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
     return _ready(policy.to(device), config)
 
 
 def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
-    dist.run_on_main(lambda: _weight_files(config) and None)  # downloads once, before the other ranks look
+    dist.run_on_main(lambda: _weight_files(config))  # downloads once, before the other ranks look
     files, model_config = _weight_files(config), _without_dropout(config)
     with _load_errors(config):
         with torch.device("meta"):
@@ -127,14 +95,13 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
                 trust_remote_code=config.trust_remote_code,
             )
         if (files[0].parent / "generation_config.json").exists():
-            policy.generation_config = GenerationConfig.from_pretrained(files[0].parent)
+            policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
     policy = _ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     if missing := dist.fill(policy, files, device):
-        raise ValueError(
-            f"--model.name_or_path {config.name_or_path}: its files lack {', '.join(missing[:3])} ...; load it in one "
-            "process and save it with save_pretrained"
-        )
+        lacking = f"its files lack {', '.join(missing[:3])} ..."
+        fix = "load it in one process and save it with save_pretrained"
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: {lacking}; {fix}")
     return policy
 
 
@@ -151,7 +118,7 @@ def _weight_files(config: "ModelConfig") -> list[Path]:
         return files
 
 
-def _without_dropout(config: "ModelConfig") -> PretrainedConfig:
+def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
     model_config = load_model_config(config)
     for part in (model_config, model_config.get_text_config()):
         for name, value in vars(part).items():
@@ -169,12 +136,18 @@ def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
     return policy
 
 
+def _from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:
+    source = locate(model.name_or_path)
+    with _load_errors(model):
+        return auto_class.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
+        )
+
+
 @contextlib.contextmanager
 def _load_errors(config: "ModelConfig") -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # refused anyway
-            yield
+        yield
     except Exception as error:  # the library raises anything on a broken model folder
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         if "custom code" in reason or "remote code" in reason:
@@ -196,9 +169,8 @@ def check_head(policy: PreTrainedModel) -> None:
     """Raise ValueError if the logits are made in a way that `token_logprobs` does not know."""
     ids = torch.arange(4, device=policy.device)[None]
     hidden = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    if not torch.allclose(
-        head_logits(policy, hidden), policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3
-    ):
+    logits = head_logits(policy, hidden)  # first: the model's own forward leaves a sharded head resharded
+    if not torch.allclose(logits, policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"{type(policy).__name__} does more to its logits than its output embedding and softcapping; "
             "pspo.model.logprobs.head_logits must learn it before this architecture can be trained"
@@ -215,8 +187,6 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     """The token that prompts are padded with; raises ValueError if it is none of the model's."""
     size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
     if pad >= size:
-        raise ValueError(
-            f"--model.name_or_path: the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's "
-            f"{size:,}; name another in its tokenizer_config.json"
-        )
+        what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
+        raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
     return pad

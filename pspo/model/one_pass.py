@@ -50,9 +50,8 @@ def backward_in_one_pass(
     states = hidden.detach().split(chunk)
     token_inputs = zip(*([None] * len(states) if x is None else chunks(x) for x in inputs), strict=True)
     loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []
-    for h, target, divisor, of_tokens in zip(
-        states, chunks(completion_ids), chunks(divisors), token_inputs, strict=True
-    ):
+    parts = (states, chunks(completion_ids), chunks(divisors), token_inputs)
+    for h, target, divisor, of_tokens in zip(*parts, strict=True):
         logits = head_logits(model, h.requires_grad_(), temperature)  # (n, V)
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         logprobs = probs.gather(1, target)  # (n, 1)

@@ -25,9 +25,6 @@ def group_relative_advantages(
     Returns:
         (B,) float32 (float64 for float64 rewards). A group whose rewards are all equal gets exactly 0.0, found
         by comparison: subtracting a rounded mean would leave noise that "group" scaling blows up.
-
-    Raises:
-        ValueError: for a group_size or scale that does not fit.
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")

@@ -5,15 +5,17 @@ values go into buffers allocated once, the nucleus is sampled without sorting th
 the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import attends_fully
+from pspo.rollout.types import Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 
@@ -34,10 +36,7 @@ class BufferedLayer(DynamicLayer):
         self.buffers = []
         for states in (self.keys, self.values):
             rows, heads, length, dim = states.shape
-            make = (
-                states.new_empty if self.at is None else states.new_zeros
-            )  # hidden values must be finite: 0 x NaN is NaN
-            buffer = make(rows * repeats, heads, length + self.room, dim)
+            buffer = states.new_zeros(rows * repeats, heads, length + self.room, dim)  # finite: 0 x NaN is NaN
             buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
             self.buffers.append(buffer)
         self._view(length if self.at is None else length + self.room)
@@ -49,13 +48,12 @@ class BufferedLayer(DynamicLayer):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.get_seq_length() == 0:  # the prefill
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.at is not None:
-            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-                buffer.index_copy_(2, self.at, states)
-            return self.keys, self.values
         start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = states
+            if self.at is None:
+                buffer[:, :, start:end] = states
+            else:
+                buffer.index_copy_(2, self.at, states)
         self._view(end)
         return self.keys, self.values
 
@@ -70,18 +68,11 @@ class BufferedLayer(DynamicLayer):
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Equally likely tokens at the nucleus's edge all belong to it; the library keeps an arbitrary few of them, enough to
-    reach top_p.
+    Takes logits (b, V) float32, after temperature; returns tokens (b,) int64.
 
-    Exact without sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they
-    lie outside the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
-
-    Args:
-        logits: (b, V) float32, after temperature.
-        top_p: in (0, 1]; 1 takes all tokens.
-
-    Returns:
-        (b,) int64.
+    Equally likely tokens at its edge all belong to it; the library keeps an arbitrary few of them. Exact without
+    sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they lie outside
+    the nucleus. On a GPU a sort is cheaper than waiting for each round's result.
     """
     probs = logits.softmax(dim=1)
     limit = top_p if top_p < 1 else float("inf")
@@ -115,90 +106,70 @@ def decode(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
-    generation_config: GenerationConfig,
+    prompt_mask: Tensor,
+    sampling: Sampling,
     group_size: int,
-    top_p: float,
-    temperature: float,
-    stop_ids: Sequence[int],
-    graphs: bool = False,
-    with_logprobs: bool = False,
-    **model_kwargs,
+    **_,
 ) -> tuple[Tensor, Tensor | None]:
     """Complete each prompt ``group_size`` times.
 
-    `generate` prepares the arguments; its processors apply minimum length, temperature and top_k.
-
     Args:
-        input_ids: (N, P), left-padded prompts; their mask, (N, P) int64, is in ``model_kwargs["attention_mask"]``.
-        temperature: of the log-probs.
-        graphs: keep all shapes fixed, and on a GPU capture the step; for models with full attention in every layer.
+        input_ids, prompt_mask: (N, P) int64, left-padded prompts.
+        logits_processor: the library's, which apply minimum length, temperature and top_k.
 
     Returns:
         (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
         their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before processors
         and nucleus.
     """
-    limit, prompt_length = generation_config.max_new_tokens, input_ids.shape[1]
-    attention_mask = model_kwargs["attention_mask"]  # None if nothing is padded
-    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    limit, prompt_length, graphs = sampling.max_completion_tokens, input_ids.shape[1], sampling.decoder == "graphs"
     at = torch.tensor([prompt_length], device=input_ids.device) if graphs else None  # (1,), the column to write
     cache = DynamicCache(config=model.config)
     cache.layers = [BufferedLayer(limit, at) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
+    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
 
+    def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """The next token's logits, (b, V)."""
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    logits = forward(input_ids, prompt_mask, positions)  # the prefill
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (b, V): b rows are live
-    rows = pad(input_ids, (0, limit), value=generation_config.pad_token_id)
-    rows = rows.repeat_interleave(group_size, dim=0)  # (N * group_size, P + T), to be filled in
-    logprobs = torch.zeros(len(rows), limit, device=rows.device) if with_logprobs else None
-    attended = pad(attention_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
+    rows = pad(input_ids, (0, limit), value=sampling.pad_id).repeat_interleave(group_size, dim=0)  # (b, P + T)
+    logprobs = torch.zeros(len(rows), limit, device=rows.device) if sampling.logprobs else None
+    attended = pad(prompt_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)  # (b, P + T)
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
         attended = attended.bool()[:, None, None]  # the form attention needs, made once
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
-    stops = torch.tensor(stop_ids, device=rows.device)
+    stops = torch.tensor(sampling.stop_ids, device=rows.device)
     live = torch.arange(len(rows), device=rows.device)  # (b,), indices of the live rows
     ended = torch.zeros_like(live, dtype=torch.bool)
-    step = _FixedStep(model, cache, attended, positions, at) if graphs else None
+    step = _FixedStep(forward, attended, positions, at) if graphs else None
     check_every = GPU_CHECK_EVERY if rows.is_cuda else 1
     for end in range(prompt_length, prompt_length + limit):
         logits = logits.float()
         scores = logits_processor(rows[live, :end], logits)
-        tokens = sample_nucleus(scores, top_p) if generation_config.do_sample else scores.argmax(dim=1)
-        tokens = tokens.where(~ended, generation_config.pad_token_id)
+        tokens = sample_nucleus(scores, sampling.top_p) if sampling.temperature > 0 else scores.argmax(dim=1)
+        tokens = tokens.where(~ended, sampling.pad_id)
         rows[live, end] = tokens
         if logprobs is not None:
-            logprobs[live, end - prompt_length] = -cross_entropy(logits / temperature, tokens, reduction="none")
+            logits = logits / (sampling.temperature or 1.0)
+            logprobs[live, end - prompt_length] = -cross_entropy(logits, tokens, reduction="none")
         ended |= torch.isin(tokens, stops)
-        if end == prompt_length + limit - 1:
+        check = (end - prompt_length) % check_every == 0
+        if end == prompt_length + limit - 1 or (check and ended.all()):
             break
-        if (end - prompt_length) % check_every == 0:
-            if ended.all():
-                break
-            if step is None and 4 * ended.sum() >= len(ended):  # then fewer rows are worth copying the cache
-                stay = (~ended).nonzero().squeeze(1)
-                cache.batch_select_indices(stay)
-                attended, positions, tokens, live, ended = (
-                    part[stay] for part in (attended, positions, tokens, live, ended)
-                )
+        if check and not graphs and 4 * ended.sum() >= len(ended):  # then fewer rows are worth copying the cache
+            stay = (~ended).nonzero().squeeze(1)
+            cache.batch_select_indices(stay)
+            state = (attended, positions, tokens, live, ended)
+            attended, positions, tokens, live, ended = (part[stay] for part in state)
         if step is not None:
             logits = step(tokens)
-            continue
-        positions = positions + 1
-        logits = model(
-            input_ids=tokens[:, None],
-            attention_mask=attended[..., : end + 1],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
+        else:
+            positions = positions + 1
+            logits = forward(tokens[:, None], attended[..., : end + 1], positions)
     return rows[:, prompt_length : end + 1], None if logprobs is None else logprobs[:, : end + 1 - prompt_length]
 
 
@@ -208,18 +179,17 @@ class _FixedStep:
     Reads the tokens that were sampled last, (b,), and returns the next logits, (b, V).
     """
 
-    def __init__(self, model: PreTrainedModel, cache: DynamicCache, attended: Tensor, positions: Tensor, at: Tensor):
+    def __init__(self, forward: Callable[..., Tensor], attended: Tensor, positions: Tensor, at: Tensor):
         self.tokens, self.positions, self.at = torch.zeros_like(positions), positions.clone(), at
         self.visible = attended & (torch.arange(attended.shape[3], device=at.device) < at)  # (b, 1, 1, P + T)
-        self.inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": self.visible}
-        self.model, self.cache, self.graph = model, cache, None
+        self.forward, self.graph = partial(forward, self.tokens, self.visible, self.positions), None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self.tokens.copy_(tokens[:, None])
         self.positions += 1
         self.visible.index_fill_(3, self.at, True)
         if not self.tokens.is_cuda:
-            self.logits = self._forward()
+            self.logits = self.forward()
         else:
             if self.graph is None:
                 self._capture()
@@ -227,16 +197,13 @@ class _FixedStep:
         self.at += 1
         return self.logits
 
-    def _forward(self) -> Tensor:
-        return self.model(**self.inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
-
     def _capture(self) -> None:
         warm_up = torch.cuda.Stream()  # capture needs every kernel to have run once, on another stream
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
             for _ in range(3):
-                self._forward()
+                self.forward()
         torch.cuda.current_stream().wait_stream(warm_up)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = self._forward()
+            self.logits = self.forward()

@@ -17,8 +17,6 @@ from pspo.tasks import Problem, load_problems
 if TYPE_CHECKING:
     from pspo.config import DataConfig, ModelConfig
 
-DATE = "26 Jul 2024"  # Llama's templates print it if there is no clock
-
 
 @dataclass(frozen=True)
 class Prompts:
@@ -70,8 +68,8 @@ def load_prompts(
             "model's positions are the limit"
         )
     if len(kept) < len(ids):
-        dropped = f"dropped {len(ids) - len(kept):,} of {len(ids):,} prompts over {longest} tokens"
-        print(f"{config.name} {split}: {dropped}")
+        too_long = len(ids) - len(kept)
+        print(f"{config.name} {split}: dropped {too_long:,} of {len(ids):,} prompts over {longest} tokens")
     return Prompts(problems, ids).take(kept)
 
 
@@ -83,24 +81,22 @@ def encode_prompts(
     A template that prints the date gets the same one every day, so that a resumed run has the same prompts. Raises
     ValueError if the template fails, as some do on a system turn.
     """
+    what = f"--model.name_or_path: the chat template of {tokenizer.name_or_path}"
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     conversations = [[*system, {"role": "user", "content": text}] for text in texts]
     try:
         template = tokenizer.get_chat_template()
         if "strftime_now" in template:
-            template = "{% macro strftime_now(format) %}" + DATE + "{% endmacro %}\n" + template
+            date = "26 Jul 2024"  # Llama's templates print it if there is no clock
+            template = "{% macro strftime_now(format) %}" + date + "{% endmacro %}\n" + template
         encoded = tokenizer.apply_chat_template(
             conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
         )
     except Exception as error:  # a template is a program that comes with the model
-        raise ValueError(
-            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} failed ({error}); "
-            "if it knows no system turn, set --data.system_prompt ''"
-        ) from error
+        fix = "if it knows no system turn, set --data.system_prompt ''"
+        raise ValueError(f"{what} failed ({error}); {fix}") from error
     if not all(encoded["input_ids"]):
-        raise ValueError(
-            f"--model.name_or_path: the chat template of {tokenizer.name_or_path} makes a prompt of nothing"
-        )
+        raise ValueError(f"{what} makes a prompt of nothing")
     return encoded["input_ids"]
 
 

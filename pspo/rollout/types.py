@@ -1,4 +1,4 @@
-"""The tensors of a rollout, and of its rows as the loss sees them."""
+"""How to sample a rollout, its tensors, and those of its rows as the loss sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import GenerationConfig
 
 Decoder = Literal["pspo", "graphs", "hf"]
 
@@ -14,6 +15,70 @@ Decoder = Literal["pspo", "graphs", "hf"]
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) -> Tensor:
+    """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
+    width = max(part.shape[1] for part in parts)
+    gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in parts]
+    return torch.cat([pad(part, gap, value=value) for part, gap in zip(parts, gaps, strict=True)])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Everything that shapes the sampled distribution, and where completions end.
+
+    Attributes:
+        temperature: 0 decodes greedily.
+        stop_ids: tokens that end a completion; part of it.
+        max_rows: rows decoded at a time.
+        decoder: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), or
+            "hf" for the library's own loop, the reference; a repetition penalty always takes the latter.
+        logprobs: keep the log-probs that the tokens were sampled with; not with the library's own loop.
+        synced: all ranks decode until the last one's rows have ended, by the library's own loop.
+    """
+
+    stop_ids: Sequence[int]
+    pad_id: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    max_completion_tokens: int = 128
+    min_completion_tokens: int = 0
+    max_rows: int = 256
+    decoder: Decoder = "pspo"
+    logprobs: bool = False
+    synced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logprobs and self.library:
+            raise ValueError("logprobs are unavailable with decoder=hf and with a repetition_penalty")
+
+    @property
+    def library(self) -> bool:
+        """True if transformers' own loop is required: its repetition penalty needs every row to stay in the batch."""
+        return self.decoder == "hf" or self.repetition_penalty != 1 or self.synced
+
+    def greedy(self) -> "Sampling":
+        """Greedy decoding of the plain model, with the same limit and stop tokens."""
+        return replace(self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0)
+
+    def generation_config(self) -> GenerationConfig:
+        greedy = self.temperature == 0
+        return GenerationConfig(
+            do_sample=not greedy,
+            temperature=1.0 if greedy else self.temperature,
+            top_p=self.top_p if self.library and not greedy else 1.0,  # else `sample_nucleus` applies it
+            top_k=50 if greedy else self.top_k,  # 50 is the library's default: any other draws a warning when greedy
+            repetition_penalty=self.repetition_penalty,
+            num_beams=1,
+            max_new_tokens=self.max_completion_tokens,
+            min_new_tokens=self.min_completion_tokens,
+            eos_token_id=list(self.stop_ids),
+            pad_token_id=self.pad_id,
+            use_cache=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,13 +129,14 @@ class Rollout:
     @staticmethod
     def join(rollouts: Sequence["Rollout"]) -> "Rollout":
         """The rows of all, one rollout after the other; without `sampler_logprobs`."""
-        P, T = max(r.prompt_ids.shape[1] for r in rollouts), max(r.completion_ids.shape[1] for r in rollouts)
-        prompts = ([pad(part, (P - part.shape[1], 0)) for part in (r.prompt_ids, r.prompt_mask)] for r in rollouts)
-        completions = (
-            [pad(part, (0, T - part.shape[1])) for part in (r.completion_ids, r.completion_mask)] for r in rollouts
+        return Rollout(
+            cat_padded([r.prompt_ids for r in rollouts], left=True),
+            cat_padded([r.prompt_mask for r in rollouts], left=True),
+            cat_padded([r.completion_ids for r in rollouts]),
+            cat_padded([r.completion_mask for r in rollouts]),
+            torch.cat([r.terminated for r in rollouts]),
+            [text for r in rollouts for text in r.texts],
         )
-        tensors = (*zip(*prompts, strict=True), *zip(*completions, strict=True), [r.terminated for r in rollouts])
-        return Rollout(*map(torch.cat, tensors), [text for r in rollouts for text in r.texts])
 
     @property
     def token_ids(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

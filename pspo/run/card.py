@@ -23,14 +23,11 @@ def model_card(
     Args:
         problems: number of training problems.
         step, tokens: optimizer steps and rollout tokens up to this model.
-        before: `Evaluation.record` of the base model on the held-out problems; empty if not measured.
-        validation: validation_reward, validation_accuracy and the "step" that they belong to, which may be another
-            than this model's; empty if not measured.
+        before: `Progress.before`, empty if not measured; ``validation`` likewise `Progress.validated`.
     """
     base, method = config.model.name_or_path, type(config.algorithm.surrogate).__name__
-    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base) and not any(
-        path.is_dir() for path in (Path(base), ASSETS / base)
-    )
+    is_folder = any(path.is_dir() for path in (Path(base), ASSETS / base))
+    on_hub = not is_folder and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base)
     name = base if on_hub else Path(base).name  # no folder of somebody's machine
     front = ModelCardData(
         library_name="transformers",
@@ -61,8 +58,8 @@ def model_card(
         when, share = f"step {validation['step']:,}", percent(validation["validation_accuracy"])
         measured.append(f"| {when} | mean reward on validation problems | {validation['validation_reward']:.3f} |")
         measured.append(f"| {when} | greedy accuracy on validation problems | {share} |")
-    path = "path/to/data" if config.data.path else None  # instead of a path on this machine
-    command = evaluate_command(replace(config, data=replace(config.data, path=path)), "path/to/this/model")
+    data = replace(config.data, path=config.data.path and "path/to/data")  # no path of this machine
+    command = evaluate_command(replace(config, data=data), "path/to/this/model")
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {name}, trained with {method}",
@@ -87,8 +84,9 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
     switches = {"model.name_or_path": model, "data.name": config.data.name}
     for name, section in (("model", config.model), ("data", config.data)):
         for part in fields(section):
-            if part.name not in ("name_or_path", "revision", "limit") and getattr(section, part.name) != part.default:
-                switches[f"{name}.{part.name}"] = getattr(section, part.name)
+            value = getattr(section, part.name)
+            if part.name not in ("name_or_path", "revision", "limit") and value != part.default:
+                switches[f"{name}.{part.name}"] = value
     if config.run.test_limit:
         switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
     if config.rollout.max_completion_tokens != EvalConfig.max_completion_tokens:

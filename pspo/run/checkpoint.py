@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.run.records import write_json
+
+if TYPE_CHECKING:
+    from pspo.run.state import Run
 
 
 class RunFailed(RuntimeError):
@@ -60,35 +63,44 @@ class Progress:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only.
-
-    An error (disk full) leaves the old folder, and becomes RunFailed.
-    """
-    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+def writing(problem: str, folder: Path) -> Iterator[None]:
+    """End the run if something in a folder cannot be written (disk full), and remove what is half there."""
     try:
-        recover(folder)
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
+        tidy(folder)
+        raise RunFailed(f"{problem}: {error}") from error
+
+
+def hidden(folder: Path, suffix: str) -> Path:
+    """The name of a folder that is not whole yet (new), to be replaced (old) or to be deleted (gone)."""
+    return folder.with_name(f".{folder.name}.{suffix}")
+
+
+def tidy(parent: Path) -> None:
+    """Finish or undo what interrupted saves left in a folder."""
+    for old in parent.glob(".*.old"):
+        if not (folder := parent / old.name[1:-4]).exists():  # killed between the two renames
+            old.rename(folder)
+    for suffix in ("new", "old", "gone"):
+        for leftover in parent.glob(f".*.{suffix}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only."""
+    with writing(f"cannot save {folder}", folder.parent):
+        temporary = hidden(folder, "new")
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
         if folder.exists():
-            folder.rename(replaced)
+            folder.rename(hidden(folder, "old"))
         temporary.rename(folder)
         sync(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
-        recover(folder)
-        raise RunFailed(f"cannot save {folder}: {error}") from error
-
-
-def recover(folder: Path) -> None:
-    """Clean up after an interrupted save; ``folder`` is then whole, the old one or the new one."""
-    temporary, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
-    if replaced.exists() and not folder.exists():  # between the two renames
-        replaced.rename(folder)
-    for leftover in (temporary, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
+        tidy(folder.parent)
 
 
 def sync(path: Path) -> None:
@@ -100,27 +112,12 @@ def sync(path: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a folder under another name, so that a kill leaves no half of it under its own."""
-    hidden = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def tidy(run: Path) -> None:
-    """Finish or undo what a kill interrupted, in the whole run."""
-    for hidden in (*(run / "checkpoints").glob(".step-*.gone"), *(run / "checkpoints").glob(".step-*.shards")):
-        shutil.rmtree(hidden, ignore_errors=True)
-    interrupted = {hidden.name.split(".")[1] for hidden in (run / "checkpoints").glob(".step-*")}
-    for folder in (run / "best", run / "final", *(run / "checkpoints" / name for name in interrupted)):
-        recover(folder)
+    gone = folder.rename(hidden(folder, "gone"))
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    weights: dict[str, torch.Tensor] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, weights: dict | None = None
 ) -> None:
     """Write model, tokenizer and card in `save_pretrained` form; ``weights`` replaces a sharded model's own."""
     policy.save_pretrained(folder, state_dict=weights)
@@ -129,11 +126,7 @@ def write_model(
 
 
 def save_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    validation: dict[str, Any] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, validation: dict | None = None
 ) -> None:
     """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
     weights = dist.full_state_dict(policy)
@@ -147,53 +140,36 @@ def save_model(
     dist.run_on_main(save)
 
 
-def save_checkpoint(
-    run: Path,
-    keep: int,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    stateful: dict[str, Any],
-    steps: int,
-    progress: Progress,
-    card: str,
-) -> None:
-    """Save everything that the run's future depends on, and remove older checkpoints; RunFailed if it cannot.
-
-    Args:
-        run: the run's folder; its config.yaml is copied, its .jsonl files are flushed first.
-        keep: number of newest checkpoints to keep.
-        stateful: optimizer and schedule, by name.
-    """
+def save_checkpoint(run: "Run") -> None:
+    """Save everything that the run's future depends on, and remove older checkpoints; RunFailed if it cannot."""
+    policy, steps, card = run.learner.policy, run.learner.steps, run.card()
     finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in policy.parameters())
     if dist.max_over_ranks(not finite):
         raise RunFailed(f"the weights are not finite at step {steps} and were not saved: lower --optimizer.lr")
-    every_rank = dist.gather_objects(random_state(policy.device))
-    torch_state = {name: part.state_dict() for name, part in stateful.items()}
-    torch_state |= {"random": [state.pop("torch") for state in every_rank]}
-    state = asdict(progress) | {"steps": steps, "random": every_rank}
-    folder = run / "checkpoints" / f"step-{steps:06d}"
-    shards = folder.with_name(f".{folder.name}.shards")  # of all ranks, moved into the checkpoint by rank 0
+    generators = dist.gather_objects(random_state(policy.device))
+    torch_state = {name: part.state_dict() for name, part in run.stateful.items()}
+    torch_state |= {"random": [of_rank.pop("torch") for of_rank in generators]}
+    state = asdict(run.progress) | {"steps": steps, "random": generators}
+    folder = run.output / "checkpoints" / f"step-{steps:06d}"
+    shards = hidden(folder.with_name(f"{folder.name}-shards"), "new")  # every rank's; rank 0 moves them in
     if dist.is_sharded(policy):
-        try:
-            dist.save_shards(shards, policy, stateful["optimizer"].optimizer)
-        except RuntimeError as error:
-            shutil.rmtree(shards, ignore_errors=True)
-            raise RunFailed(f"cannot save {folder}: {error}") from error
+        with writing(f"cannot save {folder}", folder.parent):
+            dist.save_shards(shards, policy, run.learner.optimizer)
 
     def save() -> None:
         with whole_folder(folder) as temporary:
             if shards.exists():
                 shards.rename(temporary / "shards")
             else:
-                write_model(policy, tokenizer, temporary, card)
+                write_model(policy, run.tokenizer, temporary, card)
             torch.save(torch_state, temporary / "training.pt")
             (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
-            shutil.copyfile(run / "config.yaml", temporary / "config.yaml")
+            shutil.copyfile(run.output / "config.yaml", temporary / "config.yaml")
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
             write_json(temporary / "manifest.json", {str(p.relative_to(temporary)): describe(p) for p in paths})
-            for file in run.glob("*.jsonl"):
-                sync(file)
-        for old in checkpoints(run)[keep:]:
+            for records in run.output.glob("*.jsonl"):  # which a resumed run cuts back to this step
+                sync(records)
+        for old in checkpoints(run.output)[run.config.run.keep :]:
             remove(old)
 
     dist.run_on_main(save)
@@ -217,10 +193,9 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of this process's generators: python's, numpy's, and under "torch" a list of torch's."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
-    generators = [torch.get_rng_state()]
-    if device.type == "cuda":
-        generators.append(torch.cuda.get_rng_state(device))
-    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": generators}
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    own = [torch.get_rng_state(), *on_gpu]
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": own}
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
@@ -252,13 +227,9 @@ def damage(folder: Path) -> str | None:
     """Name the first file of a checkpoint that is not what was saved; None if all are."""
     try:
         files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"{folder} is damaged: manifest.json is missing"
-    except ValueError:
-        return f"{folder} is damaged: manifest.json cannot be read"
+    except (FileNotFoundError, ValueError) as error:
+        return f"{folder} is damaged: manifest.json ({error})"
     for name, saved in files.items():
-        if not (folder / name).is_file():
-            return f"{folder} is damaged: {name} is missing"
-        if describe(folder / name) != saved:
-            return f"{folder} is damaged: {name} differs from what was saved (size or SHA-256)"
+        if not (folder / name).is_file() or describe(folder / name) != saved:
+            return f"{folder} is damaged: {name} is missing, or not what was saved (size, SHA-256)"
     return None

@@ -25,10 +25,7 @@ CLASS_SWITCHES = "--algorithm.surrogate or --reward.functions"
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, str]:
-    """Read switches and YAML files into a configuration.
-
-    Returns:
-        The configuration, and the YAML text of all its fields, runnable as it is.
+    """Read switches and YAML files; returns the configuration and the YAML text of all its fields, runnable as it is.
 
     Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """

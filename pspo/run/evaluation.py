@@ -26,17 +26,19 @@ class Chunk:
     problems: list[int]
     samples: range
 
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """(problem, sample) of each row."""
+        return [(i, sample) for i in self.problems for sample in self.samples]
+
 
 def chunks(
     lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int, max_rows: float = math.inf
 ) -> list[Chunk]:
     """Split ``samples`` of each prompt so that rows x (longest prompt + max_completion_tokens) fits ``max_tokens``.
 
-    Prompts of similar length are batched, to pad little. A problem's samples are split only if they do not fit; a
-    single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
-
-    Args:
-        lengths: tokens of each prompt.
+    Prompts of similar length (in tokens) are batched, to pad little. A problem's samples are split only if they do not
+    fit; a single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
     """
     parts, together = [], []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -86,8 +88,7 @@ def evaluate(
         for first in range(0, len(parts), turns):
             records = []
             for number, chunk in parts[first : first + turns][turn : turn + 1]:
-                keys = {(i, sample) for i in chunk.problems for sample in chunk.samples}
-                if not completions.keys() >= keys:
+                if not completions.keys() >= set(chunk.keys):
                     torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
                     records = complete(policy, tokenizer, prompts, chunk, sampling, reward)
             by_rank = dist.gather_objects(records)[:turns]  # of ranks in step the first's: rewards may be random
@@ -95,7 +96,7 @@ def evaluate(
             if records and dist.is_main():
                 save(records)
             completions |= {(record["problem"], record["sample"]): record for record in records}
-            progress.update(sum(len(c.problems) * len(c.samples) for _, c in parts[first : first + turns]))
+            progress.update(sum(len(chunk.keys) for _, chunk in parts[first : first + turns]))
     return summarise(prompts.problems, [completions[key] for key in sorted(completions)], samples)
 
 
@@ -108,31 +109,25 @@ def complete(
     reward: RewardConfig,
 ) -> list[dict[str, Any]]:
     """Draw and score a chunk's completions, one record each."""
-    keys = [(i, sample) for i in chunk.problems for sample in chunk.samples]
     rollout = generate(policy, tokenizer, [prompts.ids[i] for i in chunk.problems], sampling, len(chunk.samples))
-    problems = [prompts.problems[i] for i, _ in keys]
-    totals, _ = total_rewards(
-        reward.functions, reward.weights, rollout.texts, problems, reward.timeout, reward.on_error
-    )
-    ended, tokens = rollout.terminated.tolist(), rollout.completion_mask.sum(dim=1).tolist()
-    records = []
-    for row, (i, sample) in enumerate(keys):
-        text, gold = rollout.texts[row], problems[row].answer
-        answer = extract_answer(text)
-        records.append(
-            {
-                "temperature": sampling.temperature,
-                "problem": i,
-                "sample": sample,
-                "prompt": problems[row].prompt,
-                "gold": str(gold),
-                "completion": text,
-                "correct": answer is not None and abs(answer - gold) <= TOLERANCE,
-                "contains_gold": contains_answer(text, gold),
-                "format": matches_format(text),
-                "reward": 0.0 if math.isnan(totals[row]) else totals[row],  # --reward.on_error none
-                "tokens": tokens[row],
-                "truncated": not ended[row],
-            }
-        )
-    return records
+    texts, problems = rollout.texts, [prompts.problems[i] for i, _ in chunk.keys]
+    totals, _ = total_rewards(reward.functions, reward.weights, texts, problems, reward.timeout, reward.on_error)
+    tokens, ended = rollout.completion_mask.sum(dim=1).tolist(), rollout.terminated.tolist()
+    rows = zip(chunk.keys, problems, texts, totals, tokens, ended, strict=True)
+    return [
+        {
+            "temperature": sampling.temperature,
+            "problem": i,
+            "sample": sample,
+            "prompt": problem.prompt,
+            "gold": str(problem.answer),
+            "completion": text,
+            "correct": (answer := extract_answer(text)) is not None and abs(answer - problem.answer) <= TOLERANCE,
+            "contains_gold": contains_answer(text, problem.answer),
+            "format": matches_format(text),
+            "reward": 0.0 if math.isnan(total) else total,  # --reward.on_error none
+            "tokens": length,
+            "truncated": not stopped,
+        }
+        for (i, sample), problem, text, total, length, stopped in rows
+    ]

@@ -16,7 +16,7 @@ from pspo.model import load_policy, load_tokenizer, pad_token_id, stop_token_ids
 from pspo.rollout import Sampling, check_decoder, load_prompts, room_for_prompts
 from pspo.run.checkpoint import Progress
 from pspo.run.records import check_output, environment, write_json, write_text
-from pspo.run.resume import allowed_changes, claim, record_changes, restore, run_to_resume
+from pspo.run.resume import allowed_changes, claim, restore, run_to_resume, update_config
 from pspo.run.state import Run
 from pspo.run.trackers import check_tracker, start_tracker
 from pspo.update import Learner
@@ -25,24 +25,19 @@ from pspo.update import Learner
 def prepare(config: TrainConfig, resolved: str) -> Run:
     """Load everything, and make the run's folder or restore the run that it holds.
 
-    Args:
-        resolved: the configuration as YAML, for the folder.
-
-    Raises:
-        ValueError: for anything the user can mend, before anything expensive happens where possible.
+    ``resolved`` is the configuration as YAML, for the folder. Raises ValueError for anything the user can mend, before
+    anything expensive happens if possible.
     """
     dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
     lock = contextlib.ExitStack()
-    output, resumed, changed = dist.run_on_main(lambda: find_output(config, resolved, lock))
+    output, resumed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
 
     tokenizer = load_tokenizer(config.model)
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
-    if config.run.validate_every:
-        limits["validation"] = config.run.validation_limit
-    if config.run.test_limit:
-        limits["test"] = config.run.test_limit
+    limits |= {"validation": config.run.validation_limit} if config.run.validate_every else {}
+    limits |= {"test": config.run.test_limit} if config.run.test_limit else {}
     prompts = {split: load_prompts(config.data, tokenizer, split, limit, room) for split, limit in limits.items()}
 
     dist.seed_generators(config.run.seed)
@@ -50,8 +45,9 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     if device.type == "cpu":  # otherwise several threads add up gradients in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    policy, reference = load_policy(config.model, device, sharded), None
+    policy = load_policy(config.model, device, sharded)
     check_decoder(policy, config.rollout.decoder)
+    reference = None
     if config.algorithm.beta > 0:
         reference = load_policy(config.model, device, sharded).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
@@ -61,38 +57,21 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     stateful = {"optimizer": dist.UnshardedState(optimizer) if sharded else optimizer, "scheduler": scheduler}
     progress = Progress({split: prompts[split].fingerprint() for split in prompts})
     if resumed:
-        learner.steps, progress = restore(config, output, policy, stateful, progress)
-        learner.microbatch_limit = progress.microbatch_limit
-        if changed:
-            dist.run_on_main(lambda: record_changes(output, resolved))
+        progress = restore(config, output, learner, stateful, progress)
+        dist.run_on_main(lambda: update_config(output, resolved))
     else:
         dist.run_on_main(lambda: make_output(output, resolved, device, lock))
+    sampling = make_sampling(config, policy, tokenizer)
     tracker = config.run.tracker if dist.is_main() else "none"
-    return Run(
-        config,
-        learner,
-        tokenizer,
-        make_sampling(config, policy, tokenizer),
-        prompts,
-        output,
-        lock,
-        progress,
-        stateful,
-        start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps),
-    )
+    tracker = start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps)
+    return Run(config, learner, tokenizer, sampling, prompts, output, lock, progress, stateful, tracker)
 
 
 def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+    common = {"params": policy.parameters(), "lr": config.lr, "weight_decay": config.weight_decay}
     if config.name == "sgd":
-        return torch.optim.SGD(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        policy.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+        return torch.optim.SGD(**common)
+    return torch.optim.AdamW(**common, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def make_sampling(config: TrainConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
@@ -105,18 +84,16 @@ def make_sampling(config: TrainConfig, policy: PreTrainedModel, tokenizer: PreTr
     )
 
 
-def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool, bool]:
-    """The run's folder, locked if it holds a run to resume; whether it does; and whether any switch has changed."""
+def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool]:
+    """The run's folder, and whether it holds a run to resume, which is then locked."""
     resumed = run_to_resume(config.run.resume, config.run.output_dir)
     output = resumed or Path(config.run.output_dir or default_output(config))
     check_output(output)
-    if resumed is None:
-        return output, False, False
-    lock.enter_context(claim(resumed))
-    changes = allowed_changes(resumed, resolved)
-    for message in changes.values():
-        print(f"resuming with a change: {message}", file=sys.stderr)
-    return output, True, bool(changes)
+    if resumed:
+        lock.enter_context(claim(output))
+        for message in allowed_changes(output, resolved).values():
+            print(f"resuming with a change: {message}", file=sys.stderr)
+    return output, resumed is not None
 
 
 def default_output(config: TrainConfig) -> str:

@@ -48,35 +48,29 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file, without a last line that was cut off by a kill; none if there is no file.
-
-    Raises ValueError for other damage.
-    """
+    """The records of a JSON lines file, without a last line that was cut off by a kill; none if there is no file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to start again") from error
+    return [_parse(path, line, json.loads) for line in lines]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError if it is damaged."""
-    return _read(path, json.loads)
+    return _parse(path, path.read_bytes(), json.loads)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The nested configuration in a YAML file; raises ValueError if it is damaged."""
-    return _read(path, yaml.safe_load)
+    """The nested configuration in a YAML file."""
+    return _parse(path, path.read_bytes(), yaml.safe_load)
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    """The object that (a line of) a file holds; raises ValueError if it is damaged."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        parsed = parse(content)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from error
-    if not isinstance(content, dict):
+    if not isinstance(parsed, dict):
         raise ValueError(f"{path} is damaged (not an object); choose another folder")
-    return content
+    return parsed
 
 
 def lock(file: IO[Any]) -> bool:

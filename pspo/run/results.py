@@ -10,6 +10,10 @@ from scipy.stats import binomtest, bootstrap
 
 from pspo.tasks import Problem
 
+MEANS = {  # in the results, of this in the records
+    "mean_reward": "reward", "format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -17,8 +21,8 @@ class Evaluation:
 
     Attributes:
         results: as in ``results.json``: accuracy (the extracted answer is right), true_accuracy (the gold value is
-            anywhere in the response) and pass@k, each as value and ci95; mean reward and length, shares of right format
-            and truncation; a breakdown by source, category and level.
+            anywhere in the response) and pass@k, each as value and ci95; `MEANS`; a breakdown by source, category and
+            level.
         completions: one record per sample, in the order of the problems.
     """
 
@@ -29,22 +33,20 @@ class Evaluation:
     def record(self) -> dict[str, Any]:
         """The numbers in one flat dict, as in a run's ``summary.json``."""
         accuracy, true_accuracy = self.results["accuracy"], self.results["true_accuracy"]
-        shares = ("mean_reward", "format_share", "truncated_share", "completion_tokens")
         return {
             "accuracy": accuracy["value"],
             "ci95": accuracy["ci95"],
             "n": self.n,
             "true_accuracy": true_accuracy["value"],
             "true_accuracy_ci95": true_accuracy["ci95"],
-            **{name: self.results[name] for name in shares},
+            **{name: self.results[name] for name in MEANS},
         }
 
 
 def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]], samples: int) -> Evaluation:
     """Means and intervals over the records of `pspo.run.evaluation.evaluate`: ``samples`` of each problem, in order.
 
-    Intervals are Wilson's for one sample per problem, otherwise a bootstrap's over the problems (of no width if all
-    problems come out alike).
+    Intervals are Wilson's for one sample per problem, otherwise a bootstrap's over the problems.
     """
 
     def by_problem(key: str) -> np.ndarray:  # (n,) mean over each problem's samples
@@ -56,29 +58,23 @@ def summarise(problems: Sequence[Problem], completions: Sequence[dict[str, Any]]
         return {"value": float(values.mean()), "ci95": interval}
 
     correct, contains = by_problem("correct"), by_problem("contains_gold")
-    powers = {2**j for j in range(samples.bit_length())}  # all up to samples
+    counts = [round(share * samples) for share in correct]
+    ks = sorted({2**j for j in range(samples.bit_length())} | {samples})  # powers of 2, and all samples
     breakdown = {}
     for part in ("source", "category", "level"):
-        groups: dict[str, list[int]] = {}  # indices of the problems
-        for i, problem in enumerate(problems):
-            groups.setdefault(getattr(problem, part), []).append(i)
+        values = np.array([getattr(problem, part) for problem in problems])
+        groups = {str(value): values == value for value in np.unique(values)}
         if len(groups) > 1:
             breakdown[part] = {
-                value: {"n": len(i), "accuracy": estimate(correct[i]), "true_accuracy": estimate(contains[i])}
-                for value, i in sorted(groups.items())
+                value: {"n": int(of.sum()), "accuracy": estimate(correct[of]), "true_accuracy": estimate(contains[of])}
+                for value, of in groups.items()
             }
     results = {
         "samples": samples,
         "accuracy": estimate(correct),
         "true_accuracy": estimate(contains),
-        **{
-            f"pass@{k}": estimate(np.array([pass_at_k(samples, round(share * samples), k) for share in correct]))
-            for k in sorted(powers | {samples})
-        },
-        "mean_reward": float(by_problem("reward").mean()),
-        "format_share": float(by_problem("format").mean()),
-        "truncated_share": float(by_problem("truncated").mean()),
-        "completion_tokens": float(by_problem("tokens").mean()),
+        **{f"pass@{k}": estimate(np.array([pass_at_k(samples, count, k) for count in counts])) for k in ks},
+        **{name: float(by_problem(key).mean()) for name, key in MEANS.items()},
         "breakdown": breakdown,
     }
     return Evaluation(len(problems), results, list(completions))
@@ -94,10 +90,9 @@ def cluster_bootstrap(values: np.ndarray, resamples: int = 10_000, seed: int = 0
     """95% percentile interval of the mean of values (n,), one per cluster, resampling the clusters."""
     if len(values) < 2:
         return float(values.mean()), float(values.mean())
-    found = bootstrap(
-        (values,), np.mean, n_resamples=resamples, batch=100, method="percentile", rng=np.random.default_rng(seed)
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    how = {"n_resamples": resamples, "batch": 100, "method": "percentile", "rng": np.random.default_rng(seed)}
+    low, high = bootstrap((values,), np.mean, **how).confidence_interval
+    return float(low), float(high)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -107,12 +102,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows as aligned text, the first one as the header; all but the first column right-aligned."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
-    for row in cells:
-        first, *rest = zip(row, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip())
+    for name, *cells in rows:
+        aligned = [f"{cell!s:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([f"{name!s:<{widths[0]}}", *aligned]))
     return "\n".join(lines)
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
-from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import RunConfig, TrainConfig
 from pspo.model import load_policy
 from pspo.run.checkpoint import Progress, checkpoints, damage, load_checkpoint, remove, step_of, tidy
 from pspo.run.records import differences, lock, read_config, read_json, read_jsonl, to_jsonl, write_text
+from pspo.update import Learner
 
 # Changes that a resumed run may make; any other would make another experiment of it and is refused.
 FREE = {  # changes no number of the run
     "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
-    "reward.timeout", "run.keep", "run.output_dir", "run.resume", "run.samples", "run.save_every", "run.tracker",
+    "reward.timeout", "run.keep", "run.samples", "run.save_every", "run.tracker",
 }  # fmt: skip
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
@@ -47,9 +47,9 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
         if resume == "never" or not (output / "config.yaml").is_file():
             raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
         return output
-    path = Path(resume)
-    run = path.absolute().parent.parent if path.absolute().parent.name == "checkpoints" else path
-    if not path.is_dir() or not (run / "config.yaml").is_file():
+    path = Path(resume).absolute()
+    run = path.parent.parent if path.parent.name == "checkpoints" else Path(resume)
+    if path not in (run.absolute(), *checkpoints(run)) or not (run / "config.yaml").is_file():
         raise ValueError(f"--run.resume {resume} is neither auto, never, a run's folder nor one of its checkpoints")
     if output is not None and output.absolute() != run.absolute():
         raise ValueError(f"--run.resume {resume} is not in --run.output_dir {output}: leave one of them out")
@@ -58,17 +58,15 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
 
 def allowed_changes(run: Path, resolved: str) -> dict[str, str]:
     """Allowed changes since the run's config.yaml, {switch: message}; ValueError names those that are not."""
-    found = differences(read_config(run / "config.yaml"), yaml.safe_load(resolved))
-    constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
+    old_config = read_config(run / "config.yaml")
+    constant = old_config["optimizer"]["schedule"] == "constant"
     changes, refused = {}, []
-    for name, (old, new) in found.items():
+    for name, (old, new) in differences(old_config, yaml.safe_load(resolved)).items():
         message = f"--{name} was {old!r}, is {new!r}"
         grows = name in LONGER and constant and old is not None and (new is None or new > old)
-        if name in ("run.output_dir", "run.resume"):
-            continue
         if name in FREE or name in ROUNDING or grows:
             changes[name] = f"{message} (other rounding)" if name in ROUNDING else message
-        else:
+        elif name not in ("run.output_dir", "run.resume"):
             refused.append(message)
     if refused:
         raise ValueError(
@@ -78,8 +76,8 @@ def allowed_changes(run: Path, resolved: str) -> dict[str, str]:
     return changes
 
 
-def record_changes(run: Path, resolved: str) -> None:
-    """Update the run's config.yaml, but not to a --run.resume PATH, which would resume from there again."""
+def update_config(run: Path, resolved: str) -> None:
+    """Write the run's config.yaml anew, but without a --run.resume PATH, which would resume from there again."""
     config = yaml.safe_load(resolved)
     config["run"] |= {"output_dir": str(run), "resume": "auto"}
     write_text(run / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -90,12 +88,10 @@ def find_checkpoint(run: Path, resume: str) -> Path | None:
 
     Damaged ones are named and skipped. Raises ValueError if only damaged ones are left, or a finished run has none.
     """
-    tidy(run)
+    for folder in (run, run / "checkpoints"):
+        tidy(folder)
     every = checkpoints(run)
-    named = [folder for folder in every if folder.absolute() == Path(resume).absolute()]
-    if not named and Path(resume).absolute().parent == (run / "checkpoints").absolute():
-        raise ValueError(f"--run.resume {resume} is no checkpoint's name, such as step-000042")
-    for folder in named or every:
+    for folder in [folder for folder in every if folder.absolute() == Path(resume).absolute()] or every:
         reason = damage(folder)
         if reason is None:
             return folder
@@ -105,48 +101,38 @@ def find_checkpoint(run: Path, resume: str) -> Path | None:
     return None
 
 
-def restore(
-    config: TrainConfig, run: Path, policy: PreTrainedModel, stateful: dict[str, Any], fresh: Progress
-) -> tuple[int, Progress]:
-    """Restore policy, optimizer, schedule, random generators and the run's folder to the state of a checkpoint.
+def restore(config: TrainConfig, run: Path, learner: Learner, stateful: dict[str, Any], fresh: Progress) -> Progress:
+    """Restore learner, random generators and the run's folder to a checkpoint, whose progress is returned.
 
-    Returns the optimizer steps taken and the progress; 0 and ``fresh`` if nothing was saved yet. Raises ValueError if
-    the run has other problems than ``fresh``.
+    If nothing was saved yet, that is ``fresh``. Raises ValueError if the run has other problems than ``fresh``.
     """
     checkpoint = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
-    steps, progress = 0, fresh
+    policy, progress = learner.policy, fresh
     if checkpoint is not None:
         if dist.is_sharded(policy):
-            dist.load_shards(checkpoint / "shards", policy, stateful["optimizer"].optimizer)
+            dist.load_shards(checkpoint / "shards", policy, learner.optimizer)
         else:
             saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), policy.device)
             policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
-        steps, progress = load_checkpoint(checkpoint, stateful, policy.device)
+        learner.steps, progress = load_checkpoint(checkpoint, stateful, policy.device)
+        learner.microbatch_limit = progress.microbatch_limit
     if progress.problems != fresh.problems:
         raise ValueError(f"--run.output_dir {run} has other problems under the same name: choose another folder")
     if progress.best:
-        progress.best = read_best(run, progress.best["step"])
-    dist.run_on_main(lambda: cut_back(run, steps))
+        progress.best = newest_best(run, progress.best["step"])
+    dist.run_on_main(lambda: cut_back(run, learner.steps))
     if 0 < progress.ranks != dist.world_size():
-        dist.seed_generators(config.run.seed, steps)
-        if dist.is_main():
-            print(
-                f"the checkpoint is from {progress.ranks} ranks, not {dist.world_size()}: weights and optimizer are "
-                "the same, but other tokens are drawn from here on",
-                file=sys.stderr,
-            )
+        dist.seed_generators(config.run.seed, learner.steps)
+        said = f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on"
+        dist.run_on_main(lambda: print(said, file=sys.stderr))
     print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
-    return steps, progress
+    return progress
 
 
-def read_best(run: Path, step: int) -> dict[str, Any]:
-    """The validation of the model in ``best/``, which is step ``step``'s or a later one.
-
-    Keep a newer best/: resuming reproduces it (or, on a GPU, it is still what its validation.json says).
-    """
+def newest_best(run: Path, step: int) -> dict[str, Any]:
+    """The validation of the model in ``best/``: step ``step``'s or a later one's, which resuming reproduces."""
     file = run / "best" / "validation.json"
-    best = read_json(file) if file.is_file() else {"step": -1}
-    if best["step"] < step:
+    if not file.is_file() or (best := read_json(file))["step"] < step:
         raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
     return best
 

@@ -20,7 +20,7 @@ from pspo.config import TrainConfig
 from pspo.model import load_policy, peak_memory_gb
 from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
-from pspo.run.checkpoint import Progress, RunFailed, checkpoints, save_checkpoint, save_model
+from pspo.run.checkpoint import Progress, RunFailed, checkpoints, save_checkpoint, save_model, writing
 from pspo.run.evaluation import evaluate
 from pspo.run.records import append_jsonl, write_json
 from pspo.run.results import Evaluation
@@ -31,7 +31,7 @@ from pspo.update import Learner
 
 @dataclass
 class Run:
-    """A run between its first and its last rollout; `pspo.run.prepare.prepare` makes it, new or resumed.
+    """A run, as `pspo.run.prepare.prepare` makes it, new or resumed.
 
     Attributes:
         prompts: by split: train, validation, test.
@@ -62,8 +62,7 @@ class Run:
         if self.progress.before is None:
             self.progress.before = self.test(self.learner.policy, "test before")
             if self.config.run.validate_every:
-                self.progress.best = self.progress.validated = {"step": 0} | self.validate()
-                self.save_best()
+                self.keep_best()
         steps = {"total": self.config.run.max_steps, "initial": self.learner.steps}
         bar = tqdm(desc="train", unit="step", disable=not dist.is_main(), **steps)
         self.bar = self.lock.enter_context(bar)  # closed before an error is printed
@@ -101,11 +100,7 @@ class Run:
         advantages: Tensor,
         steps: list[dict[str, float]],
     ) -> None:
-        """Count a rollout and describe it: a line of metrics and a few samples, of all ranks.
-
-        Args:
-            rewards, advantages: (B,); ``rewards_by_name`` each B values.
-        """
+        """Count a rollout and describe it, of all ranks: metrics, a few samples; ``rewards``, ``advantages`` (B,)."""
         of_rank = (rollout.cpu(), self.drawn.problems, rewards.tolist(), rewards_by_name, advantages.cpu())
         rollouts, problems, rewards, by_name, advantages = zip(*dist.gather_objects(of_rank), strict=True)
         rollout, problems, rewards = Rollout.join(rollouts), list(chain(*problems)), list(chain(*rewards))
@@ -126,25 +121,17 @@ class Run:
         ]  # fmt: skip
 
     def validate_if_due(self) -> None:
-        """Validate if due, add it to the rollout's line, and keep the model if it is the best so far."""
-        every, progress = self.config.run.validate_every, self.progress
+        """Validate if due, for the rollout's line, and keep the model if it is the best so far."""
+        every = self.config.run.validate_every
         if every and (self.limit_reached or crossed(every, self.first_step, self.learner.steps)):
             with self.phase("validate"):
-                validation = self.validate()
-            self.line |= validation
-            progress.validated = {"step": self.learner.steps} | validation
-            if validation["validation_reward"] > progress.best["validation_reward"]:
-                progress.best = progress.validated
-                self.save_best()
+                self.line |= self.keep_best()
 
     def save_if_due(self) -> None:
-        """Write the rollout's line and samples, and a checkpoint if one is due.
-
-        Raises RunFailed after --optimizer.max_skipped skipped steps in a row.
-        """
+        """Write the rollout's line and samples, and a checkpoint if one is due."""
         self.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in self.seconds.items()}
         if dist.is_main():
-            with recording(self.output):
+            with writing(f"cannot write into {self.output}", self.output):
                 append_jsonl(self.output / "metrics.jsonl", self.line)
                 append_jsonl(self.output / "samples.jsonl", *self.samples)
             self.tracker.log(self.line)
@@ -170,17 +157,15 @@ class Run:
                 )
 
     def finish(self) -> dict[str, Any]:
-        """Save the final model, test the returned one, and return the summary, as written to ``summary.json``.
-
-        Raises Stopped, everything saved, if a signal ended the run.
-        """
+        """Save the final model, test the returned one, and return the summary; Stopped if a signal ended the run."""
         self.bar.close()
         if self.stopped:
             self.save_checkpoint()
             raise Stopped
         save_model(self.learner.policy, self.tokenizer, self.output / "final", self.card())
-        policy, returned = self.learner.policy, self.output / ("best" if self.progress.best else "final")
+        policy, returned = self.learner.policy, self.output / "final"
         if self.progress.best:
+            returned = self.output / "best"
             best = replace(self.config.model, name_or_path=str(returned))
             policy = load_policy(best, policy.device, dist.is_sharded(policy))
         summary = {
@@ -194,24 +179,23 @@ class Run:
             "best_step": self.progress.best.get("step", self.learner.steps),
         }
         if dist.is_main():
-            with recording(self.output):
+            with writing(f"cannot write into {self.output}", self.output):
                 write_json(self.output / "summary.json", summary)
             self.tracker.finish()
         return summary
 
     def validate(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy, on the validation problems."""
-        policy = self.learner.policy
-        sampled = self.evaluate(policy, "validation", self.sampling, "validate")
-        greedy = self.evaluate(policy, "validation", self.sampling.greedy(), "validate")
-        reward, accuracy = sampled.results["mean_reward"], greedy.results["accuracy"]["value"]
-        return {"validation_reward": reward, "validation_accuracy": accuracy}
+        sampled, greedy = (
+            self.evaluate(self.learner.policy, "validation", sampling, "validate").results
+            for sampling in (self.sampling, self.sampling.greedy())
+        )
+        return {"validation_reward": sampled["mean_reward"], "validation_accuracy": greedy["accuracy"]["value"]}
 
     def test(self, policy: PreTrainedModel, bar: str) -> dict[str, Any]:
         """Greedy accuracy on the held-out problems; {} for --run.test_limit 0."""
-        if self.config.run.test_limit == 0:
-            return {}
-        return self.evaluate(policy, "test", self.sampling.greedy(), bar).record()
+        greedy = self.sampling.greedy()
+        return self.evaluate(policy, "test", greedy, bar).record() if self.config.run.test_limit else {}
 
     def evaluate(self, policy: PreTrainedModel, split: str, sampling: Sampling, bar: str) -> Evaluation:
         """One completion of each prompt; the ranks share the prompts evenly, unless they must decode in step."""
@@ -220,6 +204,15 @@ class Run:
         with sampling_context(policy, model.autocast, self.config.distributed.rollout):
             return evaluate(policy, self.tokenizer, prompts, sampling, self.config.reward, max_rows=rows, bar=bar)
 
+    def keep_best(self) -> dict[str, float]:
+        """Validate, and save the model if it is the best so far."""
+        validation, progress = self.validate(), self.progress
+        progress.validated = {"step": self.learner.steps} | validation
+        if not progress.best or validation["validation_reward"] > progress.best["validation_reward"]:
+            progress.best = progress.validated
+            self.save_best()
+        return validation
+
     def save_best(self) -> None:
         """Save the policy as the best one, with the validation that says so, which a resumed run reads."""
         save_model(self.learner.policy, self.tokenizer, self.output / "best", self.card(), self.progress.best)
@@ -227,8 +220,7 @@ class Run:
     def save_checkpoint(self) -> None:
         """Save a checkpoint, once per step."""
         if self.saved_step != self.learner.steps:
-            of_model = (self.learner.policy, self.tokenizer, self.stateful, self.learner.steps)
-            save_checkpoint(self.output, self.config.run.keep, *of_model, self.progress, self.card())
+            save_checkpoint(self)
             self.saved_step = self.learner.steps
 
     def card(self) -> str:
@@ -236,15 +228,6 @@ class Run:
         progress, problems = self.progress, len(self.prompts["train"])
         counts = {"problems": problems, "step": self.learner.steps, "tokens": progress.tokens}
         return model_card(self.config, **counts, before=progress.before or {}, validation=progress.validated)
-
-
-@contextlib.contextmanager
-def recording(output: Path) -> Iterator[None]:
-    """End the run if a record cannot be written (disk full)."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"cannot write into {output}: {error}") from error
 
 
 def crossed(every: int, before: int, after: int) -> bool:
@@ -257,14 +240,14 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Statistics of one rollout's B samples; unknown rewards (NaN) are left out of the means."""
     lengths = rollout.completion_mask.sum(dim=1).float()
-    known, *by_name = (
-        [value for value in values if not math.isnan(value)] or [math.nan]
-        for values in (rewards, *rewards_by_name.values())
-    )
+
+    def known(values: list[float]) -> list[float]:
+        return [value for value in values if not math.isnan(value)] or [math.nan]
+
     return {
-        "reward": float(np.mean(known)),
-        "reward_std": float(np.std(known)),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in zip(rewards_by_name, by_name, strict=True)},
+        "reward": float(np.mean(known(rewards))),
+        "reward_std": float(np.std(known(rewards))),
+        **{f"reward/{name}": float(np.mean(known(values))) for name, values in rewards_by_name.items()},
         "reward_unknown_share": float(np.isnan(rewards).mean()),
         "empty_share": float(np.mean([not text.strip() for text in rollout.texts])),
         "zero_advantage_share": (advantages == 0).float().mean().item(),

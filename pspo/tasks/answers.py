@@ -14,16 +14,17 @@ A *number* is an optional sign (`+`, `-`, U+2212) and one of
 - What is glued to the digits plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
 - Mixed numbers are not joined: `2\frac{1}{2}` is 2 and 1/2.
 
-Arithmetic is on Fractions. Every quantifier below is possessive or short, so parsing takes time linear in
+Arithmetic is on integers and Fractions. Every quantifier below is possessive or short, so parsing takes time linear in
 the text, and no text raises.
 """
 
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
-TOLERANCE = Fraction(1, 10**6)  # |prediction - gold| up to this is correct (the paper's reward)
+_INVERSE_TOLERANCE = 10**6
+TOLERANCE = Fraction(1, _INVERSE_TOLERANCE)  # |prediction - gold| up to this is correct (the paper's reward)
 MAX_DIGITS = 1000  # below Python's own limit of 4,300 for int(str), beyond which it raises
 MAX_EXPONENT_DIGITS = 4
 
@@ -45,40 +46,68 @@ _REST_OF_LINE = re.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*+")  # the lin
 Marker = Literal["last", "first"]
 
 
-def _read(match: re.Match[str]) -> Fraction | None:
+class Number(NamedTuple):
+    """numerator / denominator * 10**exponent, not expanded: `1e9999` costs no more than `1`."""
+
+    numerator: int
+    denominator: int
+    exponent: int
+
+    def value(self) -> Fraction:
+        """Exact value; it can have over 4,300 digits, which `str` refuses to print."""
+        return Fraction(self.numerator * 10 ** max(self.exponent, 0), self.denominator * 10 ** max(-self.exponent, 0))
+
+    def is_near(self, gold: int | Fraction) -> bool:
+        """True if |value - gold| <= TOLERANCE; expands the exponent only if the magnitudes do not settle it."""
+        a, b, exponent = self
+        p, q = gold.numerator, gold.denominator
+        if exponent:
+            # With bits = (bits of a) - (bits of b), 2**(bits-1) < |a/b| < 2**(bits+1); and 10**e lies beyond 8**e.
+            bits = a.bit_length() - b.bit_length() + 3 * exponent
+            gold_bits = p.bit_length() - q.bit_length()
+            if exponent > 0 and bits - 1 > max(gold_bits + 1, 0):
+                return False  # |value| is at least twice max(|gold|, 1)
+            if exponent < 0 and bits + 1 <= -20 and p and gold_bits - 1 >= -18:
+                return False  # |value| < 1e-6 and |gold| > 3.8e-6
+            a, b = a * 10 ** max(exponent, 0), b * 10 ** max(-exponent, 0)
+        return abs(a * q - p * b) * _INVERSE_TOLERANCE <= b * q
+
+
+def _read(match: re.Match[str]) -> Number | None:
     """Number spelled by a match of `_NUMBER`; None for a zero denominator or too many digits."""
     sign, numerator, denominator, over, under, decimal, exponent = match.groups("")
     above, below = numerator or over or decimal, denominator or under or "1"
     above_digits, below_digits = _digits(above), _digits(below)
     if max(len(above_digits), len(below_digits)) > MAX_DIGITS or len(exponent.lstrip("+-")) > MAX_EXPONENT_DIGITS:
         return None
-    if (divisor := int(below_digits)) == 0:
+    a, b = int(above_digits), int(below_digits)
+    if b == 0:
         return None
     minuses = sign.count("-") + above.count("-") + below.count("-")
     decimals = len(above.partition(".")[2]) - len(below.partition(".")[2])
-    value = int(above_digits) * (-1) ** minuses
-    scale = int(exponent or "0") - decimals
-    return Fraction(value * 10 ** max(scale, 0), divisor * 10 ** max(-scale, 0))
+    return Number(-a if minuses % 2 else a, b, int(exponent or "0") - decimals if a else 0)
 
 
 def _digits(text: str) -> str:
     return text if text.isdecimal() else text.translate(_NOT_DIGITS)  # the test alone is ten times as fast
 
 
-def find_numbers(text: str) -> Iterator[Fraction]:
+def find_numbers(text: str) -> Iterator[Number]:
     """Yield the numbers of the text from left to right, each spelling once."""
     seen = set()
     for match in _NUMBER.finditer(text.replace("\u2212", "-")):
         if match.group() not in seen:
             seen.add(match.group())
-            if (number := _read(match)) is not None:
+            number = _read(match)
+            if number is not None:
                 yield number
 
 
 def parse_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number and nothing else (outer blanks aside), or None."""
     match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
-    return _read(match) if match else None
+    number = _read(match) if match else None
+    return number.value() if number else None
 
 
 def _marked_line(completion: str, marker: Marker) -> str | None:
@@ -109,7 +138,7 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
         last = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # of each spelling; a match is large
         numbers = (_read(_NUMBER.match(text, start)) for start in sorted(last.values(), reverse=True))
         number = next((number for number in numbers if number is not None), None)
-    return number
+    return None if number is None else number.value()
 
 
 def matches_format(completion: str, marker: Marker = "last") -> bool:
@@ -127,4 +156,4 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
 def contains_answer(completion: str, gold: int | Fraction) -> bool:
     """True if any number in the completion is within 1e-6 of gold: the paper's "true accuracy"."""
-    return any(abs(number - gold) <= TOLERANCE for number in find_numbers(completion))
+    return any(number.is_near(gold) for number in find_numbers(completion))
