@@ -117,12 +117,10 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="folders with runs in them")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path("report"), help="folder of the report (default: report)"
-    )
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="pack the runs there instead")
-    parser.add_argument("--surrogates", type=Path, metavar="FOLDER", help="draw every loss there instead")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="run folders, packed folders, or above them")
+    parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
+    parser.add_argument("--surrogates", type=Path, metavar="FOLDER", help="draw the losses there instead")
     options = parser.parse_args(args)
     output = options.surrogates or options.pack or options.output_dir
     try:

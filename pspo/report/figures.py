@@ -27,6 +27,7 @@ LINE = 0.15  # inches, of a line of text
 RC = {
     "font.size": 8,
     "axes.titlesize": 8,
+    "figure.titlesize": 9,
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pspo",

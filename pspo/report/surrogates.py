@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pspo import losses
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate
 from pspo.report.figures import LINE, STYLES, name_ends, picture
 
@@ -43,9 +44,11 @@ def surrogate_and_slope(surrogate: Surrogate, ratio: Tensor, advantage: float) -
 def draw_surrogates(folder: Path) -> list[Path]:
     """Draw surrogates.svg, the paper's Figure 1, and every loss at its defaults beside NoClip; returns the files."""
     pictures = {"surrogates": FIGURE1}
-    for loss in Surrogate.__subclasses__():
-        values = [f"{field.name}={field.default}" for field in fields(loss) if field.default is not None]
-        pictures[loss.__name__.lower()] = {"NoClip": NoClip(), ", ".join([loss.__name__, *values]): loss()}
+    for name, loss in vars(losses).items():
+        if isinstance(loss, type) and issubclass(loss, Surrogate) and loss is not Surrogate:
+            values = {field.name: field.default for field in fields(loss) if field.default is not None}
+            label = ", ".join([name, *(f"{field}={value}" for field, value in values.items())])
+            pictures[name.lower()] = {"NoClip": NoClip(), label: loss()}
     return [_draw(surrogates, folder / f"{name}.svg") for name, surrogates in pictures.items()]
 
 
