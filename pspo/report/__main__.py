@@ -3,10 +3,10 @@
 RUNS are run folders, packed folders, or folders that hold some, however deep. Settings of another model or other
 training data are another task, with tables and pictures of its own. Writes ``report.md`` (everything), ``table.md``,
 ``table.tex`` and ``table.csv`` (the tables; in the last one line a cell, shares not in percent), and pictures as SVG.
+Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave them out. Of several
+evaluations of a model on the same problems the last one, by folder, counts.
 
-The reward that the numbers of learning come from is the training reward of each rollout: every run has it, from the
-untrained policy on. Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave
-them out.
+``--pack FOLDER`` writes the runs as two tables and a file of their settings, which are reported as the runs are.
 """
 
 import argparse

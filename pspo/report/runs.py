@@ -88,7 +88,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             metrics.append(rollouts.assign(run=run))
             configs[run] = config | {"experiment": str(folder.parent.parent)}
             returned[run] = Path(summary.get("best_model", "best")).name
-    for folder in evaluated:
+    for folder in evaluated:  # of a model's evaluations on the same problems the last one counts
         with _left_out(folder):
             rows += list(_of_evaluation(folder, configs, returned))
     for folder in configured:
@@ -188,17 +188,12 @@ def _measures(result: Row, where: Row) -> Iterator[Row]:
 
 def _in_order(runs: Runs) -> Runs:
     """Sort by setting and seed, each once: of two runs the finished one."""
-    configs = runs.configs
-    keys = pd.DataFrame({"label": labels(configs), "setting": settings(configs), "seed": configs[SEED]})
+    keys = pd.DataFrame({"label": labels(runs.configs), "setting": settings(runs.configs), "seed": runs.configs[SEED]})
     keys["unfinished"] = ~keys.index.isin(runs.finished())
     keys = keys.sort_values(["label", "setting", "seed", "unfinished"], kind="stable")
     first = keys.groupby(["setting", "seed"])["label"].transform(lambda of_one: of_one.index[0])
     for run, kept in first[first != first.index].items():
         warn(f"{run}: the same setting and seed as {kept}; left out")
-    numbers = runs.numbers[(runs.numbers["evaluation"] != "summary") & (runs.numbers["measure"] == "accuracy")]
-    again = numbers.duplicated(["run", "data", "split", "n", "temperature", "group"]) & numbers["run"].notna()
-    for row in numbers[again & numbers["group"].isna()].itertuples():
-        warn(f"{row.run}: several evaluations on {row.data} {row.split}, n = {row.n:,.0f}; the last one counts")
     return runs.take(list(first.unique()))
 
 
@@ -206,7 +201,7 @@ def _in_order(runs: Runs) -> Runs:
 
 
 def settings(configs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.Series:
-    """Number the settings, by run; configurations that differ in the switches besides alone have one number."""
+    """Number the settings, by run; those that differ in the switches besides alone have one number."""
     switches = configs.drop(columns=[*OF_A_RUN, *besides])
     return switches.groupby([*switches], dropna=False, sort=False).ngroup()
 
@@ -224,15 +219,13 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     A surrogate's own arguments are compared with the same surrogate's.
     """
     switches, named = configs.drop(columns=[*OF_A_RUN, SURROGATE]), {}
-
-    def differing(table: pd.DataFrame, arguments: bool) -> list[str]:
-        names = [name for name in table if name.startswith(ARGUMENT) == arguments]
-        return [name for name in names if table[name].nunique(dropna=False) > 1]
-
+    others = [name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1]
     for method, of_method in switches.groupby(methods(configs)):
-        shown = of_method[[*differing(of_method, arguments=True), *differing(switches, arguments=False)]]
-        for run, values in shown.set_axis([name.rpartition(".")[2] for name in shown], axis=1).iterrows():
-            texts = [f"{name}={' '.join(str(value).split())}" for name, value in values.dropna().items()]
+        own = [name for name in switches if name.startswith(ARGUMENT) and of_method[name].nunique(dropna=False) > 1]
+        for run, values in of_method[own + others].iterrows():
+            texts = [
+                f"{name.rpartition('.')[2]}={' '.join(str(value).split())}" for name, value in values.dropna().items()
+            ]
             named[run] = f"{method} ({', '.join(texts)})" if texts else method
     return pd.Series(named, dtype=object).reindex(configs.index)
 
@@ -248,7 +241,7 @@ def pack(runs: Runs, folder: Path) -> list[Path]:
     if runs.configs.empty:
         raise ValueError("no run to pack")
     experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
-    setting = runs.configs.groupby(experiment, group_keys=False).apply(labels)
+    setting = pd.concat([labels(of_experiment) for _, of_experiment in runs.configs.groupby(experiment)])
     names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})
     for file, table in zip(PACK, (runs.metrics, runs.numbers), strict=False):
         of_rows = names.reindex(table["run"]).set_index(table.index)

@@ -17,15 +17,14 @@ LEARNING = ["final reward", "peak reward", "area under the curve", "steps to pea
 COMPARED = ("final reward", "peak reward", "area under the curve", "best validation reward")
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]
 NOTES = {
-    "Accuracy": "Of the model that each run returned. True accuracy, the paper's: the gold value is anywhere in the "
-    "response; accuracy: it is the response's answer. Greedy decoding. Mean over seeds with its 95% t-interval from "
-    "three seeds on; for one seed the interval over problems.",
+    "Accuracy": "Greedy, of the model that each run returned. True accuracy, the paper's: the gold value is anywhere "
+    "in the response; accuracy: it is the response's answer. Mean over seeds with its 95% t-interval from three seeds "
+    "on; for one seed the interval over problems.",
     "Accuracy of samples": "The same, sampled at temperature T.",
     "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
     "mean over all of them. A seed has collapsed when its final reward is below half of its peak.",
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
-    "same order; the labels say in what they differ. Mean, and from three seeds on the 95% t-interval of the paired "
-    "differences. Accuracies in percentage points.",
+    "same order. Mean, and from three seeds on the 95% t-interval. Accuracies in percentage points.",
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step of each, over tokens with an "
     "advantage: 1st and 99th percentile of the ratio r, effective sample size, share of tokens of no weight, total "
     "variation between old and new policy and what the surrogate leaves of it, KL(old || new) in nats, gradient norm, "
@@ -119,13 +118,10 @@ def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     The share of collapsed seeds has Wilson's interval.
     """
     values = values.reindex(columns=["row", "column", "value", "low", "high"])
-    cells = values.groupby(["row", "column"], sort=False, as_index=False).agg(
-        seeds=("value", "size"),
-        mean=("value", "mean"),
-        sem=("value", "sem"),
-        low=("low", "first"),
-        high=("high", "first"),
-    )
+    groups = values.groupby(["row", "column"], sort=False)
+    cells = groups[["low", "high"]].first().assign(seeds=groups.size())
+    cells["mean"], cells["sem"] = groups["value"].mean(), groups["value"].sem()
+    cells = cells.reset_index()
     half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
     for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
         cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, cells[side].where(cells["seeds"] == 1))
@@ -163,13 +159,11 @@ def as_text(cells: pd.DataFrame) -> pd.DataFrame:
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
     for cell in cells.itertuples():
         digits = 0 if cell.column.endswith("to peak") else 1 if cell.column.endswith("(%)") else 3
-        mean, low, high = (
-            f"{round(scale(cell.column) * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high)
-        )
-        interval = f" [{low}, {high}]" if cell.low == cell.low else ""
-        texts.loc[cell.row, cell.column] = (
-            mean + interval + (f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else "")
-        )
+        numbers = (round(scale(cell.column) * x, digits) + 0.0 for x in (cell.mean, cell.low, cell.high))
+        mean, low, high = (f"{x:.{digits}f}" for x in numbers)
+        mean += f" [{low}, {high}]" if pd.notna(cell.low) else ""
+        mean += f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else ""
+        texts.loc[cell.row, cell.column] = mean
     return texts
 
 
@@ -183,5 +177,4 @@ def as_markdown(texts: pd.DataFrame) -> str:
 
 
 def as_latex(texts: pd.DataFrame) -> str:
-    texts = texts.rename_axis(None)
-    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))
+    return texts.rename_axis(None).to_latex(escape=True, column_format="l" + "r" * len(texts.columns))
