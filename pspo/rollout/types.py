@@ -28,7 +28,7 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) ->
 class Sampling:
     """Everything that shapes the sampled distribution, and where completions end.
 
-    Decoders are "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
+    Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
     for the library's own loop, the reference, which a repetition penalty always takes.
     """
 
