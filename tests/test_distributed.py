@@ -27,7 +27,7 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
-from pspo.losses import PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
 from pspo.run.checkpoint import checkpoints, damage
@@ -56,7 +56,7 @@ CASES = {
     "sequences, checkpointed": make_config(TOPR(), "grpo", checkpointed=True, epochs=2),
     "KL": make_config(NoClip(), "dr_grpo", epochs=2, minibatches=2, beta=0.1),
     "bf16": make_config(Clip(), "dapo", autocast="bf16", epochs=2),
-    "untied": make_config(SAPO(), "grpo", model="untied", epochs=2),
+    "untied": make_config(P3O(), "grpo", model="untied", epochs=2),
     "untied, gathered once": make_config(SAPO(), "grpo", model="untied", epochs=2),
 }
 

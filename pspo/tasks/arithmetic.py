@@ -9,8 +9,10 @@
 
 A story has an opening (with or without a product), events that each add or subtract, and perhaps a last
 event that compares with somebody else or shares out; then the question. Every sentence but a plain opening
-and the question is one step of the solution. Operands are 2 to 20, results 1 to 20. The
-hash of its text decides a problem's split: train, validation and test share none, for any seeds.
+and the question is one step of the solution. Operands are 2 to 20, results 1 to 20.
+
+There are 4.4 million such problems of one step, 705 million of two and 77.7 billion of three. The hash of
+its text decides a problem's split: train, validation and test share none, for any seeds.
 """
 
 import operator
