@@ -38,7 +38,7 @@ class Learner:
 
 
 class Minibatch(NamedTuple):
-    """The rows of one optimizer step: this rank's microbatches, and the counts of all ranks'."""
+    """One optimizer step: this rank's microbatches, and tokens and sequences counted over all ranks."""
 
     counts: Counts
     batches: list[Batch]
@@ -47,8 +47,8 @@ class Minibatch(NamedTuple):
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
     """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over microbatches and ranks.
 
-    Rows first visited before any step need no pass for old log-probs: that visit's are the old ones. A row stays in its
-    microbatch, because in bf16 old and new log-probs must come from identical shapes.
+    The first minibatch needs no pass of its own for old log-probs: its first forward pass precedes any step. A row
+    stays in its microbatch, because in bf16 old and new log-probs must come from identical shapes.
 
     Args:
         rollout: B rows, this rank's.
@@ -135,8 +135,8 @@ def per_token_loss(
 ) -> Tensor:
     """The surrogate, and beta times the KL to the reference, of every token: (b, t), 0 where masked.
 
-    All tensors are (b, t), advantages (b, 1) or (b, t). Old log-probs are None on the first visit, when this policy is
-    the old one, and those of the reference if beta is 0.
+    All tensors are (b, t), advantages (b, 1) or (b, t). ``old_logprobs`` is None on a row's first visit, when this
+    policy is the old one; ``ref_logprobs`` is None if beta is 0.
     """
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
@@ -165,7 +165,7 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
             for i, batch in enumerate(batches):
                 inputs = (*batch.rollout.token_ids, config.rollout.temperature)
                 old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference else None
+                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference is not None else None
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
@@ -174,8 +174,8 @@ def split_minibatches(
 ) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
-    Rows that cannot move the loss (no unmasked token, or advantage 0 if surrogate and KL are silent then) are left out
-    but counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
+    Rows with zero gradient (no unmasked token; A = 0 if the surrogate is silent then and beta is 0) are left out but
+    counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
     minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
     --optimizer.microbatch_tokens.
     """
@@ -199,7 +199,7 @@ def split_minibatches(
         counts = Counts(*dist.sum_over_ranks(sizes).tolist(), config.rollout.max_completion_tokens)
         kept = [[row for row in group if moving[row]] for group in groups.tolist()]
         kept = sorted(filter(None, kept), key=lambda rows: -max(lengths[row] for row in rows))
-        kept = kept or [[groups[0, 0]]]  # a row whose gradient is 0: without any, AdamW's momentum would stop, too
+        kept = kept or [[groups[0, 0]]]  # one row of zero gradient: without any AdamW skips its momentum update
         microbatches: list[list[int]] = [[]]
         for rows in kept:
             for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:

@@ -12,7 +12,7 @@ from pspo import losses
 PACKAGE = Path(__file__).parents[1] / "pspo"
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
-ROOMS = (  # DESIGN section 1, from the lowest: a room may import itself and the lower ones
+ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"losses", "tasks", "distributed"},
     {"model"},
     {"rollout"},
