@@ -20,8 +20,8 @@ from pspo.run.state import Run
 @memory_errors(
     "pspo.train",
     "In training: lower --optimizer.microbatch_tokens, or set --model.gradient_checkpointing true or "
-    "--distributed.gather microbatch; the same command then resumes from the last checkpoint. In rollouts and validation: lower "
-    "--rollout.max_rows or --run.validation_limit, in a new --run.output_dir",
+    "--distributed.gather microbatch; the same command then resumes from the last checkpoint. In rollouts and validation: "
+    "lower --rollout.max_rows or --run.validation_limit, in a new --run.output_dir",
 )
 def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | None = None) -> None:
     """Parse the switches, prepare the run, train, and print the result.
