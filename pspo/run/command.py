@@ -20,7 +20,7 @@ from pspo.run.state import Run
 @memory_errors(
     "pspo.train",
     "In training: lower --optimizer.microbatch_tokens, or set --model.gradient_checkpointing true or "
-    "--distributed.gather microbatch; the same command then resumes from the last checkpoint. In rollouts and validation: "
+    "--distributed.gather microbatch; the same command resumes from the last checkpoint. In rollouts or validation: "
     "lower --rollout.max_rows or --run.validation_limit, in a new --run.output_dir",
 )
 def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | None = None) -> None:
