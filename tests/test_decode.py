@@ -189,7 +189,7 @@ SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabula
     [
         *((_sample_by_rejection, *shape, top_p) for shape in SHAPES for top_p in (0.3, 0.85, 1.0)),
         (_sample_by_rejection, 400, 0.3, 0.05),
-        (_sample_by_rejection, 2000, 0.1, 0.004),  # of which most rows are sorted after `MAX_TRIES`
+        (_sample_by_rejection, 400, 0.1, 0.02),  # of which half the rows are sorted after `MAX_TRIES`
         *((_sample_sorted, *shape, 0.85) for shape in SHAPES),
         *((_sample_sorted, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
     ],
@@ -198,7 +198,7 @@ def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, 
     torch.manual_seed(vocabulary)
     logits = spread * torch.randn(vocabulary)
     expected = exact_nucleus(logits, top_p)
-    draws, rows = 100_000, 10_000
+    draws, rows = 20_000, 10_000
     seen = torch.zeros(vocabulary, dtype=torch.float64)
     for _ in range(draws // rows):
         probs = logits.expand(rows, -1).softmax(dim=1)

@@ -296,8 +296,8 @@ def die_in_second_update(rank: int, number: signal.Signals) -> Callable[[], None
 @pytest.mark.parametrize(
     ("strategy", "number"),
     [
-        ("ddp", signal.SIGKILL),
         ("fsdp2", signal.SIGTERM),
+        pytest.param("ddp", signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.nightly),
         pytest.param("fsdp2", signal.SIGKILL, marks=pytest.mark.nightly),
     ],
@@ -325,7 +325,7 @@ def fails_on_rank_1(completions, step):
     return [len(text) + row % 3 for row, text in enumerate(completions)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_a_reward_that_raises_on_one_rank_ends_all_saved(tmp_path, capfd, monkeypatch, strategy):
     monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
     args = ("--reward.functions=[test_distributed.fails_on_rank_1]", "--run.save_every=0")
@@ -363,7 +363,7 @@ def test_another_number_of_ranks_resumes(whole, tmp_path, capfd):
     assert (metrics[2]["step"], metrics[2]["lr"]) == (6, expected[2]["lr"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_ranks_fork_and_steer(whole, tmp_path, strategy):
     expected = contents(whole[strategy])["metrics.jsonl"][2:]
     parent, (same, slower) = whole[strategy] / "checkpoints/step-000004", (tmp_path / "same", tmp_path / "slower")

@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig}
 SMALL = ["--rollout.prompts=4", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
-         "--run.validate_every=0", "--run.output_dir=runs/mine"]  # fmt: skip
+         "--run.validate_every=0", "--run.output_dir=runs/mine", "--data.limit=40"]  # fmt: skip
 
 
 def blocks(language: str) -> list[tuple[str, str]]:

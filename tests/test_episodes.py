@@ -295,7 +295,7 @@ def test_without_an_environment_there_is_none():
 
 RUN = ["--model.name_or_path=tiny-text", "--data.name=sums", f"--rollout.environment={CALCULATOR}",
        "--rollout.prompts=16", "--rollout.max_completion_tokens=64", "--optimizer.lr=1e-4", "--run.test_limit=40",
-       "--run.validation_limit=8", "--run.save_every=2"]  # fmt: skip
+       "--run.validation_limit=8", "--run.save_every=2", "--data.limit=200"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +334,8 @@ def test_evaluation_with_and_without_the_calculator(run, tmp_path, capsys):
 
 def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
     short = ["--rollout.prompts=4", "--rollout.max_completion_tokens=16", "--run.test_limit=0",
-             "--run.validate_every=0", "--run.max_steps=4", f"--run.output_dir={tmp_path / 'run'}"]  # fmt: skip
+             "--run.validate_every=0", "--run.max_steps=4", "--data.limit=40",
+             f"--run.output_dir={tmp_path / 'run'}"]  # fmt: skip
     with pytest.raises(SystemExit) as ended:  # in the second rollout of 16 episodes
         pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])
     assert ended.value.code == 1

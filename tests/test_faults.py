@@ -168,7 +168,9 @@ BAD = {  # how, and what is shown
 }
 
 
-@pytest.mark.parametrize("how", BAD)
+@pytest.mark.parametrize(
+    "how", ["raises", "hangs", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("short", "nothing", "nan"))]
+)
 def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, how):
     """The failed attempt drew tokens and random numbers: those of the rollout's beginning are in the checkpoint."""
     args = ["--reward.functions=[test_faults.Bad]", f"--reward.functions.how={how}", "--reward.timeout=0.3",
@@ -219,6 +221,15 @@ def test_on_error_none_leaves_out_the_completions_that_fail_and_says_so(capsys):
     unknown = sum(line["reward_unknown_share"] * 8 for line in metrics())
     assert 0 < unknown < 24
     assert f"WARNING: {unknown:.0f} of 24 completions had no reward: fails_on_threes (KeyError: 'three')" in err
+
+
+def gives_none(completions):
+    return [None] * len(completions)
+
+
+def test_rewards_that_are_all_none_are_said(capsys):
+    assert train("--reward.functions=[test_faults.gives_none]", "--run.max_steps=4") == 0
+    assert "WARNING: 16 of 16 completions had no reward: every function returned None" in capsys.readouterr().err
 
 
 def test_on_error_none_ends_the_run_saved_if_every_completion_fails(capsys):

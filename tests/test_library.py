@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import pspo
-from pspo.config import RunConfig, TrainConfig
+from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.run.records import read_config, read_json, read_jsonl
@@ -30,14 +30,15 @@ def example(name: str, tmp_path: Path) -> dict:
 
 
 def config_of(**run) -> TrainConfig:
-    config = TrainConfig()
+    config = TrainConfig(data=DataConfig(limit=40))
     return replace(config, rollout=replace(config.rollout, **SWITCHES), run=RunConfig(**{**RUN, **run}))
 
 
 def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path, capsys):
     policy = example("own_loop.py", tmp_path)["train"](config_of(seed=3))
     switches = {f"--rollout.{name}": value for name, value in SWITCHES.items()}
-    switches |= {f"--run.{name}": value for name, value in RUN.items()} | {"--run.output_dir": tmp_path / "run"}
+    switches |= {f"--run.{name}": value for name, value in RUN.items()}
+    switches |= {"--run.output_dir": tmp_path / "run", "--data.limit": 40}
     pspo.train.main([*(f"{name}={value}" for name, value in switches.items()), "--run.seed=3"])
     saved = load_file(tmp_path / "run/final/model.safetensors")
     ours = {name: tensor for name, tensor in policy.state_dict().items() if name in saved}
@@ -82,9 +83,11 @@ def test_the_pages_step_equals_update(tmp_path, tiny_model):
 
 def test_one_call_equals_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    summary = pspo.train(rollout=SWITCHES, run=RUN | {"output_dir": "call"}, algorithm=Clip(epsilon=0.3))
+    call = {"data": {"limit": 40}, "rollout": SWITCHES, "algorithm": Clip(epsilon=0.3)}
+    summary = pspo.train(run=RUN | {"output_dir": "call"}, **call)
     command = [*(f"--rollout.{k}={v}" for k, v in SWITCHES.items()), *(f"--run.{k}={v}" for k, v in RUN.items())]
-    pspo.train.main([*command, "--algorithm.surrogate=Clip", "--algorithm.surrogate.epsilon=0.3", "--run.output_dir=c"])
+    command += ["--algorithm.surrogate=Clip", "--algorithm.surrogate.epsilon=0.3", "--data.limit=40"]
+    pspo.train.main([*command, "--run.output_dir=c"])
     assert Path("call/final/model.safetensors").read_bytes() == Path("c/final/model.safetensors").read_bytes()
     ours, theirs = read_config(Path("call/config.yaml")), read_config(Path("c/config.yaml"))
     assert ours["algorithm"] == theirs["algorithm"]
@@ -112,7 +115,10 @@ def test_problems_and_functions_of_python(tmp_path, monkeypatch, capsys):
     ("call", "message"),
     [
         ({"optimizer": {"lr": -1}}, "--optimizer.lr must be above 0, got -1"),
-        ({"optimiser": {"lr": 1}}, "optimiser"),
+        ({"optimiser": {"lr": 1}}, "optimiser.lr is unknown; did you mean optimizer.lr"),
+        ({"lr": 1}, "lr is unknown; did you mean optimizer.lr"),
+        ({"optimizer": 1}, "--optimizer must be a mapping of fields, got 1"),
+        ({"optimizer": {"learning_rat": 1}}, "optimizer.learning_rat is unknown; did you mean"),
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
     ],
 )

@@ -405,6 +405,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny_model, model_folde
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_model, model_folder, load, monkeypatch):
     """By the backend that traces and differentiates but writes no machine code: no C++ compiler needed."""

@@ -72,7 +72,11 @@ def test_files_say_what_the_paper_says(base):
 
 
 @pytest.mark.parametrize(
-    ("base", "method"), [*(("qwen2-math-1.5b-gsm8k+math", method) for method in METHODS), *((b, "pspo") for b in BASES)]
+    ("base", "method"),
+    [
+        *(("qwen2-math-1.5b-gsm8k+math", method) for method in METHODS),
+        *(pytest.param(base, "pspo", marks=pytest.mark.nightly) for base in BASES),
+    ],
 )
 def test_files_train_a_stand_in_model(base, method, tmp_path):
     """One rollout of the embedded model on a few problems in the sources' own formats, all else as the files say."""

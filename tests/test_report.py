@@ -263,15 +263,19 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
 def test_tasks_are_never_mixed(make_run, report, tmp_path):
     make_run("a", "Clip", 0, after=0.5)
     make_run("b", "Clip", 1, after=0.9, **{"data.name": "roots"})
+    make_run("c", "Clip", 1, after=0.2, **{"data.name": "file", "data.path": "mine"})
+    make_run("d", "Clip", 1, after=0.3, **{"data.name": "file", "data.path": "yours"})
     for stage in ("one", "two"):
         make_run(stage, "Clip", 2, after=0.7, **{"model.name_or_path": f"runs/{stage}/final"})
     cells, text, err = report()
     assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == [1, 0.5]
     assert cells["tiny on roots", "Accuracy", "Clip", "roots test, n = 100: accuracy"][:2] == [1, 0.9]
     assert cells["runs/two/final on sums", "Accuracy", "Clip", ACCURACY][:2] == [1, 0.7]
-    assert "runs of 4 tasks" in err
+    assert cells["tiny on mine", "Accuracy", "Clip", "mine test, n = 100: accuracy"][:2] == [1, 0.2]
+    assert cells["tiny on yours", "Accuracy", "Clip", "yours test, n = 100: accuracy"][:2] == [1, 0.3]
+    assert "runs of 6 tasks" in err
     pictures = re.findall(r"\]\((\S+curves.svg)\)", text)
-    assert len(set(pictures)) == 4
+    assert len(set(pictures)) == 6
     assert all((tmp_path / "out" / name).exists() for name in pictures)
 
 
@@ -315,7 +319,7 @@ def test_nothing_to_report_is_an_error(tmp_path, capsys):
 # Packing
 
 
-@pytest.mark.parametrize("part", ["", "two"])
+@pytest.mark.parametrize("part", ["", pytest.param("two", marks=pytest.mark.nightly)])
 def test_a_packed_folder_is_reported_as_its_runs(make_run, make_evaluation, report, tmp_path, part):
     rng, roots = np.random.default_rng(0), [tmp_path / "runs" / part, tmp_path / "pack"]
     for i, (method, arguments) in enumerate([("Clip", {}), ("NoClip", {}), ("PSPO", {}), ("PSPO", {"alpha": 0.2})]):

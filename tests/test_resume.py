@@ -87,14 +87,11 @@ def cut_off() -> Path:
     return Path("out")
 
 
-CASES = {
-    "default": (),
-    "all else": ("--algorithm.surrogate=TOPR", "--algorithm.beta=0.1", "--algorithm.minibatches=2",
-                 "--optimizer.microbatch_tokens=200", "--model.gradient_checkpointing=true"),
-}  # fmt: skip
+ALL_ELSE = ("--algorithm.surrogate=TOPR", "--algorithm.beta=0.1", "--algorithm.minibatches=2",
+            "--optimizer.microbatch_tokens=200", "--model.gradient_checkpointing=true")  # fmt: skip
 
 
-@pytest.mark.parametrize("args", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("args", [(), pytest.param(ALL_ELSE, marks=pytest.mark.nightly)], ids=["default", "all else"])
 def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(capfd, args):
     assert train("whole", *args) == 0
     for step in range(6):
@@ -127,8 +124,11 @@ def test_the_completions_of_the_tests_stay_and_are_shown_again(capfd):
             line for line in said.splitlines() if " s, " not in line
         ]
     assert_same(Path("whole"), Path("out"))
-    pspo.evaluate.__main__.main(["--compare", "out"])
-    assert "T = 0, 3 problems" in capfd.readouterr().out
+    assert train("fork", *args, "--run.fork_from=out", "--run.max_steps=8", CONSTANT) == 0
+    for run in ("out", "fork"):
+        capfd.readouterr()
+        pspo.evaluate.__main__.main(["--compare", run])
+        assert "T = 0, 3 problems" in capfd.readouterr().out
 
 
 def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
@@ -229,7 +229,7 @@ def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said)
     assert stamps(cut_off) == left
 
 
-@pytest.mark.parametrize("megabytes", [1, 5])
+@pytest.mark.parametrize("megabytes", [pytest.param(1, marks=pytest.mark.nightly), 5])
 def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, megabytes):
     """Full for the weights, or for the larger optimizer state."""
 
@@ -264,16 +264,18 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
 
 # --- signals ----------------------------------------------------------------------------------------------------------
 
-TOLD = {  # when, what, the exit code, the newest checkpoint
-    "first validation": (Run, "validate", 1, [signal.SIGTERM], 75, "step-000000"),
-    "rollout": (pspo.train, "generate", 1, [signal.SIGINT], 75, "step-000002"),
-    "training": (pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002"),
-    "save": (Run, "save_checkpoint", 1, [signal.SIGINT], 75, "step-000002"),
-    "twice": (pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002"),
-}
+TOLD = [  # when, what, the exit code, the newest checkpoint
+    pytest.param(Run, "validate", 1, [signal.SIGTERM], 75, "step-000000", id="first validation"),
+    pytest.param(
+        pspo.train, "generate", 1, [signal.SIGINT], 75, "step-000002", id="rollout", marks=pytest.mark.nightly
+    ),
+    pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
+    pytest.param(Run, "save_checkpoint", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
+    pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002", id="twice"),
+]
 
 
-@pytest.mark.parametrize(("owner", "function", "call", "signals", "code", "saved"), TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize(("owner", "function", "call", "signals", "code", "saved"), TOLD)
 def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, function, call, signals, code, saved):
     """Told once, it finishes its rollout; twice, it ends at once and loses nothing that was saved."""
 
@@ -363,7 +365,7 @@ def test_every_switch_that_may_change_is_one():
     assert known >= FREE | STEERED | ROUNDING | LONGER | FIXED
 
 
-@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("finished", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_run_that_is_to_be_longer_ends_as_if_it_always_had_been(capfd, finished):
     assert train("whole", CONSTANT) == 0
     if finished:
@@ -461,7 +463,7 @@ STEER = ("--optimizer.lr=2e-4", "--algorithm.beta=0.1", "--optimizer.max_grad_no
          "--run.validate_every=2", "--run.samples=1")  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.nightly), 5])
 def test_a_steered_run_is_itself_resumed_to_the_last_bit(step):
     """Changed from step 2 on, and killed again before or after the next save."""
     assert forked(killed_at_step(3)) == -signal.SIGKILL
@@ -475,6 +477,7 @@ def test_a_steered_run_is_itself_resumed_to_the_last_bit(step):
     assert_same(Path("whole"), Path("out"))
 
 
+@pytest.mark.nightly
 def test_going_back_before_a_change_undoes_it(cut_off, whole):
     """The checkpoint's own configuration counts, not the run's last one."""
     assert train("out", "--optimizer.lr=2e-4", "--run.keep=4") == 0
@@ -627,7 +630,13 @@ def test_a_run_without_a_step_does_not_block_its_folder(capfd):
     assert train("out", "--algorithm.epochs=1") == 2  # its records have steps
 
 
-@pytest.mark.parametrize("name", [".config.yaml.tmp", "config.yaml", ".environment.json.tmp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.yaml",
+        *(pytest.param(f".{name}.tmp", marks=pytest.mark.nightly) for name in ("config.yaml", "environment.json")),
+    ],
+)
 def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, name):
     Path("out/data").mkdir(parents=True)
     Path("out", name).write_text("model: {na")

@@ -1,6 +1,7 @@
 """Rewards: their exact values, plug-ins, and what is refused."""
 
 import asyncio
+import importlib
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from pspo.run.cli import parse
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
-from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
+from pspo.tasks.rewards import FormatReward, MathReward, Reward, _pool, check_rewards, math_reward, total_rewards
 
 
 @pytest.mark.parametrize(
@@ -263,14 +264,15 @@ def test_async_functions_end_at_the_timeout_and_run_in_a_notebook():
 # --- worker processes -------------------------------------------------------------------------------------------------
 
 
+WORK = """
+import array, os, time
+
 def process_id(completions, step):
     assert step == 12
     return [float(os.getpid())] * len(completions)
 
-
 def own_length(completions):
-    return torch.tensor([float(len(completion)) for completion in completions])
-
+    return array.array("d", map(len, completions))
 
 def hangs_on_x(completions):
     for completion in completions:
@@ -281,6 +283,17 @@ def hangs_on_x(completions):
         if completion == "raise":
             raise KeyError("in a worker")
     return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A module of reward functions that a new process imports in no time."""
+    (tmp_path / "work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    _pool.cache_clear()  # whose processes know no such folder
+    yield importlib.import_module("work")
+    _pool.cache_clear()
 
 
 def in_workers(function, *completions, **settings):
@@ -289,28 +302,28 @@ def in_workers(function, *completions, **settings):
     return values
 
 
-def test_workers_share_a_batch_and_keep_its_order():
-    ids = in_workers(process_id, *"abcd", workers=2)
+def test_workers_share_a_batch_and_keep_its_order(work):
+    ids = in_workers(work.process_id, *"abcd", workers=2)
     assert ids[0] == ids[1] != ids[2] == ids[3]
     assert os.getpid() not in ids
-    assert in_workers(process_id, *"abcd", workers=2) in (ids, ids[::-1])  # kept
-    assert in_workers(own_length, "a", "bb", "ccc", "dddd", "e", workers=3) == [1, 2, 3, 4, 1]
-    assert in_workers(own_length, "a", workers=3) == [1]
+    assert in_workers(work.process_id, *"abcd", workers=2) in (ids, ids[::-1])  # kept
+    assert in_workers(work.own_length, "a", "bb", "ccc", "dddd", "e", workers=3) == [1, 2, 3, 4, 1]
+    assert in_workers(work.own_length, "a", workers=3) == [1]
 
 
-def test_workers_that_hang_or_die_are_replaced():
+def test_workers_that_hang_or_die_are_replaced(work):
     FIRST_FAILURES.clear()
     lenient = {"workers": 2, "timeout": 2.0, "on_error": "none"}
     began = time.monotonic()
-    values = in_workers(hangs_on_x, "a", "b", "x", "c", **lenient)
+    values = in_workers(work.hangs_on_x, "a", "b", "x", "c", **lenient)
     assert values == pytest.approx([1, 1, math.nan, math.nan], nan_ok=True)
     assert time.monotonic() - began < 20
-    values = in_workers(hangs_on_x, "a", "exit", "raise", "c", **lenient)
+    values = in_workers(work.hangs_on_x, "a", "exit", "raise", "c", **lenient)
     assert values == pytest.approx([1, math.nan, math.nan, 1], nan_ok=True)  # the others are tried one by one
     with pytest.raises(WorkerError, match=r'raise KeyError\("in a worker"\)'):
-        in_workers(hangs_on_x, "a", "raise", workers=2)
+        in_workers(work.hangs_on_x, "a", "raise", workers=2)
     with pytest.raises(TimeoutError, match=r"reward hangs_on_x took longer than --reward.timeout 1 sec"):
-        in_workers(hangs_on_x, "a", "x", workers=2, timeout=1)
+        in_workers(work.hangs_on_x, "a", "x", workers=2, timeout=1)
 
 
 def test_workers_need_functions_that_can_be_imported():

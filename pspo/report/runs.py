@@ -135,6 +135,8 @@ def _read_config(folder: Path) -> Row:
     switches = flat(read_config(folder / "config.yaml"))
     if missing := [name for name in (DATA, MODEL, SEED) if switches.get(name) is None]:
         raise ValueError(f"config.yaml says nothing of {', '.join(missing)}")
+    if switches[DATA] == "file":  # of which there are many
+        switches[DATA] = switches["data.path"]
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in switches.items()}
 
 
@@ -174,7 +176,8 @@ def _of_evaluation(folder: Path, configs: dict[str, Row], returned: dict[str, st
         where = {"run": run, "stage": "after", "model": configs[run][MODEL]}
     else:
         raise ValueError(f"evaluates {model}, not the model that the run returned")
-    where |= {"evaluation": folder.name} | {name: results[name] for name in ("data", "split", "n")}
+    data = _read_config(folder)[DATA] if results["data"] == "file" else results["data"]
+    where |= {"evaluation": folder.name, "data": data} | {name: results[name] for name in ("split", "n")}
     yield from _measures(results, where)  # its switches
     for temperature, result in results["temperatures"].items():
         yield from _measures(result, where | {"temperature": temperature})

@@ -1,7 +1,6 @@
 """Training from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)``, the same path as the command."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ def train_from_python(train: Callable[[Run], dict[str, Any]], **sections: Any) -
     Raises what the command would print: ValueError for a wrong setting, RunFailed for a run that cannot continue,
     Stopped for one that Ctrl-C has ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
     """
-    settings = {
-        name: dict(value) if isinstance(value, Mapping) and name in _SECTIONS else {SHORT.get(name, name): value}
-        for name, value in sections.items()
-    }
+    settings = {}
+    for name, value in sections.items():
+        value = {SHORT[name]: value} if name in SHORT and not isinstance(value, Mapping) else value
+        settings[name] = dict(value) if isinstance(value, Mapping) else value
     problems = _take_problems(settings.get("data", {}))
     if problems:
         settings["data"]["name"] = "file"
@@ -51,9 +50,6 @@ def train_from_python(train: Callable[[Run], dict[str, Any]], **sections: Any) -
             write_text(folder / f"{split}.jsonl", to_jsonl(map(_record, rows)))
         settings["data"]["path"] = str(folder)
     return run_training(train, *_resolve(settings))
-
-
-_SECTIONS = {part.name for part in fields(TrainConfig)}
 
 
 def _resolve(settings: dict[str, Any]) -> tuple[TrainConfig, str]:

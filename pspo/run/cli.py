@@ -6,6 +6,7 @@ jsonargparse turns every field of a configuration class into a switch (``--rollo
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -36,24 +37,9 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
 def read_config(config_class: type[C], prog: str, args: Sequence[str] | dict[str, Any] | None = None) -> tuple[C, str]:
     """Read switches and YAML files as `parse` does, or a nested dict; raises ValueError."""
-    hints = get_type_hints(config_class)
-    sections = [part.name for part in fields(config_class) if is_dataclass(hints[part.name])]
-    description = (config_class.__doc__ or "").partition("\n")[0]
-    options = {"exit_on_error": False, "allow_abbrev": False, "print_config": None, "formatter_class": _Help}
-    parser = Parser(prog, USAGE if sections else None, description, **options)
-    config_help = "YAML file; later switches override it"
-    parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help=config_help)
-    print_help = "print the configuration as YAML and exit"
-    parser.add_argument("--print_config", action="store_true", help=print_help)  # jsonargparse's: before defaults
-    parser.add_class_arguments(config_class)
-    for action in parser._actions:
-        if action.dest in sections:
-            action.help = argparse.SUPPRESS  # `--rollout FILE`: works, and need not be listed
-        elif getattr(action, "_typehint", None) is bool:
-            action.nargs, action.const = "?", True  # the bare switch means true
-
+    parser, sections = make_parser(config_class, prog)
     words = sys.argv[1:] if args is None else args
-    files = {} if isinstance(words, dict) else check_names(parser, words)
+    files = check_names(parser, words)
     try:
         namespace = parser.parse_object(words) if isinstance(words, dict) else parser.parse_args(words)
         parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
@@ -72,6 +58,27 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | dict[str
         print(resolved, end="")
         raise SystemExit(0)
     return config, resolved
+
+
+@functools.cache
+def make_parser(config_class: type, prog: str) -> tuple[Parser, list[str]]:
+    """The parser of a configuration class, and its sections' names."""
+    hints = get_type_hints(config_class)
+    sections = [part.name for part in fields(config_class) if is_dataclass(hints[part.name])]
+    description = (config_class.__doc__ or "").partition("\n")[0]
+    options = {"exit_on_error": False, "allow_abbrev": False, "print_config": None, "formatter_class": _Help}
+    parser = Parser(prog, USAGE if sections else None, description, **options)
+    config_help = "YAML file; later switches override it"
+    parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help=config_help)
+    print_help = "print the configuration as YAML and exit"
+    parser.add_argument("--print_config", action="store_true", help=print_help)  # jsonargparse's: before defaults
+    parser.add_class_arguments(config_class)
+    for action in parser._actions:
+        if action.dest in sections:
+            action.help = argparse.SUPPRESS  # `--rollout FILE`: works, and need not be listed
+        elif getattr(action, "_typehint", None) is bool:
+            action.nargs, action.const = "?", True  # the bare switch means true
+    return parser, sections
 
 
 def _sentence(message: str, files: dict[str, str]) -> str:

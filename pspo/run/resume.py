@@ -133,7 +133,9 @@ def fork(config: RunConfig, resolved: str, run: Path) -> Path | None:
     if config.fork_from is None:
         return None
     parent = fork_parent(config, resolved)
-    copy = run / "checkpoints" / parent.name
+    copy, tested = run / "checkpoints" / parent.name, parent.parents[1] / "test-before.jsonl"
+    if tested.exists():
+        shutil.copy(tested, run)
     return shutil.copytree(parent, hidden(copy, "new")).rename(copy)
 
 
@@ -179,6 +181,7 @@ def restore(
     """
     checkpoint = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume) or fork(config.run, resolved, run))
     policy, progress, changes = learner.policy, fresh, {}
+    print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     if checkpoint is not None:
         if dist.is_sharded(policy):
             dist.load_shards(checkpoint / "shards", policy, learner.optimizer)
@@ -205,7 +208,6 @@ def restore(
         dist.seed_generators(config.run.seed, learner.steps)
         said = f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on"
         dist.run_on_main(lambda: print(said, file=sys.stderr))
-    print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     return progress
 
 
@@ -235,7 +237,8 @@ def record_changes(run: Path, step: int, changes: dict[str, tuple[Any, Any]]) ->
     unrecorded = FREE if "run.fork_from" in changes else FREE | LONGER  # which change no number
     for name, (old, new) in changes.items():
         rounding = " (other rounding)" if name in ROUNDING else ""
-        print(f"changed from step {step} on: --{name} was {old!r}, is {new!r}{rounding}", file=sys.stderr)
+        if name != "run.fork_from":
+            print(f"changed from step {step} on: --{name} was {old!r}, is {new!r}{rounding}", file=sys.stderr)
         records += [{"step": step, "switch": name, "old": old, "new": new}] if name not in unrecorded else []
     if records or path.exists():
         write_text(path, to_jsonl(records))

@@ -222,12 +222,14 @@ class Run:
                 )
 
     def warn_of_failures(self) -> None:
-        """Say on stderr how many completions had no reward, if functions have failed."""
-        if (failures := self.failures()) and dist.is_main():
+        """Say on stderr how many completions had no reward, and why."""
+        failures = self.failures() or "every function returned None"
+        if dist.is_main():
             shares = [line["reward_unknown_share"] for line in read_jsonl(self.output / "metrics.jsonl")]
             rows = self.config.rollout.prompts * self.config.rollout.group_size
-            number, total = round(sum(shares) * rows), len(shares) * rows
-            print(f"WARNING: {number:,} of {total:,} completions had no reward: {failures}", file=sys.stderr)
+            if number := round(sum(shares) * rows):
+                total = f"{number:,} of {len(shares) * rows:,}"
+                print(f"WARNING: {total} completions had no reward: {failures}", file=sys.stderr)
 
     def finish(self) -> dict[str, Any]:
         """Save the final model, test the returned one, and return the summary; Stopped if a signal ended the run."""

@@ -144,10 +144,19 @@ def subclasses(base: type) -> list[type]:
     return [cls for cls in below if not inspect.isabstract(cls)]
 
 
-def check_names(parser: ArgumentParser, words: Sequence[str]) -> dict[str, str]:
-    """Raise ValueError for an unknown switch or key of a file; returns {switch: file} of what files set."""
+def check_names(parser: ArgumentParser, words: Sequence[str] | dict[str, Any]) -> dict[str, str]:
+    """Raise ValueError for an unknown switch, or key of a file or dict; returns {switch: file} of what files set."""
     switches = {action.dest: action.help or "" for action in parser._actions if isinstance(action, Switch)}
     firsts = {name.partition(".")[0]: name for name in reversed(switches) if "." in name}  # of each section
+
+    def check_keys(keys: Iterable[str], where: str = "") -> None:
+        for key in keys:
+            if leaf_of(key, switches) is None and key not in firsts:
+                raise ValueError(f"{where}{key} is unknown{suggestion(key, switches)}")
+
+    if isinstance(words, dict):
+        check_keys(flat(words))
+        return {}
     known, files = {option.lstrip("-") for option in parser._option_string_actions}, {}
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.lstrip("-").partition("=")
@@ -155,10 +164,8 @@ def check_names(parser: ArgumentParser, words: Sequence[str]) -> dict[str, str]:
         if not re.match("--?[A-Za-z]", word):
             continue  # a value
         if name == "config" and value:
-            for key in keys_of_file(value):
-                if (leaf := leaf_of(key, switches)) is None and key not in firsts:
-                    raise ValueError(f"--config {value}: {key} is unknown{suggestion(key, switches)}")
-                files[leaf or key] = value
+            check_keys(keys := keys_of_file(value), f"--config {value}: ")
+            files |= {leaf_of(key, switches) or key: value for key in keys}
         elif name in firsts and not Path(value).is_file():
             raise ValueError(f"--{name} is a section; did you mean --{firsts[name]}?")
         elif name not in known and leaf is None:
