@@ -29,7 +29,7 @@ import pspo.train
 from pspo.model import ASSETS
 from pspo.run.progress import Bar
 from pspo.run.records import append_jsonl, differences, read_config, read_json, read_jsonl
-from pspo.run.state import format_share
+from pspo.run.state import rollout_metrics
 from pspo.tasks import Problem
 
 REPOSITORY = Path(__file__).parents[1]
@@ -231,8 +231,10 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 
 def test_format_share_is_of_answers_that_are_numbers():
     problems = [Problem("?", Fraction(4)), Problem("?", "four"), Problem("?", Fraction(4)), Problem("?")]
-    assert format_share(["#### 4", "#### 4", "4", "#### 4"], problems) == {"format_share": 0.5}
-    assert format_share(["#### 4"], [Problem("?")]) == {}
+    rows = {name: [0.0] * 4 for name in ("reward", "advantage", "tokens", "truncated")}
+    rows |= {"text": ["#### 4", "#### 4", "4", "#### 4"], "problem": problems}
+    assert rollout_metrics(rows)["format_share"] == 0.5
+    assert "format_share" not in rollout_metrics(rows | {"problem": [Problem("?")] * 4})
 
 
 def test_a_run_with_the_paper_s_rate_says_so(here, capsys, monkeypatch):

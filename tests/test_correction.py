@@ -8,7 +8,6 @@ import torch
 
 from pspo.config import AlgorithmConfig, DistributedConfig, RolloutConfig, TrainConfig
 from pspo.losses import correction_weights, diagnose_correction
-from pspo.rollout import Rollout
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -83,14 +82,3 @@ def test_samplers_that_keep_no_logprobs_are_refused(section):
     TrainConfig(**section)
     with pytest.raises(ValueError, match=r"--algorithm\.correction must be none .*got 'token_mask'"):
         TrainConfig(algorithm=AlgorithmConfig(correction="token_mask"), **section)
-
-
-def test_joined_rollouts_keep_the_samplers_logprobs():
-    def rollout(rows, width, value):
-        ids = torch.ones(rows, width, dtype=torch.long)
-        logprobs = None if value is None else torch.full((rows, width), value)
-        return Rollout(ids, ids > 0, ids, ids > 0, ids[:, 0] > 0, [""] * rows, logprobs)
-
-    joined = Rollout.join([rollout(1, 2, -1.0), rollout(2, 3, -2.0)])
-    assert joined.sampler_logprobs.tolist() == [[-1, -1, 0], [-2, -2, -2], [-2, -2, -2]]
-    assert Rollout.join([rollout(1, 2, -1.0), rollout(2, 3, None)]).sampler_logprobs is None

@@ -212,15 +212,14 @@ def test_greedy_turns_are_greedy_given_the_episode_so_far(policy, tokenizer, sam
         assert not torch.equal(best, ids[len(prompt) :])  # observations are not the model's own
 
 
-def test_rows_join_and_loss_mask_carry_the_observations(policy, tokenizer, sampling):
+def test_rows_and_loss_mask_carry_the_observations(policy, tokenizer, sampling):
     problems, prompts = two_problems(tokenizer)
     rollout = generate(policy, tokenizer, prompts, sampling.greedy(), 1, problems)
     part = rollout.rows(torch.tensor([1]))
     width = part.completion_ids.shape[1]
     assert torch.equal(part.sampled_mask[0], rollout.sampled_mask[1, :width])
     assert part.environment_rewards == rollout.environment_rewards[1:]
-    joined = Rollout.join([part, rollout.rows(torch.tensor([0]))])
-    assert joined.turns.tolist() == rollout.turns.tolist()[::-1]
+    assert part.turns.tolist() == rollout.turns.tolist()[1:]
     plain = replace(rollout, sampled_mask=None)
     assert torch.equal(plain.loss_mask, rollout.completion_mask)
     assert (rollout.loss_mask <= rollout.completion_mask).all()

@@ -18,12 +18,12 @@ import pspo.train
 from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.rollout import Rollout, group_relative_advantages
+from pspo.rollout import group_relative_advantages
 from pspo.run.checkpoint import RunFailed, checkpoints
 from pspo.run.cli import parse
 from pspo.run.prepare import prepare
 from pspo.run.state import rollout_metrics
-from pspo.tasks import Reward
+from pspo.tasks import Problem, Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 
 TINY = (
@@ -278,10 +278,9 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen():
 
 
 def test_empty_and_truncated_completions_are_counted():
-    rollout = Rollout(
-        *[torch.zeros(4, 1)] * 3, torch.ones(4, 1), torch.tensor([True, True, False, False]), ["", " \n", "a", "b c"]
-    )
-    seen = rollout_metrics(rollout, [0.0, 1.0, math.nan, 0.5], {"A": [math.nan] * 4}, torch.zeros(4))
+    rows = {"text": ["", " \n", "a", "b c"], "problem": [Problem("?")] * 4, "truncated": [False, False, True, True]}
+    rows |= {"reward": [0.0, 1.0, math.nan, 0.5], "reward/A": [math.nan] * 4, "advantage": [0.0] * 4, "tokens": [1] * 4}
+    seen = rollout_metrics(rows)
     assert (seen["empty_share"], seen["truncated_share"], seen["reward_unknown_share"]) == (0.5, 0.5, 0.25)
     assert seen["reward"] == 0.5
     assert math.isnan(seen["reward/A"])

@@ -11,7 +11,7 @@ import pspo.model.logprobs
 from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import GSPO, Clip, NoClip
 from pspo.model import backward_in_one_pass, token_logprobs
-from pspo.rollout import Rollout, Sampling, generate
+from pspo.rollout import Sampling, generate
 from pspo.update import Learner, update
 
 TEMPERATURE, TOP_P = 0.7, 0.8
@@ -239,4 +239,3 @@ def test_what_cannot_be_replayed_is_refused(policy, rollout):
         with pytest.raises(ValueError, match=r"--algorithm\.nucleus must be ignore"):
             TrainConfig(algorithm=replay, rollout=section)
     TrainConfig(algorithm=replay, rollout=RolloutConfig(top_p=1.0, top_k=20))
-    assert Rollout.join([rollout.cpu(), rollout.cpu()]).nucleus is None

@@ -1,7 +1,4 @@
-"""The device: the dtype of forward passes on it, its memory, and running out of it."""
-
-import resource
-import sys
+"""The device: the dtype of forward passes on it, and running out of its memory."""
 
 import torch
 
@@ -22,11 +19,3 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """True if a GPU's allocator found no memory, or the CPU's, oneDNN's or C++'s."""
     cpu = ("can't allocate memory", "could not create a primitive", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory so far: of the GPU's tensors, or of the whole process without a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes, but bytes on macOS
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)

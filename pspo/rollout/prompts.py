@@ -64,21 +64,9 @@ def load_prompts(
     ``limit`` replaces --data.limit; an ``environment`` makes the prompts of the problems. Raises ValueError if none is
     left, or the split does not exist.
     """
-    problems = load_problems(
-        config.name,
-        split,
-        config.path,
-        limit=config.limit if limit is None else limit,
-        sample=config.sample,
-        seed=config.seed,
-        answer_kind=config.answer_kind,
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        config=config.config,
-        splits=config.splits,
-        fractions=config.fractions,
-        holdout=config.holdout,
-    )
+    of_prompts = ("system_prompt", "max_prompt_tokens")
+    of_problems = {name: value for name, value in vars(config).items() if name not in of_prompts}
+    problems = load_problems(split=split, **of_problems | {"limit": config.limit if limit is None else limit})
     texts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
     ids = encode_prompts(tokenizer, texts, config.system_text)
     longest = min(config.max_prompt_tokens, room)

@@ -17,11 +17,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) -> Tensor:
+def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
     width = max(part.shape[1] for part in parts)
-    gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in parts]
-    return torch.cat([pad(part, gap, value=value) for part, gap in zip(parts, gaps, strict=True)])
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -159,27 +158,6 @@ class Rollout:
             None if self.nucleus is None else self.nucleus.rows(indices, width),
             None if self.sampled_mask is None else self.sampled_mask[indices, :width],
             None if self.environment_rewards is None else [self.environment_rewards[i] for i in indices.tolist()],
-        )
-
-    def cpu(self) -> "Rollout":
-        """The same in main memory, without `nucleus`."""
-        parts = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **parts, nucleus=None)
-
-    @staticmethod
-    def join(rollouts: Sequence["Rollout"]) -> "Rollout":
-        """The rows of all, one rollout after the other; `sampler_logprobs` if all have them, no `nucleus`."""
-        logprobs = [r.sampler_logprobs for r in rollouts]
-        sampled = [r.sampled_mask for r in rollouts if r.sampled_mask is not None]
-        return Rollout(
-            cat_padded([r.prompt_ids for r in rollouts], left=True),
-            cat_padded([r.prompt_mask for r in rollouts], left=True),
-            cat_padded([r.completion_ids for r in rollouts]),
-            cat_padded([r.completion_mask for r in rollouts]),
-            torch.cat([r.terminated for r in rollouts]),
-            [text for r in rollouts for text in r.texts],
-            None if any(part is None for part in logprobs) else cat_padded(logprobs),
-            sampled_mask=cat_padded(sampled) if sampled else None,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import load_policy, peak_memory_gb
+from pspo.model import load_policy
 from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
 from pspo.run.checkpoint import (
@@ -37,7 +38,7 @@ from pspo.run.records import append_jsonl, describe_changes, read_jsonl, to_json
 from pspo.run.results import Evaluation
 from pspo.run.signals import Stopped, StopSignals
 from pspo.run.trackers import Tracker
-from pspo.tasks import Problem, matches_format
+from pspo.tasks import matches_format
 from pspo.tasks.failures import FIRST_FAILURES, RewardError
 from pspo.update import Learner
 
@@ -146,31 +147,40 @@ class Run:
         steps: list[dict[str, float]],
     ) -> None:
         """Count a rollout and describe it, of all ranks: metrics, a few samples; ``rewards``, ``advantages`` (B,)."""
-        of_rank = (rollout.cpu(), self.drawn.problems, rewards.tolist(), rewards_by_name, advantages.cpu())
-        rollouts, problems, rewards, by_name, advantages = zip(*dist.gather_objects(of_rank), strict=True)
-        rollout, problems, rewards = Rollout.join(rollouts), list(chain(*problems)), list(chain(*rewards))
-        by_name = {name: list(chain(*(values[name] for values in by_name))) for name in rewards_by_name}
-        progress, learner, group_size = self.progress, self.learner, self.config.rollout.group_size
+        group_size = self.config.rollout.group_size
+        of_rank = {
+            "problem": [problem for problem in self.drawn.problems for _ in range(group_size)],
+            "text": rollout.texts,
+            "episode": self.episodes(rollout),
+            "reward": rewards.tolist(),
+            "advantage": advantages.tolist(),
+            "tokens": rollout.loss_mask.sum(dim=1).tolist(),
+            "truncated": (~rollout.terminated).tolist(),
+        } | {f"reward/{name}": values for name, values in rewards_by_name.items()}
+        if rollout.sampled_mask is not None:
+            of_rank["turns"] = rollout.turns.tolist()
+        of_ranks = dist.gather_objects((rollout.tokens, of_rank))
+        rows = {name: list(chain(*(values[name] for _, values in of_ranks))) for name in of_rank}
+        progress, learner = self.progress, self.learner
         progress.prompts += self.config.rollout.prompts
-        progress.tokens += rollout.tokens
+        progress.tokens += sum(tokens for tokens, _ in of_ranks)
         progress.ranks, progress.microbatch_limit = dist.world_size(), learner.microbatch_limit
         self.steps = steps
         self.line = {"step": learner.steps, "tokens": progress.tokens}
-        self.line |= rollout_metrics(rollout, rewards, by_name, torch.cat(advantages))
-        self.line |= format_share(rollout.texts, [problem for problem in problems for _ in range(group_size)])
-        self.line |= steps[-1]  # the most off-policy one
+        self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy one
         self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
+        shown = zip(*(rows[name][::group_size] for name in ("problem", "episode", "reward")), strict=True)
         self.samples = [
-            {"step": learner.steps, **problem.record(), "completion": self.text_of(rollout, i * group_size),
-             "reward": rewards[i * group_size]}
-            for i, problem in enumerate(problems[: self.config.run.samples])
-        ]  # fmt: skip
+            {"step": learner.steps, **problem.record(), "completion": text, "reward": reward}
+            for problem, text, reward in islice(shown, self.config.run.samples)
+        ]
 
-    def text_of(self, rollout: Rollout, row: int) -> str:
-        """Text of a completion; of an episode all of it, with the tokens between the turns."""
+    def episodes(self, rollout: Rollout) -> list[str]:
+        """The completions as texts; episodes whole, with the tokens between the turns."""
         if rollout.sampled_mask is None:
-            return rollout.texts[row]
-        return self.tokenizer.decode(rollout.completion_ids[row, rollout.completion_mask[row]])
+            return rollout.texts
+        pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+        return self.tokenizer.batch_decode([ids[mask] for ids, mask in pairs])
 
     def validate_if_due(self) -> None:
         """Validate if due, for the rollout's line, and keep the model if it is the best so far."""
@@ -319,36 +329,38 @@ class Run:
         return model_card(self.config, **counts, **tests, validation=best or progress.validated, changes=changes)
 
 
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory so far: of the GPU's tensors, or of the whole process without a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes, but bytes on macOS
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
 def crossed(every: int, before: int, after: int) -> bool:
     """True if a multiple of ``every`` lies in (before, after]; never for 0."""
     return every > 0 and before // every < after // every
 
 
-def rollout_metrics(
-    rollout: Rollout, rewards: list[float], rewards_by_name: dict[str, list[float]], advantages: Tensor
-) -> dict[str, float]:
-    """Statistics of one rollout's B samples; unknown rewards (NaN) are left out of the means."""
-    lengths = rollout.loss_mask.sum(dim=1).float()
+def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
+    """Statistics of one rollout from its B rows' values; unknown rewards (NaN) are left out of the means."""
 
     def known(values: list[float]) -> list[float]:
         return [value for value in values if not math.isnan(value)] or [math.nan]
 
-    return {
-        "reward": float(np.mean(known(rewards))),
-        "reward_std": float(np.std(known(rewards))),
-        **{f"reward/{name}": float(np.mean(known(values))) for name, values in rewards_by_name.items()},
-        "reward_unknown_share": float(np.isnan(rewards).mean()),
-        "empty_share": float(np.mean([not text.strip() for text in rollout.texts])),
-        "zero_advantage_share": (advantages == 0).float().mean().item(),
-        "completion_tokens": lengths.mean().item(),
-        "completion_tokens_max": lengths.max().item(),
-        "truncated_share": (~rollout.terminated).float().mean().item(),
-        **({} if rollout.sampled_mask is None else {"turns": rollout.turns.float().mean().item()}),
+    pairs = zip(rows["text"], rows["problem"], strict=True)
+    formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
+    metrics = {
+        "reward": np.mean(known(rows["reward"])),
+        "reward_std": np.std(known(rows["reward"])),
+        **{name: np.mean(known(values)) for name, values in rows.items() if name.startswith("reward/")},
+        "reward_unknown_share": np.isnan(rows["reward"]).mean(),
+        "empty_share": np.mean([not text.strip() for text in rows["text"]]),
+        "zero_advantage_share": np.mean([advantage == 0 for advantage in rows["advantage"]]),
+        "completion_tokens": np.mean(rows["tokens"]),
+        "completion_tokens_max": max(rows["tokens"]),
+        "truncated_share": np.mean(rows["truncated"]),
+        **({"turns": np.mean(rows["turns"])} if "turns" in rows else {}),
+        **({"format_share": np.mean(formats)} if formats else {}),
     }
-
-
-def format_share(texts: list[str], problems: list[Problem]) -> dict[str, float]:
-    """Share of the completions that end in the format of a number; {} if no answer is one."""
-    pairs = zip(texts, problems, strict=True)
-    matches = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
-    return {"format_share": float(np.mean(matches))} if matches else {}
+    return {name: float(value) for name, value in metrics.items()}
