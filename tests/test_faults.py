@@ -23,7 +23,7 @@ from pspo.run.checkpoint import RunFailed, checkpoints
 from pspo.run.cli import parse
 from pspo.run.prepare import prepare
 from pspo.run.state import rollout_metrics
-from pspo.tasks import Problem, Problem, Reward
+from pspo.tasks import Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 
 TINY = (

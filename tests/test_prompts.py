@@ -9,7 +9,9 @@ from fractions import Fraction
 import pytest
 
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
-from pspo.rollout import Prompts, encode_prompts, load_prompts, room_for_prompts
+from pspo.rollout import Prompts, encode_prompts, load_prompts
+from pspo.run.prepare import room_for_prompts
+from pspo.run.resume import problems_hash
 from pspo.tasks import Problem
 
 
@@ -94,13 +96,13 @@ def test_the_papers_system_prompt_is_the_default_for_numbers(tokenizer, tmp_path
 def test_fingerprint_covers_answers_and_fields_and_is_that_of_earlier_versions():
     def fingerprint(**changed):
         problem = Problem("p", Fraction(7, 2), source="file", category="sums", level="3")
-        return Prompts([replace(problem, **changed)], [[5, 6]]).fingerprint()
+        return problems_hash(Prompts([replace(problem, **changed)], [[5, 6]]))
 
     earlier = hashlib.sha256(b'[[[5, 6], "7/2", "file", "sums", "3"]]').hexdigest()
     assert fingerprint() == earlier
     assert fingerprint(fields={"level": 3, "kind": "sums"}) == earlier  # these are in already
     published = Prompts([Problem("p", Fraction(7), {"ID": 4}, source="svamp")], [[5, 6]])
-    assert published.fingerprint() == hashlib.sha256(b'[[[5, 6], "7", "svamp", "", ""]]').hexdigest()
+    assert problems_hash(published) == hashlib.sha256(b'[[[5, 6], "7", "svamp", "", ""]]').hexdigest()
     changes = [{}, {"answer": "7/2"}, {"answer": None}, {"answer": "None"}, {"answer": Fraction(7)}]
     changes += [{"fields": fields} for fields in ({"x": 1}, {"x": 2}, {"y": 1}, {"x": [{"z": b"1"}]})]
     assert len({fingerprint(**changed) for changed in changes}) == len(changes)

@@ -23,11 +23,13 @@ from pspo.environments import player
 from pspo.evaluate.compare import compare
 from pspo.evaluate.results import render
 from pspo.model import autocast, load_policy, load_tokenizer, pad_token_id, shares_prompts, stop_token_ids
-from pspo.rollout import Prompts, Sampling, load_prompts, room_for_prompts
+from pspo.rollout import Prompts, Sampling, load_prompts
 from pspo.run import records
 from pspo.run.cli import memory_errors, parse, user_errors
 from pspo.run.evaluation import evaluate
 from pspo.run.failures import UserCodeFailed
+from pspo.run.prepare import room_for_prompts
+from pspo.run.resume import problems_hash
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import load_environment
 
@@ -40,7 +42,7 @@ def fingerprint(policy: PreTrainedModel, prompts: Prompts) -> dict[str, str]:
     for name, tensor in policy.state_dict().items():
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return {"model weights": weights.hexdigest(), "problems": prompts.fingerprint()}
+    return {"model weights": weights.hexdigest(), "problems": problems_hash(prompts)}
 
 
 def prepare(

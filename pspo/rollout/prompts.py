@@ -1,25 +1,20 @@
 """Prompts: problems, encoded with the model's chat template, and the order in which a run draws them."""
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from numbers import Rational
 from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pspo.model import load_model_config
 from pspo.tasks import Problem, load_problems
-from pspo.tasks.datasets import SOURCES
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat
 
 if TYPE_CHECKING:
-    from pspo.config import DataConfig, ModelConfig
+    from pspo.config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -34,21 +29,6 @@ class Prompts:
 
     def take(self, indices: Sequence[int]) -> "Prompts":
         return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices])
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the encoded prompts, the answers, what a breakdown goes by, and the fields.
-
-        Fields that repeat one of these are left out, and those of published sets, which cannot change: so problems that
-        earlier versions could load have the same hash as there.
-        """
-        parts = []
-        for ids, problem in zip(self.ids, self.problems, strict=True):
-            answer = str(problem.answer) if isinstance(problem.answer, Rational) else [problem.answer]
-            known = (ids, answer, problem.source, problem.category, problem.level)
-            fields = {} if problem.source in SOURCES else problem.fields
-            more = {name: value for name, value in fields.items() if str(value) not in known}
-            parts.append((*known, more) if more else known)
-        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def load_prompts(
@@ -115,17 +95,6 @@ def encode_prompts(
     if not all(encoded["input_ids"]):
         raise ValueError(f"{what} makes a prompt of nothing")
     return encoded["input_ids"]
-
-
-def room_for_prompts(config: "ModelConfig", max_completion_tokens: int, switch: str) -> float:
-    """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
-
-    Raises ValueError, naming the switch, if none fit.
-    """
-    positions = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions <= max_completion_tokens:
-        raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
-    return math.inf if positions is None else positions - max_completion_tokens
 
 
 def prompt_order(n: int, seed: int) -> Iterator[int]:

@@ -1,6 +1,7 @@
 """Everything before the first rollout: the run's folder, data, model, optimizer, and the state to resume from."""
 
 import contextlib
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,13 @@ import yaml
 from transformers import get_scheduler
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig
+from pspo.config import ModelConfig, TrainConfig
 from pspo.environments import player
-from pspo.model import load_policy, load_tokenizer
-from pspo.rollout import check_decoder, load_prompts, make_sampling, room_for_prompts
+from pspo.model import load_model_config, load_policy, load_tokenizer
+from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
 from pspo.run.records import check_output, environment, write_json, write_text
-from pspo.run.resume import check_changes, claim, fork_parent, restore, run_to_resume, update_config
+from pspo.run.resume import check_changes, claim, fork_parent, problems_hash, restore, run_to_resume, update_config
 from pspo.run.state import Run
 from pspo.run.trackers import check_tracker, start_tracker
 from pspo.tasks import check_rewards
@@ -62,7 +63,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     scheduler = get_scheduler(schedule, optimizer, config.optimizer.warmup_steps, config.run.max_steps)
     learner = Learner(policy, optimizer, scheduler, reference)
     stateful = {"optimizer": dist.UnshardedState(optimizer) if sharded else optimizer, "scheduler": scheduler}
-    progress = Progress({split: prompts[split].fingerprint() for split in prompts})
+    progress = Progress({split: problems_hash(prompts[split]) for split in prompts})
     if not resumed:
         dist.run_on_main(lambda: make_output(output, resolved, lock))
     if resumed or config.run.fork_from:
@@ -79,6 +80,17 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     tracker = config.run.tracker if dist.is_main() else "none"
     tracker = start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps)
     return Run(config, learner, tokenizer, sampling, prompts, output, lock, progress, stateful, tracker)
+
+
+def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
+    """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
+
+    Raises ValueError, naming the switch, if none fit.
+    """
+    positions = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions <= max_completion_tokens:
+        raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
+    return math.inf if positions is None else positions - max_completion_tokens
 
 
 def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool]:

@@ -1,11 +1,14 @@
 """Resume a run: find it, check what may have changed since, and restore its state."""
 
+import hashlib
+import json
 import math
 import os
 import shutil
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
+from numbers import Rational
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,8 +17,10 @@ import yaml
 from pspo import distributed as dist
 from pspo.config import RunConfig, TrainConfig
 from pspo.model import load_policy
+from pspo.rollout import Prompts
 from pspo.run.checkpoint import Progress, checkpoints, damage, hidden, load_checkpoint, remove, step_of, tidy
 from pspo.run.records import differences, lock, read_config, read_json, read_jsonl, to_jsonl, to_yaml, write_text
+from pspo.tasks.datasets import SOURCES
 from pspo.update import Learner
 
 # Changes that a resumed run may make; any other would make another experiment of it and is refused.
@@ -209,6 +214,22 @@ def restore(
         said = f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on"
         dist.run_on_main(lambda: print(said, file=sys.stderr))
     return progress
+
+
+def problems_hash(prompts: Prompts) -> str:
+    """SHA-256 of the encoded prompts, the answers, what a breakdown goes by, and the fields.
+
+    Fields that repeat one of these are left out, and those of published sets, which cannot change: so problems that
+    earlier versions could load have the same hash as there.
+    """
+    parts = []
+    for ids, problem in zip(prompts.ids, prompts.problems, strict=True):
+        answer = str(problem.answer) if isinstance(problem.answer, Rational) else [problem.answer]
+        known = (ids, answer, problem.source, problem.category, problem.level)
+        fields = {} if problem.source in SOURCES else problem.fields
+        more = {name: value for name, value in fields.items() if str(value) not in known}
+        parts.append((*known, more) if more else known)
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def set_hyperparameters(learner: Learner) -> None:
