@@ -63,27 +63,52 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+@section("model.lora")
+class LoraConfig:
+    """LoRA adapters: the model is frozen, and only small matrices beside its linear layers are trained.
+
+    Args:
+        rank: rank of new adapters; 0 for none
+        alpha: new adapters' output is scaled by alpha / rank
+        target_modules: layers that get new adapters, by name or as a regular expression
+        name_or_path: adapters to start from, a PEFT folder or hub id, instead of new ones
+    """
+
+    rank: int = number(0, "at least 0")
+    alpha: float = number(32.0, "above 0")
+    target_modules: str | list[str] = "all-linear"
+    name_or_path: str | None = None
+
+    def __post_init__(self) -> None:
+        rule = "must be left out with adapters to start from, which have a rank of their own"
+        require(self.rank == 0 or self.name_or_path is None, "model.lora.rank", rule, self.rank)
+
+
 @section("model")
 class ModelConfig:
     """Model and numerics.
 
     Args:
-        name_or_path: embedded model (tiny-base, tiny-math), local folder or hub id
+        name_or_path: embedded model (tiny-base, tiny-math), local folder (also of PEFT) or hub id
         revision: branch, tag or commit on the hub
+        dtype: weights; auto is float32, but bfloat16 for the frozen ones under LoRA where autocast uses it
         autocast: bf16 autocast over float32 weights; auto uses it on GPUs that support bf16
         gradient_checkpointing: recompute activations in the backward pass: less memory, slower
         attn_implementation: sdpa, eager, flash_attention_2, ...; unset, the choice of transformers
         compile: torch.compile the model for training passes; the first step takes a minute or two longer
         trust_remote_code: run Python code that comes with the model
+        lora: adapters to train instead of the model
     """
 
     name_or_path: str = "tiny-base"
     revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
     compile: bool = False
     trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @section("data")
@@ -203,7 +228,7 @@ class OptimizerConfig:
     """Optimizer and batch size in memory.
 
     Args:
-        name: adamw, or sgd without momentum
+        name: adamw, adamw8bit (moments in 8 bits), paged_adamw8bit (which move to CPU memory), or sgd without momentum
         lr: peak learning rate
         beta1: decay of AdamW's first moment
         beta2: decay of AdamW's second moment
@@ -217,7 +242,7 @@ class OptimizerConfig:
         max_skipped: end the run after so many non-finite steps in a row; each is skipped
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
     lr: float = number(3e-5, "above 0")
     beta1: float = number(0.9, "in [0, 1)")
     beta2: float = number(0.999, "in [0, 1)")
@@ -309,6 +334,11 @@ class TrainConfig:
         fits = self.optimizer.schedule == "constant" or warmup < max_steps
         rule = f"must be below run.max_steps ({max_steps}) for a {self.optimizer.schedule} schedule"
         require(fits, "optimizer.warmup_steps", rule, warmup)
+        if self.distributed.strategy == "fsdp2":
+            kept, whole = self.optimizer.name, self.model.lora.rank == 0 and self.model.lora.name_or_path is None
+            require("8bit" not in kept, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", kept)
+            rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
+            require(not (whole and self.model.dtype == "bfloat16"), "model.dtype", rule, self.model.dtype)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""

@@ -3,6 +3,7 @@
 For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward.
 """
 
+import importlib.util
 import math
 import sys
 from collections.abc import Callable
@@ -19,18 +20,42 @@ from transformers import PreTrainedModel
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, OptimizerConfig, TrainConfig
 from pspo.losses import Counts, aggregate, diagnose, kl_estimate, token_divisors, token_weights
-from pspo.model import autocast, backward_in_one_pass, is_out_of_memory, token_logprobs
+from pspo.model import (
+    StartingAdapters,
+    StochasticRounding,
+    autocast,
+    backward_in_one_pass,
+    is_out_of_memory,
+    reference_model,
+    token_logprobs,
+)
 from pspo.rollout import Batch, Rollout, to_device
 
 T = TypeVar("T")
 
 
 def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of all parameters, at the peak learning rate."""
-    common = {"params": policy.parameters(), "lr": config.lr, "weight_decay": config.weight_decay}
-    if config.name == "sgd":
-        return torch.optim.SGD(**common)
-    return torch.optim.AdamW(**common, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    """The optimizer of all parameters that are not frozen, at the peak learning rate."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        common = {"params": parameters, "lr": config.lr, "weight_decay": config.weight_decay}
+        adam = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        if config.name == "sgd":
+            return torch.optim.SGD(**common)
+        if config.name == "adamw":
+            return torch.optim.AdamW(**common, **adam, fused=True)
+        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+        return (AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit)(**common, **adam)
+
+    return StochasticRounding(trained, make) if trained[0].dtype == torch.bfloat16 else make(trained)
+
+
+def check_optimizer(name: str) -> None:
+    """Raise ValueError unless the library of --optimizer.name is there."""
+    if "8bit" in name and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"--optimizer.name {name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")
 
 
 @dataclass
@@ -40,7 +65,7 @@ class Learner:
     policy: PreTrainedModel
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None  # None for a constant learning rate
-    reference: PreTrainedModel | None = None  # None if beta is 0
+    reference: PreTrainedModel | StartingAdapters | None = None  # None if beta is 0
     steps: int = 0  # optimizer steps taken
     microbatch_limit: int | None = None  # tokens; below --optimizer.microbatch_tokens once memory has run out
 
@@ -180,7 +205,10 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
             for i, batch in enumerate(batches):
                 inputs = (*batch.rollout.token_ids, config.rollout.temperature)
                 old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference is not None else None
+                ref_logprobs = None
+                if learner.reference is not None:
+                    with reference_model(learner.reference) as reference:
+                        ref_logprobs = token_logprobs(reference, *inputs)
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 

@@ -20,7 +20,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"update"},
     {"run"},
     {"train"},
-    {"evaluate", "sweep", "report", "__main__"},
+    {"evaluate", "sweep", "report", "export", "__main__"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ALGORITHM = ("train.py", "update.py", "losses/", "rollout/", "model/")

@@ -14,6 +14,7 @@ from pspo import distributed as dist
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 from pspo.model.logprobs import head_logits
+from pspo.model.lora import add_adapters, fill_adapters, resolve_adapters, uses_adapters
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
@@ -41,7 +42,7 @@ def locate(name_or_path: str) -> str:
 
 def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    tokenizer = _from_pretrained(AutoTokenizer, config)
+    tokenizer = _from_pretrained(AutoTokenizer, resolve_adapters(config))
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
         (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
@@ -56,21 +57,23 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
 
 def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    return _from_pretrained(AutoConfig, config)
+    return _from_pretrained(AutoConfig, resolve_adapters(config))
 
 
 def load_policy(config: "ModelConfig", device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:
-    """The model with float32 weights, ready to train, by default on this process's GPU if it has one.
+    """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     If ``sharded``, it is spread over the ranks, and each reads its own rows.
 
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
-    float32 whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
+    of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
     Raises ValueError for a model that cannot be found, or that makes its logits in a way `head_logits` does not know.
     """
-    device = device or dist.local_device()
+    device, config = device or dist.local_device(), resolve_adapters(config)
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
+    if uses_adapters(config):
+        fill_adapters(policy, config.lora.name_or_path)
     check_head(policy)
     if config.compile:
         policy.base_model.compile(dynamic=True)
@@ -78,11 +81,18 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
 
 
 def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
-    options = {"dtype": torch.float32, "attn_implementation": config.attn_implementation, "output_loading_info": True}
-    policy, loading = _from_pretrained(AutoModelForCausalLM, config, config=_without_dropout(config), **options)
+    options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": weights_dtype(config, device), "config": _without_dropout(config)}
+    policy, loading = _from_pretrained(AutoModelForCausalLM, config, **options)
     if missing := sorted(loading["missing_keys"]):  # they would be random
         raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
     return _ready(policy.to(device), config)
+
+
+def weights_dtype(config: "ModelConfig", device: torch.device) -> torch.dtype:
+    """The dtype of the weights; of the frozen ones under LoRA."""
+    auto = "bfloat16" if uses_adapters(config) and casts_to_bf16(config.autocast, device) else "float32"
+    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
 def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
@@ -93,7 +103,7 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(
                 model_config,
-                dtype=torch.float32,
+                dtype=weights_dtype(config, device),
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
             )
@@ -101,7 +111,8 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
             policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
     policy = _ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
-    if missing := dist.fill(policy, files, device):
+    missing = dist.fill(policy, files, device)
+    if missing := [name for name in missing if "lora_" not in name]:
         lacking = f"its files lack {', '.join(missing[:3])} ..."
         fix = "load it in one process and save it with save_pretrained"
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {lacking}; {fix}")
@@ -131,6 +142,8 @@ def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
 
 
 def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
+    if uses_adapters(config):
+        add_adapters(policy, config)
     policy.eval()
     use_onednn(policy)
     if config.gradient_checkpointing:

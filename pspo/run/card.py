@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
-from pspo.model import ASSETS
+from pspo.model import ASSETS, uses_adapters
 from pspo.run.results import percent
 from pspo.tasks.datasets import SOURCES
 
@@ -30,7 +30,7 @@ def model_card(
     on_hub = not is_folder and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base)
     name = base if on_hub else Path(base).name  # no folder of somebody's machine
     front = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if uses_adapters(config.model) else "transformers",
         pipeline_tag="text-generation",
         base_model=base if on_hub else None,
         datasets=[SOURCES[part].hub_id for part in config.data.name.split("+") if part in SOURCES] or None,
@@ -85,7 +85,7 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
     for name, section in (("model", config.model), ("data", config.data)):
         for part in fields(section):
             value = getattr(section, part.name)
-            if part.name not in ("name_or_path", "revision", "limit") and value != part.default:
+            if part.name not in ("name_or_path", "revision", "lora", "limit") and value != part.default:
                 switches[f"{name}.{part.name}"] = value
     if config.run.test_limit:
         switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself

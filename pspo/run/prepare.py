@@ -11,14 +11,14 @@ from transformers import get_scheduler
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import load_policy, load_tokenizer
+from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.rollout import check_decoder, load_prompts, make_sampling, room_for_prompts
 from pspo.run.checkpoint import Progress
 from pspo.run.records import check_output, environment, write_json, write_text
 from pspo.run.resume import allowed_changes, claim, restore, run_to_resume, update_config
 from pspo.run.state import Run
 from pspo.run.trackers import check_tracker, start_tracker
-from pspo.update import Learner, make_optimizer
+from pspo.update import Learner, check_optimizer, make_optimizer
 
 
 def prepare(config: TrainConfig, resolved: str) -> Run:
@@ -31,6 +31,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     lock = contextlib.ExitStack()
     output, resumed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
+    check_optimizer(config.optimizer.name)
 
     tokenizer = load_tokenizer(config.model)
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
@@ -48,7 +49,10 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     check_decoder(policy, config.rollout.decoder)
     reference = None
     if config.algorithm.beta > 0:
-        reference = load_policy(config.model, device, sharded).requires_grad_(False)
+        lora = has_adapters(policy)  # then no second copy of the model
+        reference = (
+            StartingAdapters(policy) if lora else load_policy(config.model, device, sharded).requires_grad_(False)
+        )
     optimizer = make_optimizer(policy, config.optimizer)
     schedule = "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule
     scheduler = get_scheduler(schedule, optimizer, config.optimizer.warmup_steps, config.run.max_steps)

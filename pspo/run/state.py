@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import load_policy, peak_memory_gb
+from pspo.model import fill_adapters, has_adapters, load_policy, peak_memory_gb
 from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
 from pspo.run.checkpoint import Progress, RunFailed, checkpoints, save_checkpoint, save_model, writing
@@ -159,7 +159,10 @@ class Run:
         if self.progress.best:
             returned = self.output / "best"
             best = replace(self.config.model, name_or_path=str(returned))
-            policy = load_policy(best, policy.device, dist.is_sharded(policy))
+            if has_adapters(policy):
+                fill_adapters(policy, str(returned))
+            else:
+                policy = load_policy(best, policy.device, dist.is_sharded(policy))
         summary = {
             "before": self.progress.before,
             "after": self.test(policy, "test after"),
