@@ -233,7 +233,7 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        prompts = rows if sharded or config.model.gradient_checkpointing else {row // group_size for row in rows}
+        prompts = rows if sharded else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []

@@ -123,7 +123,7 @@ class Load:
         prompt, length = plan.prompt_tokens, config.completion_tokens
         moving = config.rollout.prompts * (plan.moving if leave else 1.0)
         groups = math.ceil(math.ceil(moving / algorithm.minibatches) / s.gpus)
-        shares = s.name != "fsdp2" and not config.model.gradient_checkpointing  # prompts, through a cache
+        shares = s.name != "fsdp2"  # prompts, through a cache
         size, limit = (1 if shares else group_size) * prompt + group_size * length, config.optimizer.microbatch_tokens
         fitting = limit // size * group_size  # rows of a microbatch, whole groups
         if fitting == 0:  # one is too large by itself

@@ -29,9 +29,7 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
     """Spread a model's weights over the ranks, layer by layer.
 
     The float32 shards are optimized. Under autocast, weights are gathered in that dtype, and so are the norms and the
-    residual stream (autocast alone keeps those in float32); gradients are reduced in float32. The model stays in
-    training mode: without dropout that changes no number, and it turns prompt sharing off, so that every rank runs
-    every layer equally often.
+    residual stream (autocast alone keeps those in float32); gradients are reduced in float32.
     """
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
     layers = [module for module in policy.modules() if type(module).__name__ in policy._no_split_modules]
@@ -41,7 +39,6 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         module.set_force_sum_reduction_for_comms(True)  # which gloo needs to be told
     type(policy).call_as_forward = lambda _, function: function()
     register_fsdp_forward_method(policy, "call_as_forward")
-    policy.train()
 
 
 def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:

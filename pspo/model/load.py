@@ -1,14 +1,17 @@
 """Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
 from pspo.model.device import casts_to_bf16
@@ -147,9 +150,26 @@ def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
     policy.eval()
     use_onednn(policy)
     if config.gradient_checkpointing:
-        policy.activation_checkpointing_enable({"use_reentrant": False})
-        policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
+        checkpoint_activations(policy)
     return policy
+
+
+def checkpoint_activations(policy: PreTrainedModel) -> None:
+    """Recompute each layer's activations in the backward pass, also of layers that fill a cache (`PassCache`).
+
+    By transformers' own switch layers would lose their cache, and so the prompts that rows share.
+    """
+    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
+    for layer in layers:
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:
