@@ -97,7 +97,7 @@ class ModelConfig:
         attn_implementation: sdpa, eager, flash_attention_2, ...; unset, the choice of transformers
         compile: torch.compile the model for training passes; the first step takes a minute or two longer
         trust_remote_code: run Python code that comes with the model
-        lora: adapters to train instead of the model
+        lora: LoRA adapters, trained in place of the model
     """
 
     name_or_path: str = "tiny-base"

@@ -116,6 +116,18 @@ def test_loss_and_gradient_are_plain_peft_s(tmp_path):
             assert parameter.grad is None
 
 
+def test_gradient_checkpointing_changes_no_bit():
+    rollout, advantages = make_rows()
+    results = []
+    for checkpointing in (False, True):
+        policy = make_policy(replace(LORA, gradient_checkpointing=checkpointing))
+        logprobs = token_logprobs(policy, *rollout.token_ids)
+        (logprobs * advantages[:, None]).sum().backward()
+        results.append([p.grad for p in policy.parameters() if p.requires_grad])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert any(gradient.abs().max() > 0.1 for gradient in results[0])
+
+
 def test_rollouts_and_updates_leave_the_base_s_bytes_alone():
     policy, tokenizer = make_policy(), load_tokenizer(LORA)
     start = {n: p.detach().clone() for n, p in policy.named_parameters()}
@@ -257,6 +269,7 @@ def test_a_peft_folder_can_be_trained_further(run, tmp_path):
     [
         (["--model.lora.name_or_path=x"], "--model.lora.rank must be left out"),
         (["--model.lora.target_modules=[nowhere]"], "--model.lora.target_modules"),
+        (["--model.lora.rank=0", "--model.lora.name_or_path=./x"], "--model.lora.name_or_path ./x"),
         (["--model.lora.rank=-1"], "--model.lora.rank must be at least 0"),
     ],
 )

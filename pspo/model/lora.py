@@ -51,17 +51,16 @@ def add_adapters(policy: PreTrainedModel, config: "ModelConfig") -> None:
     """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
     from peft import LoraConfig
 
-    lora = config.lora
-    if lora.name_or_path is None:
-        made = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
-    else:
-        made = LoraConfig.from_pretrained(lora.name_or_path)
-    made.task_type, made.revision, made.lora_dropout, made.inference_mode = "CAUSAL_LM", config.revision, 0.0, False
+    lora, start = config.lora, config.lora.name_or_path
     try:
+        new = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.target_modules}
+        made = LoraConfig.from_pretrained(start) if start else LoraConfig(**new)
+        made.task_type, made.revision, made.lora_dropout, made.inference_mode = "CAUSAL_LM", config.revision, 0.0, False
         with torch.random.fork_rng(devices=[]):
             policy.add_adapter(made)
-    except ValueError as error:  # no such layers
-        raise ValueError(f"--model.lora.target_modules {made.target_modules}: {error}") from error
+    except ValueError as error:  # no such folder, no such layers
+        switch = f"name_or_path {start}" if start else f"target_modules {lora.target_modules}"
+        raise ValueError(f"--model.lora.{switch}: {error}") from error
     made.base_model_name_or_path = config.name_or_path
     if not isinstance(made.target_modules, str):
         made.target_modules = sorted(made.target_modules)  # a set, which is saved in any order
@@ -114,6 +113,7 @@ class StartingAdapters:
 
     @torch.no_grad()
     def swap(self) -> None:
+        """Exchange the policy's adapters and the kept ones."""
         for adapter, other in zip(self.adapters, self.start, strict=True):
             kept = adapter.clone()
             adapter.copy_(other)

@@ -63,7 +63,13 @@ class PassCache(DynamicCache):
         last: True if no pass follows: then its keys and values are not kept.
     """
 
-    def __init__(self, model: PreTrainedModel, below: "PassCache | None" = None, rows: Any = None, last: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        below: "PassCache | None" = None,
+        rows: Tensor | None = None,
+        last: bool = False,
+    ):
         super().__init__(config=model.config)
         self.layers = self.layers if below is None else below.filled
         self.rows, self.last, self.filled = rows, last, [None] * len(self.layers)

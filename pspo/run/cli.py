@@ -44,7 +44,7 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | dict[str
     parser.add_argument("--config", action=_ConfigFile, metavar="FILE", help="YAML file; later switches override it")
     parser.add_class_arguments(config_class)
     for action in parser._actions:
-        if action.dest in sections:
+        if action.dest in (*sections, "model.lora"):
             action.help = argparse.SUPPRESS  # `--rollout FILE`: works, and need not be listed
         elif "--print_config" in action.option_strings:
             action.help = "print the configuration as YAML and exit"
