@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import pspo
-from pspo.config import EvaluateConfig, TrainConfig
+from pspo.config import EvaluateConfig, LoraConfig, TrainConfig
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip
 from pspo.run.cli import parse
 from pspo.tasks import FormatReward, MathReward
@@ -205,7 +205,10 @@ def test_help_has_one_line_for_every_switch_and_a_short_usage(config_class, caps
     assert not exit_.value.code
     text = capsys.readouterr().out
     assert len(text.partition("\n\n")[0]) < 100
-    for section, leaves in switches(config_class).items():
+    sections = switches(config_class)
+    sections["model"].remove("lora")  # a section of its own
+    sections["model.lora"] = [leaf.name for leaf in fields(LoraConfig)]
+    for section, leaves in sections.items():
         for leaf in leaves:
             described = re.search(rf"^  --{section}\.{leaf} .*?\s{{2,}}(\S.*)$", text, re.MULTILINE)
             assert described, leaf
