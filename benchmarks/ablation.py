@@ -26,6 +26,7 @@ from benchmarks.vs_trl import WORKLOADS, advantages_of, model_folder, set_up_psp
 from pspo.config import TrainConfig
 from pspo.losses import Clip
 from pspo.model import shared_prompts
+from pspo.model.load import checkpoint_activations
 from pspo.rollout import generate
 from pspo.update import Learner, update
 
@@ -49,12 +50,19 @@ def in_order(rows, key):
 
 
 PLAIN_PRODUCTS = mock.patch.object(pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
+UNSHARED = mock.patch.object(shared_prompts, "shares_prompts", return_value=False)
+RECOMPUTED = "activations recomputed"
 TRAINING = {  # what is off: surrogate, and what is patched
     "everything on": (Clip(), contextlib.nullcontext),
     "head recomputed, not in one pass": (Recomputing(), contextlib.nullcontext),
     "rows with advantage 0 kept": (Keeping(), contextlib.nullcontext),
-    "common beginning of prompts per prompt": (Clip(), lambda: mock.patch.object(shared_prompts, "MIN_PREFIX", 10**9)),
-    "prompts computed per row": (Clip(), None),
+    "common beginning of prompts per prompt": (
+        Clip(),
+        lambda: mock.patch.object(shared_prompts, "MIN_PREFIX", 10**9),
+    ),
+    "prompts computed per row": (Clip(), lambda: UNSHARED),
+    RECOMPUTED: (Clip(), contextlib.nullcontext),
+    f"{RECOMPUTED}, prompts computed per row": (Clip(), lambda: UNSHARED),
     "microbatches not sorted by length": (
         Clip(),
         lambda: mock.patch.object(pspo.update, "sorted", in_order, create=True),
@@ -75,12 +83,12 @@ GENERATION = {
 def train_seconds(name: str, policy, rollout, advantages, config: TrainConfig) -> float:
     surrogate, patched = TRAINING[name]
     policy = copy.deepcopy(policy)
-    if patched is None:
-        policy.train()  # without dropout, all that it does is to switch the sharing of prompts off
+    if name.startswith(RECOMPUTED):
+        checkpoint_activations(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=name != "AdamW not fused")
     learner = Learner(policy, optimizer)
     config = replace(config, algorithm=replace(config.algorithm, surrogate=surrogate))
-    with (patched or contextlib.nullcontext)():
+    with patched():
         start = time.process_time()
         update(learner, rollout, advantages, config)
         return time.process_time() - start

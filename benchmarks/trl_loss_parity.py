@@ -30,6 +30,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -52,6 +53,7 @@ class Case:
     how: str
     trl: dict = field(default_factory=dict)  # GRPOConfig arguments
     beta: float = 0.0
+    lora: bool = False  # TRL on a PeftModel, ours on the model within it, both with adapters alone to train
 
 
 CASES = [
@@ -75,6 +77,7 @@ CASES = [
         "grpo",
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     ),
+    Case("dapo, clip 0.2, LoRA", Clip(0.2), "dapo", {"loss_type": "dapo"}, lora=True),
 ]
 
 
@@ -152,7 +155,14 @@ def microbatches(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def gradients(model) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters()}
+    trained = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+    return {name.removeprefix("base_model.model."): gradient for name, gradient in trained}
+
+
+def with_adapters(model: Qwen2ForCausalLM) -> PeftModel:
+    """Adapters on every linear layer, with random values in B, too."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(copy.deepcopy(model), config)
 
 
 def trl_loss(case: Case, model: Qwen2ForCausalLM, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -225,8 +235,10 @@ def main() -> int:
     print(f"{'case':26}{'TRL loss':>14}{'pspo loss':>14}{'loss diff':>12}{'max rel grad diff':>20}")
     beyond = []
     for case in CASES:
-        theirs, their_gradients = trl_loss(case, copy.deepcopy(model), batch)
-        ours, our_gradients = pspo_loss(case, copy.deepcopy(model), batch)
+        their_model = with_adapters(model) if case.lora else copy.deepcopy(model)
+        our_model = copy.deepcopy(their_model)
+        theirs, their_gradients = trl_loss(case, their_model, batch)
+        ours, our_gradients = pspo_loss(case, our_model.base_model.model if case.lora else our_model, batch)
         assert their_gradients.keys() == our_gradients.keys()
         gradient_difference = max(
             ((our_gradients[name] - gradient).abs().max() / gradient.abs().max()).item()

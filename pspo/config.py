@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, dataclass_transform
 
 from pspo.distributed import Strategy
 from pspo.losses import PSPO, Aggregation, Correction, KLEstimator, Surrogate
+from pspo.model.lora import resolve_adapters, uses_adapters
 from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
 from pspo.tasks.datasets import own_kind
@@ -31,6 +32,7 @@ def require(ok: bool, switch: str, rule: str, value: object) -> None:
 # Default learning rates: the embedded models', and the paper's for Qwen2.5-0.5B and -1.5B (tables of hyperparameters in
 # its appendix; for Qwen2-Math-1.5B two of six methods differ). docs/guide/start.md compares the other defaults.
 TINY_LR, PAPER_LR = 3e-5, 1e-6
+LORA_FACTOR = 10  # best rates of LoRA to those of all weights, nearly at any size (Schulman et al. 2025)
 TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle between 0.9M and the paper's 0.5B
 
 
@@ -69,35 +71,61 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+@section("model.lora")
+class LoraConfig:
+    """LoRA adapters: the model is frozen, and only small matrices beside its linear layers are trained.
+
+    Args:
+        rank: rank of new adapters; 0 for none
+        alpha: new adapters' output is scaled by alpha / rank
+        target_modules: layers that get new adapters, by name or as a regular expression
+        name_or_path: adapters to start from, a PEFT folder or hub id, instead of new ones
+    """
+
+    rank: int = number(0, "at least 0")
+    alpha: float = number(32.0, "above 0")
+    target_modules: str | list[str] = "all-linear"
+    name_or_path: str | None = None
+
+    def __post_init__(self) -> None:
+        rule = "must be left out with adapters to start from, which have a rank of their own"
+        require(self.rank == 0 or self.name_or_path is None, "model.lora.rank", rule, self.rank)
+
+
 @section("model")
 class ModelConfig:
     """Model and numerics.
 
     Args:
-        name_or_path: embedded model (tiny-base, tiny-math, tiny-text), local folder or hub id
+        name_or_path: embedded model (tiny-base, tiny-math, tiny-text), local folder (also of PEFT) or hub id
         revision: branch, tag or commit on the hub
+        dtype: weights; auto is float32, but bfloat16 for the frozen ones under LoRA where autocast uses it
         autocast: bf16 autocast over float32 weights; auto uses it on GPUs that support bf16
         gradient_checkpointing: recompute activations in the backward pass: less memory, slower
         attn_implementation: sdpa, eager, flash_attention_2, ...; unset, the choice of transformers
         compile: torch.compile the model for training passes; the first step takes a minute or two longer
         trust_remote_code: run Python code that comes with the model
+        lora: LoRA adapters, trained in place of the model
     """
 
     name_or_path: str = "tiny-base"
     revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
     compile: bool = False
     trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def default_lr(model: ModelConfig) -> float:
     """The learning rate for a model by the size of its weights, as far as that is known before it is loaded."""
+    model = resolve_adapters(model)
     folder = Path(__file__).parent / "assets" / model.name_or_path
     folder = folder if folder.is_dir() else Path(model.name_or_path).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return TINY_LR if 0 < size < TINY_BYTES else PAPER_LR
+    return (TINY_LR if 0 < size < TINY_BYTES else PAPER_LR) * (LORA_FACTOR if uses_adapters(model) else 1)
 
 
 @section("data")
@@ -261,8 +289,8 @@ class OptimizerConfig:
     """Optimizer and batch size in memory.
 
     Args:
-        name: adamw, or sgd without momentum
-        lr: peak learning rate (default: 3e-5 for a model of the embedded ones' size, else the paper's 1e-6)
+        name: adamw, adamw8bit (moments in 8 bits), paged_adamw8bit (which move to CPU memory), or sgd without momentum
+        lr: peak (default: 3e-5 for a model of the embedded ones' size, else the paper's 1e-6; ten times that with LoRA)
         beta1: decay of AdamW's first moment
         beta2: decay of AdamW's second moment
         eps: AdamW's epsilon
@@ -275,7 +303,7 @@ class OptimizerConfig:
         max_skipped: end the run after so many non-finite steps in a row; each is skipped
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
     lr: float | None = number(None, "above 0")
     beta1: float = number(0.9, "in [0, 1)")
     beta2: float = number(0.999, "in [0, 1)")
@@ -389,6 +417,11 @@ class TrainConfig:
         alone = self.rollout.environment is None or self.distributed.rollout != "synced"
         rule = "must be gathered with an environment: ranks end their episodes after different numbers of turns"
         require(alone, "distributed.rollout", rule, self.distributed.rollout)
+        if self.distributed.strategy == "fsdp2":
+            kept, whole = self.optimizer.name, self.model.lora.rank == 0 and self.model.lora.name_or_path is None
+            require("8bit" not in kept, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", kept)
+            rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
+            require(not (whole and self.model.dtype == "bfloat16"), "model.dtype", rule, self.model.dtype)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""

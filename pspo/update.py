@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.config import AlgorithmConfig, OptimizerConfig, TrainConfig
+from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import (
     Counts,
     aggregate,
@@ -29,18 +29,10 @@ from pspo.losses import (
     token_divisors,
     token_weights,
 )
-from pspo.model import autocast, backward_in_one_pass, is_out_of_memory, token_logprobs
+from pspo.model import StartingAdapters, autocast, backward_in_one_pass, is_out_of_memory, token_logprobs
 from pspo.rollout import Batch, Rollout, to_device
 
 T = TypeVar("T")
-
-
-def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of all parameters, at the peak learning rate."""
-    common = {"params": policy.parameters(), "lr": config.lr, "weight_decay": config.weight_decay}
-    if config.name == "sgd":
-        return torch.optim.SGD(**common)
-    return torch.optim.AdamW(**common, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 @dataclass
@@ -50,7 +42,7 @@ class Learner:
     policy: PreTrainedModel
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None  # None for a constant learning rate
-    reference: PreTrainedModel | None = None  # None if beta is 0
+    reference: PreTrainedModel | StartingAdapters | None = None  # None if beta is 0
     steps: int = 0  # optimizer steps taken
     microbatch_limit: int | None = None  # tokens; below --optimizer.microbatch_tokens once memory has run out
 
@@ -220,7 +212,12 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
             for i, batch in enumerate(batches):
                 inputs = (*batch.rollout.token_ids, config.rollout.temperature, kept_tokens(batch, config.algorithm))
                 old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = token_logprobs(learner.reference, *inputs) if learner.reference is not None else None
+                ref_logprobs = None
+                if isinstance(learner.reference, StartingAdapters):
+                    with learner.reference as reference:
+                        ref_logprobs = token_logprobs(reference, *inputs)
+                elif learner.reference is not None:
+                    ref_logprobs = token_logprobs(learner.reference, *inputs)
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
@@ -246,7 +243,7 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        prompts = rows if sharded or config.model.gradient_checkpointing else {row // group_size for row in rows}
+        prompts = rows if sharded else {row // group_size for row in rows}
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import pspo
-from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip
 from pspo.run.cli import parse
 from pspo.tasks import FormatReward, MathReward
@@ -241,7 +241,10 @@ def test_help_has_one_line_for_every_switch_and_a_short_usage(config_class, caps
     assert not exit_.value.code
     text = capsys.readouterr().out
     assert len(text.partition("\n\n")[0]) < 100
-    for section, leaves in switches(config_class).items():
+    sections = switches(config_class)
+    sections["model"].remove("lora")  # a section of its own
+    sections["model.lora"] = [leaf.name for leaf in fields(LoraConfig)]
+    for section, leaves in sections.items():
         for leaf in leaves:
             described = re.search(rf"^  --{section}\.{leaf} .*?\s{{2,}}(\S.*)$", text, re.MULTILINE)
             assert described, leaf
@@ -252,7 +255,7 @@ def test_the_package_lists_its_commands_and_the_version():
     run = [sys.executable, "-m", "pspo"]
     text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     commands = re.findall(r"python -m (pspo\.\w+) +\w", text)
-    assert commands == ["pspo.train", "pspo.evaluate", "pspo.sweep", "pspo.report"]
+    assert commands == ["pspo.train", "pspo.evaluate", "pspo.sweep", "pspo.report", "pspo.export"]
     assert all(importlib.util.find_spec(name) for name in commands)
     assert pspo.__version__ in text
     assert subprocess.run([*run, "train"], capture_output=True, check=False).returncode == 2

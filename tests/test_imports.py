@@ -18,10 +18,11 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"rollout"},
     {"environments"},
     {"config"},  # its fields are types from below; model and rollout name it in annotations alone
+    {"optimizers"},
     {"update"},
     {"run"},
     {"train"},
-    {"evaluate", "sweep", "report", "__main__"},
+    {"evaluate", "sweep", "report", "export", "__main__"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ALGORITHM = ("train.py", "update.py", "losses/", "rollout/", "model/")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pspo.model.load
 import pspo.model.logprobs
@@ -380,29 +381,33 @@ def test_weights_are_float32_from_a_bf16_checkpoint(tiny_model, model_folder, lo
 )
 def test_dropout_is_switched_off(tiny_model, model_folder, load, name, dropouts):
     folder, rows = model_folder(tiny_model(name, **dropouts)), make_rows()
-    policy = load(folder, gradient_checkpointing=True)
-    assert policy.training  # the mode in which dropout would act
+    policy = load(folder, gradient_checkpointing=True).train()  # the mode in which dropout would act
     assert torch.equal(token_logprobs(policy, *rows), token_logprobs(policy, *rows))
     torch.testing.assert_close(token_logprobs(policy, *rows), token_logprobs(load(folder), *rows), rtol=0, atol=1e-6)
     dropping = AutoModelForCausalLM.from_pretrained(folder).train()
     assert (token_logprobs(dropping, *rows) - token_logprobs(dropping, *rows)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Gemma2"])
-def test_gradient_checkpointing_gives_the_same_gradients(tiny_model, model_folder, load, name):
-    folder, rows = model_folder(tiny_model(name)), make_groups((9, 3, 6))
-    results = []
+@pytest.mark.parametrize("min_prefix", [1, 10**9], ids=["beginnings shared", "prompts shared"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradient_checkpointing_with_shared_prompts_changes_no_bit(
+    tiny_model, model_folder, load, monkeypatch, name, min_prefix
+):
+    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", min_prefix)
+    prompt_ids, *rest = make_groups((9, 7, 8))
+    prompt_ids[rest[0].cumsum(dim=1).bool() & (rest[0].cumsum(dim=1) < 5)] = 7  # every prompt begins with four of them
+    folder, results = model_folder(tiny_model(name)), []
     for checkpointing in (False, True):
         policy = load(folder, gradient_checkpointing=checkpointing, attn_implementation="eager")
-        visits = []
-        policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_, visits=visits: visits.append(1))
-        logprobs = token_logprobs(policy, *rows)
+        layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+        part, visits = next(layers[0].children()), []
+        part.register_forward_pre_hook(lambda *_, visits=visits: visits.append(1))
+        logprobs = token_logprobs(policy, prompt_ids, *rest)
         results.append((logprobs, gradients(policy, logprobs)))
-        # forward and recomputed; without checkpointing, once for the shared prompts and once for the completions
-        assert len(visits) == 2
-        assert policy.training == checkpointing
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=2e-4)
+        shared = pspo.model.attends_fully(policy) and min_prefix == 1
+        assert len(visits) == (3 if shared else 2) * (1 + checkpointing)  # passes, each of them recomputed
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.nightly

@@ -17,6 +17,7 @@ from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
     DataConfig,
+    DistributedConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -794,14 +795,18 @@ def test_sorting_by_length_saves_padding():
 
 
 def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
-    """Gradient checkpointing computes prompts row by row."""
+    """Ranks that hold shards compute prompts row by row; recomputing activations shares them."""
     rollout, advantages = make_rollout(8)
     config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
     plain = split_minibatches(rollout, advantages, config)[0][1]
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=True))
     checkpointed = split_minibatches(rollout, advantages, config)[0][1]
-    assert len(checkpointed) > len(plain)
-    assert all(padded_tokens(batch, group_size=1) <= 120 for batch in checkpointed)
+    assert [batch.rollout.texts for batch in checkpointed] == [batch.rollout.texts for batch in plain]
+    assert all(padded_tokens(batch) == batch.padded_tokens for batch in plain)
+    sharded = dataclasses.replace(config, distributed=DistributedConfig("fsdp2"))
+    unshared = split_minibatches(rollout, advantages, sharded)[0][1]
+    assert len(unshared) > len(plain)
+    assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
 
 
 def test_rows_left_out_are_counted():

@@ -8,7 +8,7 @@ from typing import Literal
 
 from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
 from pspo.config import ModelConfig, TrainConfig, require
-from pspo.model import load_model_config
+from pspo.model import load_model_config, uses_adapters
 from pspo.model.logprobs import CHUNK_TOKENS
 
 PHASES = ("rollout", "training")
@@ -65,6 +65,10 @@ class PlanConfig(TrainConfig):
         super().__post_init__()
         cast, limit, mean = self.model.autocast, self.rollout.max_completion_tokens, self.plan.completion_tokens
         require(cast != "none", "model.autocast", "must be auto or bf16 for a plan", cast)
+        rule = "must be left out of a plan, which knows float32 weights, all of them trained by AdamW or SGD"
+        require(self.model.dtype != "bfloat16", "model.dtype", rule, self.model.dtype)
+        require(not uses_adapters(self.model), "model.lora", rule, self.model.lora)
+        require("8bit" not in self.optimizer.name, "optimizer.name", rule, self.optimizer.name)
         rule = f"must be above 0 and at most rollout.max_completion_tokens ({limit})"
         require(mean is None or 0 < mean <= limit, "plan.completion_tokens", rule, mean)
 
@@ -123,7 +127,7 @@ class Load:
         prompt, length = plan.prompt_tokens, config.completion_tokens
         moving = config.rollout.prompts * (plan.moving if leave else 1.0)
         groups = math.ceil(math.ceil(moving / algorithm.minibatches) / s.gpus)
-        shares = s.name != "fsdp2" and not config.model.gradient_checkpointing  # prompts, through a cache
+        shares = s.name != "fsdp2"  # prompts, through a cache
         size, limit = (1 if shares else group_size) * prompt + group_size * length, config.optimizer.microbatch_tokens
         fitting = limit // size * group_size  # rows of a microbatch, whole groups
         if fitting == 0:  # one is too large by itself

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pspo.distributed.ranks import rank, world_size
 
@@ -29,9 +29,7 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
     """Spread a model's weights over the ranks, layer by layer.
 
     The float32 shards are optimized. Under autocast, weights are gathered in that dtype, and so are the norms and the
-    residual stream (autocast alone keeps those in float32); gradients are reduced in float32. The model stays in
-    training mode: without dropout that changes no number, and it turns prompt sharing off, so that every rank runs
-    every layer equally often.
+    residual stream (autocast alone keeps those in float32); gradients are reduced in float32.
     """
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
     layers = [module for module in policy.modules() if type(module).__name__ in policy._no_split_modules]
@@ -41,7 +39,6 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         module.set_force_sum_reduction_for_comms(True)  # which gloo needs to be told
     type(policy).call_as_forward = lambda _, function: function()
     register_fsdp_forward_method(policy, "call_as_forward")
-    policy.train()
 
 
 def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:
@@ -72,6 +69,7 @@ def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]
             model._init_weights(module)
     kept = model.state_dict().keys()  # parameters, and the buffers that are saved
     missing = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
+    missing = {name.replace(".base_layer.", "."): tensor for name, tensor in missing.items()}  # beneath LoRA's
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in missing.keys() & tensors.keys():
@@ -117,11 +115,22 @@ def communicate_once(model: nn.Module, batches: list[T], gather: str) -> Iterato
 def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients over the ranks; a sharded model's backward passes have done so already."""
     if world_size() > 1 and not is_sharded(model):
-        for parameter in model.parameters():
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
             if parameter.grad is None:  # on this rank; another may have used it
                 parameter.grad = torch.zeros_like(parameter)
-        for handle in [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]:
+        for handle in [dist.all_reduce(parameter.grad, async_op=True) for parameter in trained]:
             handle.wait()
+
+
+def assign(parameter: Tensor, whole: Tensor) -> None:
+    """Set a parameter, sharded or not, to rank 0's whole tensor on every rank."""
+    whole = whole.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    elif world_size() > 1:
+        dist.broadcast(whole, src=0)
+    parameter.copy_(whole)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -135,10 +144,11 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """A sharded model's whole weights, on rank 0's CPU; None for a model that is whole anyway."""
+    """A sharded model's whole weights, all that are trained, on rank 0's CPU; None for a model that is whole anyway."""
     if not is_sharded(model):
         return None
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    return get_model_state_dict(model, options=options)
 
 
 class UnshardedState:
@@ -160,9 +170,11 @@ class UnshardedState:
 
 
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """This rank's shards of the weights, and of the moments that the optimizer keeps of each."""
+    """This rank's shards of the weights that are trained, and of the moments that the optimizer keeps of each."""
     shards = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = optimizer.state.get(parameter, {})
         moments = {f"optimizer.{name}.{key}": value for key, value in state.items() if value.ndim > 0}
         shards |= {f"model.{name}": parameter} | moments
@@ -179,7 +191,7 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read what `save_shards` wrote, on any number of ranks; raises RuntimeError if that fails."""
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # until `UnshardedState` is loaded
     optimizer.step()  # moves nothing, but makes the moments' tensors

@@ -3,5 +3,13 @@
 from pspo.model.device import autocast, casts_to_bf16, is_out_of_memory
 from pspo.model.load import ASSETS, load_model_config, load_policy, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.logprobs import token_logprobs
+from pspo.model.lora import (
+    StartingAdapters,
+    fill_adapters,
+    has_adapters,
+    resolve_adapters,
+    save_adapters,
+    uses_adapters,
+)
 from pspo.model.one_pass import backward_in_one_pass
 from pspo.model.shared_prompts import attends_fully, shares_prompts

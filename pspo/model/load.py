@@ -2,7 +2,8 @@
 
 import contextlib
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,15 @@ import huggingface_hub
 import jinja2
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 from pspo.model.logprobs import head_logits
+from pspo.model.lora import add_adapters, fill_adapters, resolve_adapters, uses_adapters
 from pspo.tasks.hub import is_offline
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -44,7 +48,7 @@ def locate(name_or_path: str) -> str:
 
 def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    tokenizer = _from_pretrained(AutoTokenizer, config)
+    tokenizer = _from_pretrained(AutoTokenizer, resolve_adapters(config))
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
         (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
@@ -59,21 +63,23 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
 
 def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    return _from_pretrained(AutoConfig, config)
+    return _from_pretrained(AutoConfig, resolve_adapters(config))
 
 
 def load_policy(config: "ModelConfig", device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:
-    """The model with float32 weights, ready to train, by default on this process's GPU if it has one.
+    """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     If ``sharded``, it is spread over the ranks, and each reads its own rows.
 
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
-    float32 whatever the checkpoint's dtype: a step of 1e-6 vanishes in bfloat16 weights.
+    of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
     Raises ValueError for a model that cannot be found, or that makes its logits in a way `head_logits` does not know.
     """
-    device = device or dist.local_device()
+    device, config = device or dist.local_device(), resolve_adapters(config)
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
+    if uses_adapters(config):
+        fill_adapters(policy, config.lora.name_or_path)
     check_head(policy)
     if config.compile:
         policy.base_model.compile(dynamic=True)
@@ -81,11 +87,18 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
 
 
 def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
-    options = {"dtype": torch.float32, "attn_implementation": config.attn_implementation, "output_loading_info": True}
-    policy, loading = _from_pretrained(AutoModelForCausalLM, config, config=_without_dropout(config), **options)
+    options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": weights_dtype(config, device), "config": _without_dropout(config)}
+    policy, loading = _from_pretrained(AutoModelForCausalLM, config, **options)
     if missing := sorted(loading["missing_keys"]):  # they would be random
         raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
     return _ready(policy.to(device), config)
+
+
+def weights_dtype(config: "ModelConfig", device: torch.device) -> torch.dtype:
+    """The dtype of the weights; of the frozen ones under LoRA."""
+    auto = "bfloat16" if uses_adapters(config) and casts_to_bf16(config.autocast, device) else "float32"
+    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
 def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
@@ -96,7 +109,7 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(
                 model_config,
-                dtype=torch.float32,
+                dtype=weights_dtype(config, device),
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
             )
@@ -104,7 +117,8 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
             policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
     policy = _ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
-    if missing := dist.fill(policy, files, device):
+    missing = dist.fill(policy, files, device)
+    if missing := [name for name in missing if "lora_" not in name]:
         lacking = f"its files lack {', '.join(missing[:3])} ..."
         fix = "load it in one process and save it with save_pretrained"
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {lacking}; {fix}")
@@ -134,12 +148,31 @@ def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
 
 
 def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
+    if uses_adapters(config):
+        add_adapters(policy, config)
     policy.eval()
     use_onednn(policy)
     if config.gradient_checkpointing:
-        policy.activation_checkpointing_enable({"use_reentrant": False})
-        policy.train()  # transformers checkpoints in training mode only; there is no dropout that it could switch on
+        checkpoint_activations(policy)
     return policy
+
+
+def checkpoint_activations(policy: PreTrainedModel) -> None:
+    """Recompute each layer's activations in the backward pass, also of layers that fill a cache (`PassCache`).
+
+    By transformers' own switch layers would lose their cache, and so the prompts that rows share.
+    """
+    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
+    for layer in layers:
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:

@@ -1,9 +1,14 @@
 """Prompt sharing: compute what rows have in common once. Same numbers to rounding, less work for long prompts."""
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from pspo import distributed as dist
 
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
@@ -28,27 +33,54 @@ def hidden_states_of_shared_prompts(
     if len(prompts) > 1 and attends_fully(model):
         prefix = _common_prefix(prompt_ids[prompts], prompt_mask[prompts])
     nothing_shared = len(prefix) == 0 and len(prompts) == len(ids)
-    cached = shares_prompts(model) and not model.training  # training mode means gradient checkpointing: no cache
-    if nothing_shared or not cached or ids.shape[1] == width:
+    shares = shares_prompts(model) and not dist.is_sharded(model)  # ranks must pass each layer equally often
+    if nothing_shared or not shares or ids.shape[1] == width:
         return None
 
-    cache = DynamicCache(config=model.config)
-
-    def body(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def body(ids: Tensor, mask: Tensor, positions: Tensor, cache: PassCache) -> Tensor:
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return model.base_model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
 
-    L = len(prefix)
+    L, cache = len(prefix), PassCache(model)
     if L > 0:
-        body(prefix[None], torch.ones_like(prefix)[None], torch.arange(L, device=ids.device)[None])
-        cache.batch_select_indices(torch.zeros_like(prompts))
+        body(prefix[None], torch.ones_like(prefix)[None], torch.arange(L, device=ids.device)[None], cache)
+        cache = PassCache(model, cache, torch.zeros_like(prompts))
         mask = mask.clone()
         mask[:, L:width] *= positions[:, L:width] >= L  # the prefix takes the first L columns of every row,
         mask[:, :L] = 1  # whatever padding was there
-    last = body(ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width])[:, -1:]
+    last = body(ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
     prompt_of_row = is_first.cumsum(dim=0) - 1  # (B,)
-    cache.batch_select_indices(prompt_of_row)
-    return torch.cat([last[prompt_of_row], body(ids[:, width:], mask, positions[:, width:])], dim=1)
+    cache = PassCache(model, cache, prompt_of_row, last=True)
+    return torch.cat([last[prompt_of_row], body(ids[:, width:], mask, positions[:, width:], cache)], dim=1)
+
+
+class PassCache(DynamicCache):
+    """Cache of one pass on top of another's: a layer that is computed again (checkpointing) finds it unchanged.
+
+    Args:
+        below: the pass before; None for the first one.
+        rows: (b,), for each row of this pass the row of that one that it continues.
+        last: True if no pass follows: then its keys and values are not kept.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        below: "PassCache | None" = None,
+        rows: Tensor | None = None,
+        last: bool = False,
+    ):
+        super().__init__(config=model.config)
+        self.layers = self.layers if below is None else below.filled
+        self.rows, self.last, self.filled = rows, last, [None] * len(self.layers)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        layer = copy.copy(self.layers[layer_idx])
+        if self.rows is not None:
+            layer.batch_select_indices(self.rows)
+        if self.filled[layer_idx] is None and not self.last:
+            self.filled[layer_idx] = layer
+        return layer.update(keys, values, *args, **kwargs)
 
 
 def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:

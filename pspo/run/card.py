@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
-from pspo.model import ASSETS
+from pspo.model import ASSETS, uses_adapters
 from pspo.run.records import as_setting
 from pspo.run.results import Record, as_text, from_record, label
 from pspo.tasks.datasets import SOURCES
@@ -46,7 +46,7 @@ def model_card(
     name = base if on_hub else Path(base).name  # no folder of somebody's machine
     parts = [part for part in config.data.name.split("+") if part in SOURCES or "/" in part]
     front = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if uses_adapters(config.model) else "transformers",
         pipeline_tag="text-generation",
         base_model=base if on_hub else None,
         datasets=[SOURCES[part].hub_id if part in SOURCES else part for part in parts] or None,
@@ -103,7 +103,7 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
     for name, section in (("model", config.model), ("data", config.data)):
         for part in fields(section):
             value = getattr(section, part.name)
-            if part.name not in ("name_or_path", "revision", "limit") and value != part.default:
+            if part.name not in ("name_or_path", "revision", "lora", "limit") and value != part.default:
                 switches[f"{name}.{part.name}"] = value
     if config.reward.functions != RewardConfig().functions:
         switches["reward.functions"] = json.dumps([as_setting(function) for function in config.reward.functions])

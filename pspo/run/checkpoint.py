@@ -1,9 +1,9 @@
 """Save models and whole runs so that a reader never meets half of one, and resume a run bit for bit.
 
-A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, ``training.pt`` (optimizer, schedule,
-torch's random generators), ``state.json`` (`Progress`, the other random generators), ``config.yaml``, and
-``manifest.json`` with the size and SHA-256 of every other file. Under fsdp2 ``shards/`` replaces model and optimizer:
-every rank writes its own.
+A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, or LoRA's adapters in PEFT's,
+``training.pt`` (optimizer, schedule, torch's random generators), ``state.json`` (`Progress`, the other random
+generators), ``config.yaml``, and ``manifest.json`` with the size and SHA-256 of every other file. Under fsdp2
+``shards/`` replaces model and optimizer: every rank writes its own.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.model import has_adapters, save_adapters
 from pspo.run.records import write_json
 
 if TYPE_CHECKING:
@@ -111,8 +112,11 @@ def remove(folder: Path) -> None:
 def write_model(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, weights: dict | None = None
 ) -> None:
-    """Write model, tokenizer and card in `save_pretrained` form; ``weights`` replaces a sharded model's own."""
-    policy.save_pretrained(folder, state_dict=weights)
+    """Write model or adapters, tokenizer and card; ``weights`` replaces a sharded model's own."""
+    if has_adapters(policy):
+        save_adapters(policy, folder, weights)
+    else:
+        policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -138,7 +142,8 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
     ``random`` is an earlier `random_state` to be saved in place of this process's own.
     """
     policy, steps, card = run.learner.policy, run.learner.steps, run.card()
-    finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in policy.parameters())
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in trained)
     if dist.max_over_ranks(not finite):
         raise RunFailed(f"the weights are not finite at step {steps} and were not saved: lower --optimizer.lr")
     generators = dist.gather_objects(random or random_state(policy.device))

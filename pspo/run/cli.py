@@ -74,7 +74,7 @@ def make_parser(config_class: type, prog: str) -> tuple[Parser, list[str]]:
     parser.add_argument("--print_config", action="store_true", help=print_help)  # jsonargparse's: before defaults
     parser.add_class_arguments(config_class)
     for action in parser._actions:
-        if action.dest in sections:
+        if action.dest in (*sections, "model.lora"):
             action.help = argparse.SUPPRESS  # `--rollout FILE`: works, and need not be listed
         elif getattr(action, "_typehint", None) is bool:
             action.nargs, action.const = "?", True  # the bare switch means true

@@ -13,7 +13,8 @@ from transformers import get_scheduler
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
 from pspo.environments import player
-from pspo.model import load_model_config, load_policy, load_tokenizer
+from pspo.model import StartingAdapters, has_adapters, load_model_config, load_policy, load_tokenizer
+from pspo.optimizers import check_optimizer, make_optimizer
 from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
 from pspo.run.records import check_output, environment, write_json, write_text
@@ -22,7 +23,7 @@ from pspo.run.state import Run
 from pspo.run.trackers import check_tracker, start_tracker
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import load_environment
-from pspo.update import Learner, make_optimizer
+from pspo.update import Learner
 
 
 def prepare(config: TrainConfig, resolved: str) -> Run:
@@ -35,6 +36,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     lock = contextlib.ExitStack()
     output, resumed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
+    check_optimizer(config.optimizer.name)
     make_environment = load_environment(config.rollout.environment)
 
     tokenizer = load_tokenizer(config.model)
@@ -57,7 +59,10 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     check_decoder(policy, config.rollout.decoder)
     reference = None
     if config.algorithm.beta > 0:
-        reference = load_policy(config.model, device, sharded).requires_grad_(False)
+        lora = has_adapters(policy)  # then no second copy of the model
+        reference = (
+            StartingAdapters(policy) if lora else load_policy(config.model, device, sharded).requires_grad_(False)
+        )
     optimizer = make_optimizer(policy, config.optimizer)
     schedule = "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule
     scheduler = get_scheduler(schedule, optimizer, config.optimizer.warmup_steps, config.run.max_steps)

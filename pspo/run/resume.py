@@ -16,7 +16,7 @@ import yaml
 
 from pspo import distributed as dist
 from pspo.config import RunConfig, TrainConfig
-from pspo.model import load_policy
+from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Prompts
 from pspo.run.checkpoint import Progress, checkpoints, damage, hidden, load_checkpoint, remove, step_of, tidy
 from pspo.run.records import differences, lock, read_config, read_json, read_jsonl, to_jsonl, to_yaml, write_text
@@ -190,6 +190,8 @@ def restore(
     if checkpoint is not None:
         if dist.is_sharded(policy):
             dist.load_shards(checkpoint / "shards", policy, learner.optimizer)
+        elif has_adapters(policy):
+            fill_adapters(policy, str(checkpoint))
         else:
             saved = load_policy(replace(config.model, name_or_path=str(checkpoint), revision=None), policy.device)
             policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import load_policy
+from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
 from pspo.run.checkpoint import (
@@ -253,7 +253,10 @@ class Run:
         if self.progress.best:
             returned = self.output / "best"
             best = replace(self.config.model, name_or_path=str(returned))
-            policy = load_policy(best, policy.device, dist.is_sharded(policy))
+            if has_adapters(policy):
+                fill_adapters(policy, str(returned))
+            else:
+                policy = load_policy(best, policy.device, dist.is_sharded(policy))
         after = self.test(policy, "after")
         summary = {
             "before": self.progress.before,

@@ -1,0 +1,1 @@
+"""Merge LoRA adapters into their model: ``python -m pspo.export``."""

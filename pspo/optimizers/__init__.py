@@ -1,0 +1,33 @@
+"""Optimizers, of weights in float32 or bfloat16, with moments in float32 or 8 bits."""
+
+import importlib.util
+
+import torch
+from transformers import PreTrainedModel
+
+from pspo.config import OptimizerConfig
+from pspo.optimizers.rounding import StochasticRounding
+
+
+def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of all parameters that are not frozen, at the peak learning rate."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        common = {"params": parameters, "lr": config.lr, "weight_decay": config.weight_decay}
+        adam = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        if config.name == "sgd":
+            return torch.optim.SGD(**common)
+        if config.name == "adamw":
+            return torch.optim.AdamW(**common, **adam, fused=True)
+        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+        return (AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit)(**common, **adam)
+
+    return StochasticRounding(trained, make) if trained[0].dtype == torch.bfloat16 else make(trained)
+
+
+def check_optimizer(name: str) -> None:
+    """Raise ValueError unless the library of --optimizer.name is there."""
+    if "8bit" in name and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"--optimizer.name {name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")

@@ -1,0 +1,345 @@
+"""LoRA: PEFT's own numbers, a base that nothing moves, adapters that are saved, resumed, evaluated and merged."""
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from processes import assert_same, before, forked, ranks, run_command, send
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import pspo.evaluate.__main__
+import pspo.export.__main__
+import pspo.train
+import pspo.update
+from pspo import distributed as dist
+from pspo.config import (
+    AlgorithmConfig,
+    DistributedConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from pspo.losses import PSPO
+from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, save_adapters, token_logprobs
+from pspo.optimizers import make_optimizer
+from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.run.checkpoint import checkpoints
+from pspo.update import Learner, update
+
+peft = pytest.importorskip("peft")
+CPU = torch.device("cpu")
+LORA = ModelConfig("tiny-base", lora=LoraConfig(rank=4))
+SMALL = (
+    "--model.lora.rank=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1",
+    "--run.max_steps=4", "--run.validate_every=2", "--run.validation_limit=4", "--run.test_limit=2",
+    "--run.save_every=1", "--data.limit=9", "--optimizer.lr=1e-2", "--run.keep=9",
+)  # fmt: skip
+
+
+def make_policy(model: ModelConfig = LORA, sharded: bool = False):
+    """A policy whose adapters do something: B is not 0."""
+    policy = load_policy(model, CPU, sharded)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                dist.assign(parameter, 0.05 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def make_rows() -> tuple[Rollout, torch.Tensor]:
+    """16 rows, groups of four with one prompt each, and their advantages."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 21, (16,), generator=generator)
+    prompts = torch.randint(20, 31, (4,), generator=generator).repeat_interleave(4)
+    ids = torch.randint(5, 500, (4, 30), generator=generator)
+    ids[:, :] = torch.where(torch.arange(30) >= 10, ids, ids[0])
+    return Rollout(
+        ids.repeat_interleave(4, dim=0),
+        torch.arange(30) >= 30 - prompts[:, None],
+        torch.randint(5, 500, (16, 20), generator=generator),
+        torch.arange(20) < lengths[:, None],
+        lengths < 20,
+        [""] * 16,
+    ), torch.randn(16, generator=generator)
+
+
+def make_config(**parts) -> TrainConfig:
+    return TrainConfig(
+        model=parts.pop("model", LORA),
+        algorithm=AlgorithmConfig(surrogate=PSPO(0.3), **parts.pop("algorithm", {})),
+        rollout=RolloutConfig(prompts=4, max_completion_tokens=20, temperature=0.7),
+        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0, **parts.pop("optimizer", {})),
+        **parts,
+    )
+
+
+def adapters(policy) -> dict[str, torch.Tensor]:
+    return {n: dist.full_tensor(p.detach()).clone() for n, p in policy.named_parameters() if p.requires_grad}
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_loss_and_gradient_are_plain_peft_s(tmp_path):
+    """One microbatch against PEFT, the library's own forward pass over whole rows, and autograd over all logits."""
+    policy, (rollout, advantages), config = make_policy(), make_rows(), make_config(algorithm={"epochs": 1})
+    save_adapters(policy, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+    mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = theirs(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 29:-1] / 0.7
+    logprobs = logits.log_softmax(dim=2).gather(2, rollout.completion_ids[..., None]).squeeze(2)
+    ratio, kept = (logprobs - logprobs.detach()).exp(), rollout.completion_mask
+    expected = (-(0.7 * ratio + 0.3) * advantages[:, None])[kept].sum() / kept.sum()
+    expected.backward()
+
+    (minibatch,) = pspo.update.split_minibatches(rollout, advantages, config)
+    assert len(minibatch.batches) == 1
+    loss, _ = pspo.update.backward(policy, minibatch.batches[0], minibatch.counts, config)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-6)
+        else:
+            assert not parameter.requires_grad
+            assert parameter.grad is None
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    rollout, advantages = make_rows()
+    results = []
+    for checkpointing in (False, True):
+        policy = make_policy(replace(LORA, gradient_checkpointing=checkpointing))
+        logprobs = token_logprobs(policy, *rollout.token_ids)
+        (logprobs * advantages[:, None]).sum().backward()
+        results.append([p.grad for p in policy.parameters() if p.requires_grad])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert any(gradient.abs().max() > 0.1 for gradient in results[0])
+
+
+def test_rollouts_and_updates_leave_the_base_s_bytes_alone():
+    policy, tokenizer = make_policy(), load_tokenizer(LORA)
+    start = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    prompts = encode_prompts(tokenizer, ["What is 3 + 4?", "1 + 1"])
+    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=4)
+    config = make_config(run=replace(TrainConfig().run, max_steps=500))
+    learner = Learner(policy, make_optimizer(policy, config.optimizer))
+    for _ in range(100):
+        rollout = generate(policy, tokenizer, prompts, sampling, 4)
+        update(learner, rollout, torch.tensor([1.0, -0.5] * 4), config)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter, start[name]) != ("lora_" in name), name
+
+
+def test_rollouts_run_the_adapters():
+    """What our loop decodes greedily is what the log-probs with adapters find likeliest, and not the base's."""
+    tokenizer = load_tokenizer(LORA)
+    texts = []
+    for policy in (make_policy(), load_policy(ModelConfig("tiny-base"), CPU)):
+        prompts = encode_prompts(tokenizer, ["What is 3 + 4?", "Tom has 5 apples and eats 2. How many are left?"])
+        sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, 0.0, max_completion_tokens=16)
+        rollouts = [generate(policy, tokenizer, prompts, replace(sampling, decoder=d), 1) for d in ("pspo", "hf")]
+        assert torch.equal(*(rollout.completion_ids for rollout in rollouts))
+        texts.append(rollouts[0].texts)
+    assert texts[0] != texts[1]
+
+
+def test_adapters_are_float32_beside_a_bfloat16_base():
+    policy = make_policy(replace(LORA, dtype="bfloat16"))
+    for name, parameter in policy.named_parameters():
+        assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+    rollout, advantages = make_rows()
+    rough, exact = (token_logprobs(p, *rollout.token_ids).detach() for p in (policy, make_policy()))
+    torch.testing.assert_close(rough, exact, rtol=0, atol=0.3)
+    config = make_config()
+    before_update = adapters(policy)
+    update(Learner(policy, make_optimizer(policy, config.optimizer)), rollout, advantages, config)
+    assert all(not torch.equal(value, before_update[name]) for name, value in adapters(policy).items())
+
+
+def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
+    save_adapters(make_policy(), tmp_path)
+    rollout, advantages = make_rows()
+    for lora in (LoraConfig(rank=4), LoraConfig(name_or_path=str(tmp_path))):
+        model = ModelConfig("tiny-base", lora=lora)
+        policy = load_policy(model, CPU)
+        config = make_config(model=model, algorithm={"epochs": 1, "beta": 0.1})
+        start = token_logprobs(load_policy(model, CPU), *rollout.token_ids, 0.7).detach()
+        if lora.rank:
+            base = load_policy(ModelConfig("tiny-base"), CPU)
+            torch.testing.assert_close(token_logprobs(base, *rollout.token_ids, 0.7).detach(), start)
+        learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
+        assert update(learner, rollout, advantages, config)[0]["kl_reference"] == 0
+        now = token_logprobs(policy, *rollout.token_ids, 0.7).detach()
+        minibatches = pspo.update.split_minibatches(rollout, advantages, config)
+        pspo.update.add_fixed_logprobs(learner, minibatches, config)
+        batch = minibatches[0].batches[0]
+        expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()
+        assert torch.equal(batch.ref_logprobs, expected)
+        assert torch.equal(token_logprobs(policy, *rollout.token_ids, 0.7).detach(), now)  # swapped back
+
+
+# --- runs and folders -------------------------------------------------------------------------------------------------
+
+
+def train(output: str, *args: str) -> int:
+    return run_command(pspo.train.main, *SMALL, f"--run.output_dir={output}", *args)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "lora"
+    assert train(str(folder)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("start", [False, True], ids=["new adapters", "adapters to start from"])
+def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, start):
+    monkeypatch.chdir(tmp_path)
+    args = ["--algorithm.beta=0.1", "--algorithm.minibatches=2", "--optimizer.warmup_steps=2"]
+    if start:
+        Path("start").mkdir()
+        save_adapters(make_policy(), Path("start"))
+        args += ["--model.lora.name_or_path=start", "--model.lora.rank=0", "--model.gradient_checkpointing=true"]
+    assert train("whole", *args) == 0
+    for step in (1, 2, 3):
+
+        def killed(step: int = step) -> int:
+            before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+            return train("out", *args)
+
+        assert forked(killed) == -signal.SIGKILL
+    assert train("out", *args) == 0
+    assert_same(Path("whole"), Path("out"))
+
+
+def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
+    for folder in (run / "best", run / "final", checkpoints(run)[0]):
+        weights = load_file(folder / "adapter_model.safetensors")
+        assert all("lora_" in name for name in weights)
+        assert not (folder / "model.safetensors").exists()
+    assert json.loads((run / "final/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny-base"
+    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float32)
+    theirs, ours = (
+        peft.PeftModel.from_pretrained(base, run / "final"),
+        load_policy(ModelConfig(str(run / "final")), CPU),
+    )
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+        merged = tmp_path / "merged"
+        pspo.export.__main__.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
+        whole = AutoModelForCausalLM.from_pretrained(merged)
+        assert not any("lora" in name for name in whole.state_dict())
+        torch.testing.assert_close(whole(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    assert locate(str(merged)) == str(merged)
+
+
+def test_evaluation_takes_adapters_and_the_merged_model(run, tmp_path):
+    pspo.export.__main__.main([f"--model.name_or_path={run / 'best'}", f"--output_dir={tmp_path / 'merged'}"])
+    results = []
+    for folder in (run / "best", tmp_path / "merged"):
+        out = tmp_path / f"{folder.name}-evaluation"
+        args = ["--data.limit=8", "--eval.max_completion_tokens=8", f"--run.output_dir={out}"]
+        pspo.evaluate.__main__.main([f"--model.name_or_path={folder}", *args])
+        results.append(json.loads((out / "results.json").read_text())["temperatures"])
+    assert results[0] == results[1]
+
+
+def test_a_peft_folder_can_be_trained_further(run, tmp_path):
+    args = ["--model.lora.rank=0", f"--model.name_or_path={run / 'final'}", "--run.max_steps=2"]
+    assert train(str(tmp_path / "more"), *args) == 0
+    assert (tmp_path / "more/final/adapter_model.safetensors").exists()
+    assert "library_name: peft" in (run / "final/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model.lora.name_or_path=x"], "--model.lora.rank must be left out"),
+        (["--model.lora.target_modules=[nowhere]"], "--model.lora.target_modules"),
+        (["--model.lora.rank=0", "--model.lora.name_or_path=./x"], "--model.lora.name_or_path ./x"),
+        (["--model.lora.rank=-1"], "--model.lora.rank must be at least 0"),
+    ],
+)
+def test_mistakes_name_their_switch(tmp_path, capsys, args, words):
+    assert train(str(tmp_path / "out"), *args) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_adapters_that_do_not_fit_are_refused(run, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(run / "final", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"r": 5}))
+    with pytest.raises(ValueError, match=r"--model\.lora\.name_or_path .*other does not fit"):
+        load_policy(ModelConfig(str(folder)), CPU)
+    with pytest.raises(ValueError, match=r"--model\.name_or_path must be a PEFT folder"):
+        pspo.export.__main__.export(pspo.export.__main__.ExportConfig(output_dir=str(tmp_path / "merged")))
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def two_steps(strategy: str, dtype: str) -> dict[str, torch.Tensor]:
+    """Adapters after one rollout's two steps of plain SGD, and as exported."""
+    model = replace(LORA, dtype=dtype)
+    torch.manual_seed(7 + dist.rank())  # only rank 0's counts
+    policy = make_policy(model, strategy == "fsdp2")
+    config = make_config(model=model, algorithm={"beta": 0.1}, distributed=DistributedConfig(strategy))
+    learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
+    rollout, advantages = make_rows()
+    mine = torch.tensor(dist.take_rank_share(list(range(16)), 1))
+    update(learner, rollout.rows(mine), advantages[mine], config)
+    exported = dist.full_state_dict(policy)
+    assert exported is None or not any("base_layer" in name for name in exported)
+    return adapters(policy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_take_the_steps_of_one(tmp_path, dtype):
+    def work() -> None:
+        dist.init("ddp", 60)
+        results = {strategy: two_steps(strategy, dtype) for strategy in ("ddp", "fsdp2")}
+        if dist.is_main():
+            torch.save(results, tmp_path / "out.pt")
+
+    assert ranks(work) == [0, 0]
+    start, expected = adapters(make_policy(replace(LORA, dtype=dtype))), two_steps("none", dtype)
+    moved = max((value - start[name]).abs().max().item() for name, value in expected.items() if "lora_B" in name)
+    for of_strategy in torch.load(tmp_path / "out.pt").values():
+        for name, value in expected.items():
+            rough = 0.2 if dtype == "bfloat16" else 1e-4
+            torch.testing.assert_close(of_strategy[name], value, rtol=0, atol=moved * rough)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_that_are_killed_resume_to_the_last_bit(tmp_path, strategy):
+    def start(output: Path, fault=lambda: None) -> list[int]:
+        def rank() -> None:
+            fault()
+            args = [f"--distributed.strategy={strategy}", f"--run.output_dir={output}", "--distributed.timeout=60"]
+            pspo.train.main([*SMALL, *args, "--algorithm.beta=0.1"])
+
+        return ranks(rank)
+
+    def fault() -> None:
+        before("optimizer_step", lambda learner, *_: learner.steps == 3 and send(signal.SIGKILL), pspo.update)
+
+    assert start(tmp_path / "whole") == [0, 0]
+    assert start(tmp_path / "out", fault) == [-signal.SIGKILL] * 2
+    assert start(tmp_path / "out") == [0, 0]
+    assert_same(tmp_path / "whole", tmp_path / "out")
+    assert all("lora_" in name for name in load_file(tmp_path / "out/final/adapter_model.safetensors"))

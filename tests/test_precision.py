@@ -1,0 +1,129 @@
+"""bfloat16 weights and 8-bit moments: rounding that is right on average, and runs that resume to the last bit."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from processes import assert_same, before, forked, ranks, run_command, send
+from safetensors.torch import load_file
+
+import pspo.train
+import pspo.update
+from pspo.config import DistributedConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
+from pspo.optimizers import check_optimizer
+from pspo.optimizers.rounding import StochasticRounding, round_stochastically
+
+SMALL = (
+    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=4",
+    "--run.validate_every=2", "--run.validation_limit=4", "--run.test_limit=0", "--run.save_every=1", "--data.limit=9",
+    "--optimizer.lr=1e-3", "--optimizer.warmup_steps=2",
+)  # fmt: skip
+SETTINGS = {
+    "bfloat16": ("--model.dtype=bfloat16", "--algorithm.minibatches=2", "--algorithm.beta=0.1"),
+    "adamw8bit": ("--optimizer.name=adamw8bit",),
+    "paged_adamw8bit, bfloat16": ("--optimizer.name=paged_adamw8bit", "--model.dtype=bfloat16"),
+    "sgd, bfloat16": ("--optimizer.name=sgd", "--optimizer.lr=0.1", "--model.dtype=bfloat16"),
+}
+
+
+def test_rounding_is_right_on_average_and_to_a_neighbour():
+    values = torch.tensor([1.0, 1 + 2**-10, -3.14159, 1e-30, 0.0, 255.7])
+    generator = torch.Generator().manual_seed(0)
+    rounded = torch.stack([round_stochastically(values, generator) for _ in range(20_000)])
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded[0, [0, 4]].float(), values[[0, 4]])  # bfloat16 numbers stay
+    spacing = 2.0 ** (values.abs().log2().floor() - 7)  # of bfloat16 there
+    assert ((rounded.double() - values).abs() <= spacing).all()
+    error = (rounded.double().mean(dim=0) - values.double()).abs()
+    assert (error <= 4 * spacing.double() / (2 * 20_000**0.5)).all()  # four standard errors of a coin's mean
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_small_steps_add_up_in_bfloat16(name):
+    """1,000 steps against the same in float64, which each alone would be lost: a spacing is 400 steps."""
+    lr, steps = 1e-5, 1000
+    start = torch.full((2000,), 1.0)
+    weight = torch.nn.Parameter(start.bfloat16())
+
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr, weight_decay=0) if name == "adamw" else torch.optim.SGD(parameters, lr)
+
+    optimizer = StochasticRounding([weight], make)
+    exact = torch.nn.Parameter(start.double())
+    expected = make([exact])
+    for _ in range(steps):
+        for parameter, one in ((weight, optimizer), (exact, expected)):
+            parameter.grad = torch.ones_like(parameter)
+            one.step()
+    moved, wanted = (weight.double() - 1).mean().item(), (exact - 1).mean().item()
+    assert moved == pytest.approx(wanted, rel=0.05)
+    nearest = torch.ones(()).bfloat16()
+    assert (nearest - lr) == nearest
+
+
+def train(output: str, *args: str) -> int:
+    return run_command(pspo.train.main, *SMALL, f"--run.output_dir={output}", *args)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, name):
+    if "8bit" in name:
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    args = SETTINGS[name]
+    assert train("whole", *args) == 0
+    for step in (1, 2, 3):
+
+        def killed(step: int = step) -> int:
+            before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+            return train("out", *args)
+
+        assert forked(killed) == -signal.SIGKILL
+    assert train("out", *args) == 0
+    assert_same(Path("whole"), Path("out"))
+    weights = load_file("out/final/model.safetensors")
+    wanted = torch.bfloat16 if "bfloat16" in name else torch.float32
+    assert {tensor.dtype for tensor in weights.values()} == {wanted}
+    state = torch.load(next(Path("out/checkpoints").iterdir()) / "training.pt", weights_only=True)["optimizer"]
+    kept = state["inner"] if "bfloat16" in name else state
+    tensors = [t for entry in kept["state"].values() for t in tensors_of(entry) if t.numel() >= 4096]
+    assert {t.dtype for t in tensors} == (
+        {torch.uint8} if "8bit" in name else set() if "sgd" in name else {torch.float32}
+    )
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in tensors_of(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
+    def work() -> None:
+        args = ["--model.dtype=bfloat16", "--distributed.strategy=ddp", "--distributed.timeout=60"]
+        original = pspo.update.optimizer_step
+
+        def step(learner, *rest):
+            metrics = original(learner, *rest)
+            weights = torch.cat([p.detach().float().flatten() for p in learner.policy.parameters()])
+            others = pspo.distributed.concat_over_ranks(weights[None])
+            assert torch.equal(others[0], others[1])
+            return metrics
+
+        pspo.update.optimizer_step = step
+        pspo.train.main([*SMALL, *args, f"--run.output_dir={tmp_path / 'run'}"])
+
+    assert ranks(work) == [0, 0]
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    fsdp2 = DistributedConfig("fsdp2")
+    with pytest.raises(ValueError, match=r"--optimizer\.name must be adamw or sgd under fsdp2"):
+        TrainConfig(optimizer=OptimizerConfig("adamw8bit"), distributed=fsdp2)
+    with pytest.raises(ValueError, match=r"--model\.dtype must not be bfloat16 under fsdp2"):
+        TrainConfig(model=ModelConfig(dtype="bfloat16"), distributed=fsdp2)
+    TrainConfig(model=ModelConfig(dtype="bfloat16", lora=LoraConfig(4)), distributed=fsdp2)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--optimizer\.name adamw8bit needs bitsandbytes"):
+        check_optimizer("adamw8bit")
