@@ -28,6 +28,10 @@ class StochasticRounding(torch.optim.Optimizer):
         self.generator = torch.Generator(weights[0].device).manual_seed(0)
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        return self.inner.defaults
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 

@@ -96,10 +96,8 @@ def print_header(run: Run) -> None:
     if config.optimizer.lr == default_lr(config.model) == PAPER_LR * factor:
         size = policy.num_parameters()
         nearest = "" if 0.4e9 < size < 1.6e9 else ", the nearest in size"
-        times = f"{factor} times " if factor > 1 else ""
-        print(
-            f"rate    --optimizer.lr {config.optimizer.lr:g}, {times}the paper's for models of 0.5B and 1.5B{nearest}"
-        )
+        paper = f"{'ten times ' if factor > 1 else ''}the paper's for models of 0.5B and 1.5B{nearest}"
+        print(f"rate    --optimizer.lr {config.optimizer.lr:g}, {paper}")
     print(f"output  {run.output}")
 
 

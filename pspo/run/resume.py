@@ -239,7 +239,8 @@ def set_hyperparameters(learner: Learner) -> None:
     optimizer, scheduler, peak = learner.optimizer, learner.scheduler, learner.optimizer.defaults["lr"]
     lr = peak * scheduler.lr_lambdas[0](scheduler.last_epoch)
     for group in optimizer.param_groups:
-        group.update(optimizer.defaults, initial_lr=peak, lr=lr)
+        group.update({name: value for name, value in optimizer.defaults.items() if name in group})
+        group.update(initial_lr=peak, lr=lr)
     scheduler.base_lrs, scheduler._last_lr = [peak], [lr]
 
 

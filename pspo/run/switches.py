@@ -101,7 +101,7 @@ def convert(value: Any, hint: Any) -> Any:
         with contextlib.suppress(yaml.YAMLError):
             loaded = yaml.safe_load(value)
     for option in alternatives(hint):
-        if get_origin(option) is list:
+        if get_origin(option) is list and not (isinstance(loaded, str) and str in alternatives(hint)):
             return [convert(item, *get_args(option)) for item in (loaded if isinstance(loaded, list) else [loaded])]
         if option in (int, PositiveInt) and isinstance(value, str | float):
             with contextlib.suppress(ValueError):
