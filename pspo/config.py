@@ -290,7 +290,7 @@ class OptimizerConfig:
 
     Args:
         name: adamw, adamw8bit (moments in 8 bits), paged_adamw8bit (which move to CPU memory), or sgd without momentum
-        lr: peak learning rate (default: 3e-5 for models as small as the embedded, else the paper's 1e-6; x 10 with LoRA)
+        lr: peak learning rate (default: 3e-5 for models as small as the embedded, else the paper's 1e-6; LoRA: x 10)
         beta1: decay of AdamW's first moment
         beta2: decay of AdamW's second moment
         eps: AdamW's epsilon

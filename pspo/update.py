@@ -6,6 +6,7 @@ For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregat
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -207,17 +208,15 @@ def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: Train
 
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
     """Compute what needs a pass before any step: the reference's log-probs, and old ones of later minibatches."""
+    own = isinstance(learner.reference, StartingAdapters)
+    reference_context = learner.reference if own else nullcontext(learner.reference)
     with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
         for m, (_, batches) in enumerate(minibatches):
             for i, batch in enumerate(batches):
                 inputs = (*batch.rollout.token_ids, config.rollout.temperature, kept_tokens(batch, config.algorithm))
                 old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
-                ref_logprobs = None
-                if isinstance(learner.reference, StartingAdapters):
-                    with learner.reference as reference:
-                        ref_logprobs = token_logprobs(reference, *inputs)
-                elif learner.reference is not None:
-                    ref_logprobs = token_logprobs(learner.reference, *inputs)
+                with reference_context as reference:
+                    ref_logprobs = token_logprobs(reference, *inputs) if reference is not None else None
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 

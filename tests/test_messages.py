@@ -10,10 +10,11 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
+from pspo import hub
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
 from pspo.run.cli import parse
-from pspo.tasks import MathReward, hub
+from pspo.tasks import MathReward
 from pspo.train import main
 
 ROOT = Path(__file__).parents[1]

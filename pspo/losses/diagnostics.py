@@ -33,13 +33,11 @@ def diagnose(
         logprobs, old_logprobs, weights, mask: any one shape, e.g. (B, T) or (N,); advantages: broadcastable to it.
 
     Returns:
-        * ``ratio_mean``, ``ratio_min``, ``ratio_max``, ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: of
-          r = exp(logprob - old)
+        * ``ratio_...``: mean, min, max and percentiles of r = exp(logprob - old)
         * ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
         * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
         * ``tv``: total variation between old and new, the mean of |r - 1| / 2 over tokens with A != 0
-        * ``tv_smoothed``: the same as the surrogate sees it, |r - 1| contracted by |w / (A r)|; PSPO's is exactly
-          (1 - alpha) ``tv`` (Dwyer et al. 2026, Lemma 2.1)
+        * ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
         * ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0
         * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
         * ``entropy``: -mean(old_logprob), the sampled entropy in nats

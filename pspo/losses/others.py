@@ -91,9 +91,7 @@ class GSPO(Surrogate):
     epsilon: float = 3e-4
     epsilon_high: float = 4e-4
 
-    def __post_init__(self) -> None:
-        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
-        check(self.epsilon_high >= 0, self, "epsilon_high must be at least 0", self.epsilon_high)
+    __post_init__ = CISPO.__post_init__
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = row_mean(log_ratio(logprobs, old_logprobs, mask), mask).exp()

@@ -1,13 +1,9 @@
 """Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
 
-import contextlib
-import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
 import jinja2
 import torch
 import transformers
@@ -16,39 +12,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
+from pspo.hub.models import from_pretrained, load_errors, weight_files
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 from pspo.model.logprobs import head_logits
 from pspo.model.lora import add_adapters, fill_adapters, resolve_adapters, uses_adapters
-from pspo.tasks.hub import is_offline
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
 if TYPE_CHECKING:
     from pspo.config import ModelConfig
 
-ASSETS = Path(__file__).parents[1] / "assets"
-
-
-def locate(name_or_path: str) -> str:
-    """The folder of an embedded model or of a local one, or else the name as a hub id.
-
-    Raises ValueError for a path that is no model folder.
-    """
-    if (ASSETS / name_or_path / "config.json").is_file():
-        return str(ASSETS / name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() or path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
-        if not (path / "config.json").is_file():
-            what = "holds no config.json" if path.is_dir() else "does not exist"
-            raise ValueError(f"--model.name_or_path: model folder {path} {what}")
-        return str(path)
-    return name_or_path
-
 
 def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    tokenizer = _from_pretrained(AutoTokenizer, resolve_adapters(config))
+    tokenizer = from_pretrained(AutoTokenizer, resolve_adapters(config))
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
         (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
@@ -63,7 +41,7 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
 
 def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    return _from_pretrained(AutoConfig, resolve_adapters(config))
+    return from_pretrained(AutoConfig, resolve_adapters(config))
 
 
 def load_policy(config: "ModelConfig", device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:
@@ -89,7 +67,7 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
 def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
     options |= {"dtype": weights_dtype(config, device), "config": _without_dropout(config)}
-    policy, loading = _from_pretrained(AutoModelForCausalLM, config, **options)
+    policy, loading = from_pretrained(AutoModelForCausalLM, config, **options)
     if missing := sorted(loading["missing_keys"]):  # they would be random
         raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
     return _ready(policy.to(device), config)
@@ -103,9 +81,9 @@ def weights_dtype(config: "ModelConfig", device: torch.device) -> torch.dtype:
 
 def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
-    dist.run_on_main(lambda: _weight_files(config))  # downloads once, before the other ranks look
-    files, model_config = _weight_files(config), _without_dropout(config)
-    with _load_errors(config):
+    dist.run_on_main(lambda: weight_files(config))  # downloads once, before the other ranks look
+    files, model_config = weight_files(config), _without_dropout(config)
+    with load_errors(config):
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(
                 model_config,
@@ -123,19 +101,6 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
         fix = "load it in one process and save it with save_pretrained"
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {lacking}; {fix}")
     return policy
-
-
-def _weight_files(config: "ModelConfig") -> list[Path]:
-    """The safetensors files of a local model, or of one of the hub, downloaded if need be."""
-    with _load_errors(config):
-        source = locate(config.name_or_path)
-        if not Path(source).is_dir():
-            patterns = ["*.safetensors", "*.json"]
-            source = huggingface_hub.snapshot_download(source, revision=config.revision, allow_patterns=patterns)
-        files = sorted(Path(source).glob("*.safetensors"))
-        if not files:
-            raise ValueError("it has no safetensors files")
-        return files
 
 
 def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
@@ -173,39 +138,6 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:
-    source = locate(model.name_or_path)
-    if not Path(source).is_dir():
-        is_offline()
-    with _load_errors(model):
-        return auto_class.from_pretrained(
-            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
-        )
-
-
-@contextlib.contextmanager
-def _load_errors(config: "ModelConfig") -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the library raises anything on a broken model folder
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
-        if "custom code" in reason or "remote code" in reason:
-            raise ValueError(
-                f"--model.trust_remote_code is off, and {config.name_or_path} needs the Python code in it: "
-                "read that code and set --model.trust_remote_code true if you trust it, or use another model"
-            ) from error
-        if isinstance(error, ImportError) or "attention implementation" in reason or "attn_implementation" in reason:
-            raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
-        embedded = sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
-        close = difflib.get_close_matches(config.name_or_path, embedded, 1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        if isinstance(error, OSError) and not Path(locate(config.name_or_path)).is_dir() and is_offline():
-            reason = "is no folder here and not in the hub's cache, and the hub cannot be reached"
-        else:
-            reason = f"is neither an embedded model ({', '.join(embedded)}) nor one that loads: {reason}"
-        raise ValueError(f"--model.name_or_path {config.name_or_path} {reason}{meant}") from error
 
 
 @dist.gathers_weights

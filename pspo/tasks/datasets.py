@@ -21,11 +21,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from pspo.hub import is_offline
 from pspo.tasks import arithmetic, calculator, letters
 from pspo.tasks.answers import parse_number
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.files import READERS, Row, data_files, file_rows, is_saved
-from pspo.tasks.hub import is_offline
 from pspo.tasks.problem import AnswerKind, Problem
 
 T = TypeVar("T")

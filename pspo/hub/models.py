@@ -1,0 +1,80 @@
+"""Find models: embedded, in local folders, or on the hub; what the library raises becomes one sentence."""
+
+import contextlib
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+
+from pspo.hub import is_offline
+
+if TYPE_CHECKING:
+    from pspo.config import ModelConfig
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+def locate(name_or_path: str) -> str:
+    """The folder of an embedded model or of a local one, or else the name as a hub id.
+
+    Raises ValueError for a path that is no model folder.
+    """
+    if (ASSETS / name_or_path / "config.json").is_file():
+        return str(ASSETS / name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() or path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
+        if not (path / "config.json").is_file():
+            what = "holds no config.json" if path.is_dir() else "does not exist"
+            raise ValueError(f"--model.name_or_path: model folder {path} {what}")
+        return str(path)
+    return name_or_path
+
+
+def from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:
+    """Load with one of transformers' Auto classes; raises ValueError naming the switch to mend."""
+    source = locate(model.name_or_path)
+    if not Path(source).is_dir():
+        is_offline()
+    with load_errors(model):
+        return auto_class.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
+        )
+
+
+def weight_files(config: "ModelConfig") -> list[Path]:
+    """The safetensors files of a local model, or of one of the hub, downloaded if need be."""
+    with load_errors(config):
+        source = locate(config.name_or_path)
+        if not Path(source).is_dir():
+            patterns = ["*.safetensors", "*.json"]
+            source = huggingface_hub.snapshot_download(source, revision=config.revision, allow_patterns=patterns)
+        files = sorted(Path(source).glob("*.safetensors"))
+        if not files:
+            raise ValueError("it has no safetensors files")
+        return files
+
+
+@contextlib.contextmanager
+def load_errors(config: "ModelConfig") -> Iterator[None]:
+    """Turn whatever the library raises on a model folder into a ValueError of one sentence."""
+    try:
+        yield
+    except Exception as error:  # the library raises anything on a broken model folder
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        if "custom code" in reason or "remote code" in reason:
+            raise ValueError(
+                f"--model.trust_remote_code is off, and {config.name_or_path} needs the Python code in it: "
+                "read that code and set --model.trust_remote_code true if you trust it, or use another model"
+            ) from error
+        if isinstance(error, ImportError) or "attention implementation" in reason or "attn_implementation" in reason:
+            raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
+        embedded = sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+        close = difflib.get_close_matches(config.name_or_path, embedded, 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        if isinstance(error, OSError) and not Path(locate(config.name_or_path)).is_dir() and is_offline():
+            reason = "is no folder here and not in the hub's cache, and the hub cannot be reached"
+        else:
+            reason = f"is neither an embedded model ({', '.join(embedded)}) nor one that loads: {reason}"
+        raise ValueError(f"--model.name_or_path {config.name_or_path} {reason}{meant}") from error
