@@ -4,6 +4,7 @@ The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``.
 the switches. A value out of range raises ValueError naming its switch, before any model is loaded.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -133,7 +134,7 @@ class DataConfig:
     """Problems and prompts.
 
     Args:
-        name: arithmetic, letters, gsm8k, math, svamp, asdiv, a hub id, file (your own), or gsm8k+math
+        name: arithmetic, letters, sums, gsm8k, math, svamp, asdiv, a hub id, file (your own), or gsm8k+math
         path: local file or folder; unset, the hub
         config: with a hub id, its configuration
         splits: with a hub id, its names of our splits, such as {train: train_sft, test: test_sft}
@@ -282,6 +283,14 @@ class AlgorithmConfig:
     nucleus: Literal["ignore", "replay"] = "ignore"
     correction: Correction = "none"
     correction_cap: float = number(3.0, "above 0")
+
+    def __post_init__(self) -> None:
+        name, inputs = type(self.surrogate).__name__, ("logprobs", "old_logprobs", "advantages", "mask")
+        try:
+            inspect.signature(self.surrogate).bind(*inputs)
+        except TypeError as error:
+            rule = f"{name} must take {', '.join(inputs)}: {error}"
+            raise ValueError(f"--algorithm.surrogate {rule}") from error
 
 
 @section("optimizer")

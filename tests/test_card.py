@@ -25,6 +25,11 @@ def card(*args: str, **measured) -> str:
     )
 
 
+def test_the_title_is_the_base_model():
+    measured = {"step": 2, "validation_reward": 0.5, "validation_greedy_reward": 0.25}
+    assert "\n# tiny-base, trained with PSPO\n" in card(validation=measured)
+
+
 def cells(text: str) -> dict[str, str]:
     """Last cell of each row of the tables, by the others."""
     rows = (line.strip("| ").rpartition(" | ") for line in text.splitlines() if line.startswith("| "))

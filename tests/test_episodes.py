@@ -45,6 +45,15 @@ class Bad(Echo):
         return "", float("nan"), False
 
 
+class NoStep:
+    reset = Echo.reset
+
+
+class Asks(Echo):
+    def __init__(self, words):
+        self.words = words
+
+
 class Fails(Echo):
     turns = 0
 
@@ -271,6 +280,8 @@ def test_prompts_without_their_problems_are_refused(policy, tokenizer, sampling)
         (["--rollout.environment=Calculator"], "--rollout.environment Calculator cannot be imported"),
         (["--rollout.environment=pspo.tasks.calculator.Abacus"], "has no attribute 'Abacus'"),
         (["--rollout.environment=pspo.tasks.calculator.SPLITS"], "must be a class, or a function that makes an"),
+        (["--rollout.environment=test_episodes.NoStep"], "must make objects with the methods reset and step"),
+        (["--rollout.environment=test_episodes.Asks"], "and take no arguments (Asks.__init__() missing 1 required"),
         (["--rollout.max_turns=0"], "--rollout.max_turns must be above 0, got 0"),
         (
             [f"--rollout.environment={CALCULATOR}", "--distributed.strategy=fsdp2", "--distributed.rollout=synced"],

@@ -269,11 +269,12 @@ def test_unknown_rewards_leave_the_others_mean_alone():
     assert advantages.tolist() == pytest.approx([0, -1 / 3, -1 / 3, 2 / 3, 2, 2, -4, 0])
 
 
-def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen():
+def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys):
     assert train("--reward.weights=[0.0]", "--algorithm.advantage_scale=group") == 0
     for line in metrics():
         assert line["zero_advantage_share"] == 1
         assert line["reward_std"] == line["grad_norm"] == 0
+    assert "WARNING: no step had a gradient: all rewards of every group were equal" in capsys.readouterr().err
     assert same(load_file("out/final/model.safetensors"), start())
 
 

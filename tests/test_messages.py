@@ -37,7 +37,9 @@ FILES = {
     "my_syntax.py": "def f(:\n",
     "my_ok.py": "from pspo.tasks import Reward\nclass Bad(Reward):\n    def __init__(self):\n"
                 "        raise ValueError('needs a moon')\n    def __call__(self, completions, problems):\n"
-                "        return [0.0] * len(completions)\n",
+                "        return [0.0] * len(completions)\n"
+                "from pspo.losses import Surrogate\nclass Three(Surrogate):\n"
+                "    def __call__(self, logprobs, old_logprobs, advantages):\n        return -logprobs\n",
 }  # fmt: skip
 
 

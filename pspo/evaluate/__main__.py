@@ -90,7 +90,7 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
     if (known := output / FINGERPRINT).exists():
         old = records.read_json(known)
         if changed := " and ".join(name for name in about if old.get(name) != about[name]):
-            raise ValueError(f"--run.output_dir {output} holds one of other {changed}: choose another folder")
+            raise ValueError(f"--run.output_dir {output} holds an evaluation of other {changed}: choose another folder")
         return
     output.mkdir(parents=True, exist_ok=True)
     records.write_text(output / "config.yaml", resolved)

@@ -236,7 +236,7 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     alike = of_methods.nunique(dropna=False).max() == 1  # by switch
     values_of, usual = of_methods.nth(0), {}
     for name in others:
-        shares = values_of[name].value_counts(normalize=True)
+        shares = values_of[name].value_counts(normalize=True, dropna=False)
         if alike[name] and shares.max() > 0.5:
             usual[name] = shares.idxmax()
     last_words = [name.rpartition(".")[2] for name in configs]

@@ -78,8 +78,10 @@ def _take_problems(data: dict[str, Any]) -> dict[str, Iterable[Any]]:
 
 
 def _record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(problem, Problem):
+    if isinstance(problem, Mapping):
         return dict(problem)
+    if not isinstance(problem, Problem):
+        raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
     answer = str(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer
     record = {"prompt": problem.prompt, "answer": answer, "category": problem.category, "level": problem.level}
     return problem.fields | record  # which may hold an "answer" of another form, as GSM8K's do

@@ -72,9 +72,9 @@ def model_card(
         for name in [name for name in ("accuracy", "mean_reward") if name in test][:1]:
             what = f"greedy {label(name)} [95%] on {test['n']:,} held-out problems"
             measured.append(f"| {model} | {what} | {from_record(test, name)} |")
-    for name, what in VALIDATION.items():
-        if name in validation:
-            value = as_text(name, validation[name])
+    for measure, what in VALIDATION.items():
+        if measure in validation:
+            value = as_text(measure, validation[measure])
             measured.append(f"| step {validation['step']:,} | {what} on validation problems | {value} |")
     data = replace(config.data, path=config.data.path and "path/to/data")  # no path of this machine
     command = evaluate_command(replace(config, data=data), "path/to/this/model")

@@ -3,7 +3,9 @@
 import contextlib
 import math
 import time
+import warnings
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -55,6 +57,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     if device.type == "cpu":  # otherwise several threads add up gradients in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
     policy = load_policy(config.model, device, sharded)
     check_decoder(policy, config.rollout.decoder)
     reference = None
@@ -114,7 +117,8 @@ def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) 
 def default_output(config: TrainConfig) -> str:
     method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
     data = config.data.name.replace("/", "-")  # of a hub id
-    return f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
+    folder = f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
+    return next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
 
 
 def make_output(output: Path, resolved: str, lock: contextlib.ExitStack) -> None:

@@ -121,12 +121,12 @@ def fork_parent(config: RunConfig, resolved: str) -> Path:
     parent = first_intact(every)
     if parent is None:
         raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
-    if step_of(parent) >= config.max_steps:
-        raise ValueError(f"--run.max_steps {config.max_steps} counts from step 0: it must be above {parent.name}")
     for name, (old, new) in changes_since(parent, resolved).items():
         if name in FIXED:
             advice = f"to begin with the weights alone, set --model.name_or_path {parent} and no --run.fork_from"
             raise ValueError(f"--{name} was {old!r}, is {new!r}: a fork cannot change it; {advice}")
+    if step_of(parent) >= config.max_steps:
+        raise ValueError(f"--run.max_steps {config.max_steps} counts from step 0: it must be above {parent.name}")
     return parent
 
 
@@ -184,9 +184,13 @@ def restore(
     If nothing was saved yet, that is ``fresh``. What changed since the checkpoint holds from its step on. Raises
     ValueError if the run has other problems than ``fresh``, unless it is the parent of this one.
     """
-    checkpoint = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume) or fork(config.run, resolved, run))
+    found = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
+    checkpoint = found or dist.run_on_main(lambda: fork(config.run, resolved, run))
     policy, progress, changes = learner.policy, fresh, {}
-    print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
+    if checkpoint != found:
+        print(f"forked from {config.run.fork_from} at {checkpoint.name}")
+    else:
+        print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     if checkpoint is not None:
         if dist.is_sharded(policy):
             dist.load_shards(checkpoint / "shards", policy, learner.optimizer)

@@ -71,7 +71,8 @@ class Run:
             self.progress.before = self.test(self.learner.policy, "before")
             if self.config.run.validate_every:
                 self.keep_best()
-        steps = {"total": self.config.run.max_steps, "initial": self.learner.steps}
+        drawn = self.progress.unvalidated.get("first_step", self.learner.steps)
+        steps = {"total": self.config.run.max_steps, "initial": drawn}
         bar = Bar(desc="step", unit="step", quiet=self.config.run.quiet or not dist.is_main(), **steps)
         self.bar = self.lock.enter_context(bar)  # closed before an error is printed
         self.started_at = self.learner.steps
@@ -231,20 +232,26 @@ class Run:
                     f"checkpoint: {saved}. Lower --optimizer.lr, or check the reward and the surrogate"
                 )
 
-    def warn_of_failures(self) -> None:
-        """Say on stderr how many completions had no reward, and why."""
-        failures = self.failures() or "every function returned None"
-        if dist.is_main():
-            shares = [line["reward_unknown_share"] for line in read_jsonl(self.output / "metrics.jsonl")]
-            rows = self.config.rollout.prompts * self.config.rollout.group_size
-            if number := round(sum(shares) * rows):
-                total = f"{number:,} of {len(shares) * rows:,}"
-                print(f"WARNING: {total} completions had no reward: {failures}", file=sys.stderr)
+    def warn(self) -> None:
+        """Say on stderr that completions had no reward, and why; or that no step has moved the model."""
+        failures = self.failures()
+        lines = read_jsonl(self.output / "metrics.jsonl") if dist.is_main() else []
+        if not lines:
+            return
+        rows = self.config.rollout.prompts * self.config.rollout.group_size
+        unknown, total = round(sum(line["reward_unknown_share"] for line in lines) * rows), len(lines) * rows
+        if unknown or failures:
+            why = failures or "every function returned None"
+            print(f"WARNING: {unknown:,} of {total:,} completions had no reward: {why}", file=sys.stderr)
+        if unknown < total and all(line["zero_advantage_share"] == 1 for line in lines):
+            print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)
+        if sum(line["steps_skipped"] for line in lines) == self.learner.steps:
+            print("WARNING: every step was skipped: loss, gradient or log-probs were not finite", file=sys.stderr)
 
     def finish(self) -> dict[str, Any]:
         """Save the final model, test the returned one, and return the summary; Stopped if a signal ended the run."""
         self.bar.close()
-        self.warn_of_failures()
+        self.warn()
         if self.stopped:
             self.save_checkpoint()
             raise Stopped

@@ -188,6 +188,8 @@ def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | No
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"{path} does not exist; check --data.path")
+    if path.is_file() and path.suffix not in READERS:
+        raise ValueError(f"{path} is none of {', '.join(READERS)}; check --data.path")
     if mixture and not (path / name).is_dir():
         raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
     return path / name if (path / name).is_dir() else path

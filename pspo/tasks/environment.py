@@ -33,6 +33,11 @@ def load_environment(path: str | None) -> MakeEnvironment | None:
     except (ImportError, AttributeError, ValueError) as error:
         rule = "give the import path of a class, such as pspo.tasks.calculator.Calculator"
         raise ValueError(f"--rollout.environment {path} cannot be imported ({error}): {rule}") from error
-    if not callable(environment):
-        raise ValueError(f"--rollout.environment {path} must be a class, or a function that makes an environment")
+    try:
+        made = environment()
+    except TypeError as error:
+        rule = "must be a class, or a function that makes an environment, and take no arguments"
+        raise ValueError(f"--rollout.environment {path} {rule} ({error})") from error
+    if not (hasattr(made, "reset") and hasattr(made, "step")):
+        raise ValueError(f"--rollout.environment {path} must make objects with the methods reset and step")
     return environment
