@@ -195,12 +195,12 @@ def test_the_default_output_folder_tells_runs_apart(here):
 
 
 def test_a_log_stays_short(here, capsys):
-    fast("--run.max_steps=40")
+    fast("--run.max_steps=24")
     err = capsys.readouterr().err
     assert "\r" not in err
-    assert err.startswith("step 2/40  reward ")
-    assert re.search(r"^step 40/40  reward .*\n\Z", err, re.MULTILINE)
-    assert len(err) < 2000  # of 20 rollouts; 10 KB before
+    assert err.startswith("step 2/24  reward ")
+    assert re.search(r"^step 24/24  reward .*\n\Z", err, re.MULTILINE)
+    assert len(err) < 2000  # of 12 rollouts; 6 KB before
 
 
 def test_quiet_and_tqdm_disable(here, capsys, monkeypatch):

@@ -27,7 +27,8 @@ from pspo.config import (
     TrainConfig,
 )
 from pspo.losses import PSPO
-from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, save_adapters, token_logprobs
+from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
+from pspo.model.lora import save_adapters
 from pspo.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.run.checkpoint import checkpoints
@@ -129,6 +130,7 @@ def test_gradient_checkpointing_changes_no_bit():
     assert any(gradient.abs().max() > 0.1 for gradient in results[0])
 
 
+@pytest.mark.nightly
 def test_rollouts_and_updates_leave_the_base_s_bytes_alone():
     policy, tokenizer = make_policy(), load_tokenizer(LORA)
     start = {n: p.detach().clone() for n, p in policy.named_parameters()}
@@ -325,7 +327,7 @@ def test_two_ranks_take_the_steps_of_one(tmp_path, dtype):
             torch.testing.assert_close(of_strategy[name], value, rtol=0, atol=moved * rough)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_ranks_that_are_killed_resume_to_the_last_bit(tmp_path, strategy):
     def start(output: Path, fault=lambda: None) -> list[int]:
         def rank() -> None:

@@ -66,7 +66,12 @@ def train(output: str, *args: str) -> int:
     return run_command(pspo.train.main, *SMALL, f"--run.output_dir={output}", *args)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+BY_NIGHT = ("paged_adamw8bit, bfloat16", "sgd, bfloat16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in SETTINGS]
+)
 def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, name):
     if "8bit" in name:
         pytest.importorskip("bitsandbytes")

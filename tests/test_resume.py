@@ -493,6 +493,7 @@ def test_going_back_before_a_change_undoes_it(cut_off, whole):
     assert same_weights("out", str(whole), "best")
 
 
+@pytest.mark.nightly
 def test_the_penalty_and_validation_can_be_turned_off():
     assert forked(killed_at_step(5, "--algorithm.beta=0.1")) == -signal.SIGKILL
     assert train("out", "--algorithm.beta=0", "--run.validate_every=0") == 0

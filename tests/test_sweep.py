@@ -221,6 +221,7 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys, n
     assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
 
 
+@pytest.mark.nightly
 def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here, capsys):
     sweep_file(methods={"pspo": {}})
     world(seconds=600)

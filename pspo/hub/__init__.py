@@ -1,12 +1,15 @@
 """The Hugging Face hub, or what its cache holds if it cannot be reached."""
 
 import functools
+import logging
 import os
 import ssl
 import urllib.error
 import urllib.request
 
 from huggingface_hub import constants
+
+logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)  # it names kernels that nothing here needs
 
 SECONDS = 3.0  # for an answer; the hub's libraries retry for a minute per file
 

@@ -4,13 +4,6 @@ from pspo.hub.models import ASSETS, locate
 from pspo.model.device import autocast, casts_to_bf16, is_out_of_memory
 from pspo.model.load import load_model_config, load_policy, load_tokenizer, pad_token_id, stop_token_ids
 from pspo.model.logprobs import token_logprobs
-from pspo.model.lora import (
-    StartingAdapters,
-    fill_adapters,
-    has_adapters,
-    resolve_adapters,
-    save_adapters,
-    uses_adapters,
-)
+from pspo.model.lora import StartingAdapters, fill_adapters, has_adapters, uses_adapters
 from pspo.model.one_pass import backward_in_one_pass
 from pspo.model.shared_prompts import attends_fully, shares_prompts

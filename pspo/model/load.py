@@ -66,11 +66,11 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
 
 def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
-    options |= {"dtype": weights_dtype(config, device), "config": _without_dropout(config)}
+    options |= {"dtype": weights_dtype(config, device), "config": without_dropout(config)}
     policy, loading = from_pretrained(AutoModelForCausalLM, config, **options)
     if missing := sorted(loading["missing_keys"]):  # they would be random
         raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
-    return _ready(policy.to(device), config)
+    return ready(policy.to(device), config)
 
 
 def weights_dtype(config: "ModelConfig", device: torch.device) -> torch.dtype:
@@ -82,7 +82,7 @@ def weights_dtype(config: "ModelConfig", device: torch.device) -> torch.dtype:
 def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
     dist.run_on_main(lambda: weight_files(config))  # downloads once, before the other ranks look
-    files, model_config = weight_files(config), _without_dropout(config)
+    files, model_config = weight_files(config), without_dropout(config)
     with load_errors(config):
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(
@@ -93,7 +93,7 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
             )
         if (files[0].parent / "generation_config.json").exists():
             policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
-    policy = _ready(policy, config)
+    policy = ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     missing = dist.fill(policy, files, device)
     if missing := [name for name in missing if "lora_" not in name]:
@@ -103,7 +103,7 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
     return policy
 
 
-def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
+def without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
     model_config = load_model_config(config)
     for part in (model_config, model_config.get_text_config()):
         for name, value in vars(part).items():
@@ -112,7 +112,7 @@ def _without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
     return model_config
 
 
-def _ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
+def ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
     if uses_adapters(config):
         add_adapters(policy, config)
     policy.eval()

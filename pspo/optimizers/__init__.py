@@ -1,6 +1,7 @@
 """Optimizers, of weights in float32 or bfloat16, with moments in float32 or 8 bits."""
 
 import importlib.util
+import math
 
 import torch
 from transformers import PreTrainedModel
@@ -31,3 +32,22 @@ def check_optimizer(name: str) -> None:
     """Raise ValueError unless the library of --optimizer.name is there."""
     if "8bit" in name and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"--optimizer.name {name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Learning rates: a linear warm-up from 0, then constant, or to 0 at ``max_steps`` in a line or half a cosine.
+
+    transformers' schedules are the same; importing them takes seconds if bitsandbytes is installed.
+    """
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return step / config.warmup_steps
+        progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+        if config.schedule == "linear":
+            return max(0.0, 1 - progress)
+        return max(0.0, 0.5 * (1 + math.cos(math.pi * progress))) if config.schedule == "cosine" else 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.model import has_adapters, save_adapters
+from pspo.model import has_adapters
+from pspo.model.lora import save_adapters
 from pspo.run.records import write_json
 
 if TYPE_CHECKING:

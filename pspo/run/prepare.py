@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import get_scheduler
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
 from pspo.environments import player
 from pspo.model import StartingAdapters, has_adapters, load_model_config, load_policy, load_tokenizer
-from pspo.optimizers import check_optimizer, make_optimizer
+from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
+from pspo.run.memory import say_needs
 from pspo.run.records import check_output, environment, write_json, write_text
 from pspo.run.resume import check_changes, claim, fork_parent, problems_hash, restore, run_to_resume, update_config
 from pspo.run.state import Run
@@ -52,8 +52,10 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     for split in prompts:
         check_rewards(config.reward.functions, prompts[split].problems)
 
-    dist.seed_generators(config.run.seed)
     device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
+    if dist.is_main() and not sharded and not config.run.quiet:
+        say_needs(config, max(map(len, prompts["train"].ids)), device)
+    dist.seed_generators(config.run.seed)
     if device.type == "cpu":  # otherwise several threads add up gradients in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -67,8 +69,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
             StartingAdapters(policy) if lora else load_policy(config.model, device, sharded).requires_grad_(False)
         )
     optimizer = make_optimizer(policy, config.optimizer)
-    schedule = "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule
-    scheduler = get_scheduler(schedule, optimizer, config.optimizer.warmup_steps, config.run.max_steps)
+    scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     learner = Learner(policy, optimizer, scheduler, reference)
     stateful = {"optimizer": dist.UnshardedState(optimizer) if sharded else optimizer, "scheduler": scheduler}
     progress = Progress({split: problems_hash(prompts[split]) for split in prompts})

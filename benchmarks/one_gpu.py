@@ -1,0 +1,70 @@
+"""Plan the recipes of configs/one-gpu by `pspo.run.memory`: ``python -m benchmarks.one_gpu``, about a minute on a CPU.
+
+Shapes are Qwen2.5's; prompts of 300 tokens, GSM8K's longest with a system prompt. Two layers of each model run here, in
+bf16 autocast as on a GPU; a GPU's attention may keep a little more or less.
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config
+
+from benchmarks.plan.shapes import QWEN
+from pspo.config import TrainConfig
+from pspo.run.cli import parse
+from pspo.run.memory import GB, needs
+
+ROOT = Path(__file__).parents[1]
+PROMPT_TOKENS = 300
+PLANS = [  # recipe, size, GPU in GB, switches beyond the file's
+    ("qwen2.5-0.5b", "0.5B", 24, {}),
+    ("qwen2.5-0.5b", "0.5B", 40, {"optimizer.microbatch_tokens": 12288}),
+    ("qwen2.5-0.5b", "0.5B", 80, {"optimizer.microbatch_tokens": 24576}),
+    ("qwen2.5-1.5b-lora", "1.5B", 24, {}),
+    ("qwen2.5-1.5b-lora", "1.5B", 40, {"optimizer.microbatch_tokens": 8192}),
+    ("qwen2.5-1.5b-lora", "1.5B", 80, {"optimizer.microbatch_tokens": 20480}),
+    ("qwen2.5-7b-lora", "7B", 24, {}),
+    ("qwen2.5-7b-lora", "7B", 40, {"optimizer.microbatch_tokens": 16384, "rollout.max_rows": 128}),
+    ("qwen2.5-7b-lora", "7B", 80, {"optimizer.microbatch_tokens": 8192, "rollout.max_rows": 128,
+                                   "model.gradient_checkpointing": "false"}),
+]  # fmt: skip
+
+
+def plan(recipe: str, size: str, switches: dict[str, object]) -> dict[str, float]:
+    """GB of each phase."""
+    words = [f"--{name}={value}" for name, value in switches.items()]
+    config, _ = parse(TrainConfig, "pspo.train", ["--config", str(ROOT / f"configs/one-gpu/{recipe}.yaml"), *words])
+    s = QWEN[size]
+    shape = Qwen2Config(
+        hidden_size=s.hidden, intermediate_size=s.intermediate, num_hidden_layers=s.layers, vocab_size=s.vocab,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, tie_word_embeddings=s.tied,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        shape.save_pretrained(folder)
+        model = replace(config.model, name_or_path=folder, autocast="bf16")
+        found = needs(replace(config, model=model), PROMPT_TOKENS, torch.device("cpu"))
+    return {phase: sum(parts.values()) / GB for phase, parts in found.items()}
+
+
+def rows() -> list[str]:
+    """Lines of the page's table."""
+    lines = []
+    for recipe, size, gpu, switches in PLANS:
+        found = plan(recipe, size, switches)
+        said = " ".join(f"--{name} {value}" for name, value in switches.items())
+        training = max(found["training"], found["step"])
+        cells = [
+            f"`{recipe}.yaml`",
+            f"{gpu} GB",
+            f"`{said}`" if said else "none",
+            f"{found['rollout']:.1f}",
+            f"{training:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))

@@ -1,0 +1,175 @@
+"""Memory that a run needs, before its weights are loaded: parameters are counted, two layers measured, the rest added.
+
+The two layers have the model's width and dtypes and run on the run's device, so that their activations are those of its
+attention, its precision and its adapters.
+"""
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from pspo.config import LoraConfig, ModelConfig, TrainConfig
+from pspo.model import autocast, casts_to_bf16, uses_adapters
+from pspo.model.load import ready, weights_dtype, without_dropout
+from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
+
+GB = 2**30
+USABLE = 0.9  # of the device's memory: the rest is fragments, buffers and the libraries' own
+SAMPLER_BYTES = 36  # per logit of a decoding step, where the vocabulary is sorted
+STATES = {"adamw": 8, "adamw8bit": 2, "paged_adamw8bit": 2, "sgd": 0}  # bytes of a parameter's moments
+
+Needs = dict[str, dict[str, float]]  # bytes by phase and part
+
+
+def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Needs:
+    """Bytes that a run needs in its rollouts, in the passes of its training, and in its optimizer's step.
+
+    Args:
+        prompt_tokens: of the longest prompt.
+    """
+    rollout, vocab = config.rollout, without_dropout(config.model).get_text_config().vocab_size
+    policy = empty_policy(config.model, device)
+    weights = sum(p.numel() * p.element_size() for p in policy.parameters())
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    copies = gradients if uses_adapters(config.model) else weights  # of the reference
+    resting = {
+        "weights": weights + (copies if config.algorithm.beta > 0 else 0),
+        "optimizer": STATES[config.optimizer.name] * sum(p.numel() for p in trained),
+    }
+    cast = casts_to_bf16(config.model.autocast, device)
+    linear = [m.weight for m in policy.modules() if isinstance(m, nn.Linear)]
+    cast_copies = sum(2 * w.numel() for w in linear if w.dtype == torch.float32) if cast else 0
+    head = policy.get_output_embeddings().weight
+    chunk = max(CHUNK_TOKENS * vocab, CHUNK_BYTES // 4)  # logits at a time
+    layers, layer, rest, keys = measure_layers(config, device)
+    tokens, rows = fullest_microbatch(config, prompt_tokens)
+    checkpointing, residual = config.model.gradient_checkpointing, 4 * policy.config.get_text_config().hidden_size
+    activations = rest + (layers * residual + layer if checkpointing else layers * layer)
+    return {
+        "rollout": resting | {
+            "bf16 copies": cast_copies,
+            "cache": min(rollout.prompts * rollout.group_size, rollout.max_rows) * layers * keys
+                     * (prompt_tokens + rollout.max_completion_tokens),
+            "sampler": SAMPLER_BYTES * min(rollout.prompts * rollout.group_size, rollout.max_rows) * vocab,
+        },
+        "training": resting | {
+            # They come while activations go; at the beginning there are those of one layer's activations.
+            "gradients": max(gradients, tokens * layer),
+            "bf16 copies": cast_copies,
+            "activations": tokens * activations + rows * prompt_tokens * layers * keys,
+            "head": 8 * chunk + (head.numel() * (6 if cast else 4) if head.requires_grad else 0),
+        },
+        "step": resting | {
+            "gradients": gradients,
+            "float32 of one tensor": 8 * max(p.numel() for p in trained) if trained[0].dtype == torch.bfloat16 else 0,
+        },
+    }  # fmt: skip
+
+
+def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> PreTrainedModel:
+    """The policy without memory, on the meta device; or random on the device, with so many layers and 8 tokens."""
+    model_config = without_dropout(config)
+    if layers:
+        text = model_config.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, 8, None
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    with torch.device(device if layers else "meta"), torch.random.fork_rng(devices=[]):
+        options = {"dtype": weights_dtype(config, device), "attn_implementation": config.attn_implementation}
+        return ready(AutoModelForCausalLM.from_config(model_config, **options), config)
+
+
+def measure_layers(config: TrainConfig, device: torch.device) -> tuple[int, float, float, float]:
+    """Number of layers; bytes per token of a layer's activations, of those besides, of a layer's keys and values."""
+    text = without_dropout(config.model).get_text_config()
+    plain = replace(config.model, gradient_checkpointing=False)
+    per_token = []
+    for layers in (1, 2):
+        policy = empty_policy(plain, device, layers)
+        few, many = (saved_bytes(policy, tokens, config, device) for tokens in (64, 128))
+        per_token.append((many - few) / (4 * 64))
+    layer = per_token[1] - per_token[0]
+    cache, ids = DynamicCache(config=policy.config), torch.zeros(1, 64, dtype=torch.long, device=device)
+    with torch.no_grad(), autocast(config.model.autocast, device):
+        policy.base_model(ids, past_key_values=cache, use_cache=True)
+    keys = sum(states.numel() * states.element_size() for states in (cache.layers[0].keys, cache.layers[0].values)) / 64
+    return text.num_hidden_layers, layer, per_token[0] - layer, keys
+
+
+def saved_bytes(policy: PreTrainedModel, width: int, config: TrainConfig, device: torch.device) -> int:
+    """Bytes that the forward pass of 4 rows keeps for the backward pass, parameters aside."""
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor keeps the address its own
+        return tensor
+
+    ids = torch.zeros(4, width, dtype=torch.long, device=device)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, autocast(config.model.autocast, device):
+        policy.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    for parameter in policy.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(size for size, _ in kept.values())
+
+
+def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, int]:
+    """Tokens of the fullest training microbatch, a group's prompt once, and its rows."""
+    rollout, limit = config.rollout, config.optimizer.microbatch_tokens
+    group = prompt_tokens + rollout.group_size * rollout.max_completion_tokens
+    groups = min(max(1, limit // group), -(-rollout.prompts // config.algorithm.minibatches))
+    if group <= limit:
+        return groups * group, groups * rollout.group_size
+    row = prompt_tokens + rollout.max_completion_tokens
+    rows = max(1, min(rollout.group_size, limit // row))
+    return rows * row, rows
+
+
+def available_memory(device: torch.device) -> float:
+    """Bytes of a GPU's memory that are free; of a CPU's all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> None:
+    """Print the memory that the run needs; if it will not fit, how much every part takes, and what would help."""
+    try:
+        found, there = needs(config, prompt_tokens, device), available_memory(device)
+    except Exception:  # of an architecture whose layers cannot be cut off: the run itself may be fine
+        return
+    sizes = {phase: sum(parts.values()) / GB for phase, parts in found.items()}
+    most, has = max(sizes, key=sizes.get), f"{there / GB:.1f} GB of {device.type} memory"
+    if sizes[most] <= USABLE * there / GB:
+        training = max(sizes["training"], sizes["step"])
+        print(f"memory  {sizes['rollout']:.1f} GB in rollouts, {training:.1f} GB in training, of {has}")
+        return
+    parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in found[most].items() if size)
+    print(f"memory  {sizes[most]:.1f} GB in its {most} ({parts}), of {has}: it will probably not fit. "
+          f"With {', '.join(advice(config, prompt_tokens, device))}")  # fmt: skip
+
+
+def advice(config: TrainConfig, prompt_tokens: int, device: torch.device) -> list[str]:
+    """Switches that lower the need, with the highest need of any phase then, the lowest first."""
+    model, optimizer, rollout = config.model, config.optimizer, config.rollout
+    tokens, rows = max(optimizer.microbatch_tokens // 4, 1), max(rollout.max_rows // 4, 1)
+    changes = {
+        "--model.gradient_checkpointing true": {"model": replace(model, gradient_checkpointing=True)},
+        f"--optimizer.microbatch_tokens {tokens}": {"optimizer": replace(optimizer, microbatch_tokens=tokens)},
+        f"--rollout.max_rows {rows}": {"rollout": replace(rollout, max_rows=rows)},
+        "--model.dtype bfloat16": {"model": replace(model, dtype="bfloat16")},
+        "--optimizer.name adamw8bit": {"optimizer": replace(optimizer, name="adamw8bit")},
+    }
+    if find_spec("peft"):
+        changes["--model.lora.rank 16"] = {"model": replace(model, lora=LoraConfig(rank=16))}
+    found = {}
+    for switch, change in changes.items():
+        needed = needs(replace(config, **change), prompt_tokens, device)
+        found[switch] = max(sum(parts.values()) for parts in needed.values())
+    return [f"{switch} {size / GB:.1f} GB" for switch, size in sorted(found.items(), key=lambda pair: pair[1])]

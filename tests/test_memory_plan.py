@@ -1,0 +1,136 @@
+"""What a run needs of memory, before its weights are loaded: against the tensors of whole models and of whole steps."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from benchmarks import one_gpu
+from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from pspo.model import load_policy
+from pspo.optimizers import make_optimizer
+from pspo.rollout import generate, make_sampling, sampling_context
+from pspo.run.memory import GB, USABLE, fullest_microbatch, needs, saved_bytes
+from pspo.update import Learner, update
+
+CPU = torch.device("cpu")
+DEEP = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 160, "vocab_size": 500}
+WIDE = {"num_hidden_layers": 6, "hidden_size": 768, "intermediate_size": 2304, "vocab_size": 8192,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 512}  # fmt: skip
+SETTINGS = {
+    "float32": {},
+    "autocast": {"autocast": "bf16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "LoRA": {"lora": LoraConfig(rank=8), "dtype": "bfloat16", "autocast": "bf16"},
+}
+
+
+@pytest.fixture
+def folder(tiny_model, model_folder):
+    return lambda **sizes: str(model_folder(tiny_model("Qwen2", **sizes)))
+
+
+@pytest.mark.parametrize("name", ["float32", "autocast", "bfloat16", "LoRA"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_needs_are_those_of_the_whole_model(folder, name, beta):
+    """Five layers, of which two are measured: what the forward pass of a microbatch keeps, and what is trained."""
+    if name == "LoRA":
+        pytest.importorskip("peft")
+    config = TrainConfig(
+        model=ModelConfig(folder(**DEEP), **SETTINGS[name]),
+        rollout=RolloutConfig(prompts=8, group_size=4, max_completion_tokens=28),
+        algorithm=AlgorithmConfig(beta=beta),
+        optimizer=OptimizerConfig(microbatch_tokens=4 * (20 + 4 * 28)),
+    )
+    found, policy = needs(config, 20, CPU)["training"], load_policy(config.model, CPU)
+    parameters = list(policy.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    weights, gradients = (sum(p.nbytes for p in parameters if p.requires_grad or every) for every in (True, False))
+    copies = gradients if name == "LoRA" else weights
+    assert found["weights"] == weights + (copies if beta else 0)
+    assert found["gradients"] >= gradients
+    assert found["optimizer"] == 8 * trained
+    tokens, rows = fullest_microbatch(config, 20)
+    assert (tokens, rows) == (4 * 132, 16)
+    few, many = (saved_bytes(policy, width, config, CPU) for width in (64, 64 + tokens // 4))
+    number = {"float32": 4, "autocast": 3}.get(name, 2)  # under autocast, rotated keys are float32 and values bf16
+    keys = 2 * DEEP["num_hidden_layers"] * rows * 20 * 2 * 16 * number
+    assert found["activations"] == pytest.approx(many - few + keys, rel=0.02)
+
+
+def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsys):
+    from pspo.run import memory
+
+    config = TrainConfig(model=ModelConfig(folder(**DEEP)))
+    memory.say_needs(config, 20, CPU)
+    assert " GB in training, of " in capsys.readouterr().out
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1e6)
+    memory.say_needs(config, 20, CPU)
+    said = capsys.readouterr().out
+    assert "it will probably not fit. With --" in said
+    assert all(
+        switch in said for switch in ("--model.gradient_checkpointing true", "--optimizer.microbatch_tokens 1024")
+    )
+    sizes = [float(part.split()[-2]) for part in said.partition("With ")[2].strip().split(", ")]
+    assert sizes == sorted(sizes)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of the tensors that are made and not freed yet, and their peak."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.sizes, self.now, self.peak = {tensor.untyped_storage()._cdata: 0 for tensor in known}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(made)[0]:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage._cdata)
+        return made
+
+    def free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tensors_alive_at_the_peak_are_those_that_were_planned(folder, tokenizer, name):
+    """A rollout and its step at full lengths; gradients and moments are made in it, weights before it."""
+    if name == "LoRA":
+        pytest.importorskip("peft")
+    config = TrainConfig(
+        model=ModelConfig(folder(**WIDE), **SETTINGS[name]),
+        rollout=RolloutConfig(prompts=8, group_size=4, min_completion_tokens=128, max_completion_tokens=128),
+        algorithm=AlgorithmConfig(epochs=2),
+    )
+    policy = load_policy(config.model, CPU)
+    learner = Learner(policy, make_optimizer(policy, config.optimizer))
+    prompts = [[i, *range(100)] for i in range(8)]
+    found = {phase: sum(parts.values()) for phase, parts in needs(config, 101, CPU).items()}
+    weights, measured = sum(p.nbytes for p in policy.parameters()), {}
+    with LiveTensors(policy.parameters()) as live:
+        with sampling_context(policy, config.model.autocast):
+            rollout = generate(policy, tokenizer, prompts, make_sampling(policy, tokenizer, config.rollout), 4)
+        measured["rollout"], live.peak = weights + live.peak, live.now
+        update(learner, rollout, torch.randn(32), config)
+        measured["training"] = weights + live.peak
+    rollout_needs = found["rollout"] - needs(config, 101, CPU)["rollout"]["optimizer"]  # none yet
+    assert max(measured["training"], rollout_needs) == pytest.approx(max(found["training"], found["step"]), rel=0.1)
+    assert measured["rollout"] < 1.1 * rollout_needs
+
+
+@pytest.mark.nightly
+def test_the_page_of_recipes_is_what_is_planned_and_fits():
+    pytest.importorskip("peft")
+    page = (one_gpu.ROOT / "docs/guide/one-gpu.md").read_text(encoding="utf-8")
+    rows = one_gpu.rows()
+    assert [line for line in page.splitlines() if line.startswith("| `qwen")] == rows
+    for row, (_, _, gpu, _) in zip(rows, one_gpu.PLANS, strict=True):
+        assert max(float(cell) for cell in row.split("|")[-3:-1]) * GB < USABLE * gpu * 1e9
