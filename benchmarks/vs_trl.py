@@ -124,6 +124,7 @@ def set_up_pspo(workload: Workload, folder: str, options: argparse.Namespace):
     from pspo.config import (
         SYSTEM_PROMPT,
         AlgorithmConfig,
+        LoraConfig,
         ModelConfig,
         OptimizerConfig,
         RolloutConfig,
@@ -134,7 +135,8 @@ def set_up_pspo(workload: Workload, folder: str, options: argparse.Namespace):
     from pspo.model import load_policy, load_tokenizer, stop_token_ids
     from pspo.rollout import Sampling, encode_prompts
 
-    model = ModelConfig(folder, autocast="bf16" if options.dtype == "bf16" else "none")
+    cast = "bf16" if options.dtype == "bf16" else "none"
+    model = ModelConfig(folder, autocast=cast, lora=LoraConfig(rank=getattr(options, "lora", 0)))
     tokenizer, policy = load_tokenizer(model), load_policy(model, torch.device("cpu"))
     problems = problems_for(workload, options.rollouts, options.data)
     prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
@@ -175,7 +177,8 @@ def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> li
     from pspo.update import Learner, update
 
     config, tokenizer, policy, sampling, problems, prompts = set_up_pspo(workload, folder, options)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's
     learner = Learner(policy, optimizer)
     torch.manual_seed(0)
     records = []
@@ -251,9 +254,16 @@ def run_trl(workload: Workload, folder: str, options: argparse.Namespace) -> lis
         logging_steps=10**9,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapters = None
+    if options.lora:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(r=options.lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    frozen_bf16 = options.lora and options.dtype == "bf16"  # as pspo's
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_bf16 else torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = GRPOTrainer(
-        model, reward, args=args, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(folder)
+        model, reward, args=args, train_dataset=data, processing_class=tokenizer, peft_config=adapters
     )
     records, clock, start = [], Clock(), [0.0]
     loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -310,6 +320,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank")
     parser.add_argument("--json", type=Path, help="write all records there")
     parser.add_argument("--child", choices=("pspo", "trl"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -325,7 +336,7 @@ def main() -> None:
             for _ in range(options.turns):
                 for side, kept in records.items():
                     command = [sys.executable, "-m", "benchmarks.vs_trl", name, "--child", side, "--model", folder]
-                    for option in ("rollouts", "threads", "dtype", "data"):
+                    for option in ("rollouts", "threads", "dtype", "lora", "data"):
                         if getattr(options, option) is not None:
                             command += [f"--{option}", str(getattr(options, option))]
                     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
@@ -335,7 +346,8 @@ def main() -> None:
                     line = next(line for line in done.stdout.splitlines() if line.startswith("RECORDS "))
                     kept += json.loads(line.removeprefix("RECORDS "))
         everything[name] = records
-        print(f"\n{name}, {options.dtype}, {options.threads} thread(s), median [min, max] of {len(records['pspo'])}")
+        what = f"{name}, {options.dtype}" + (f", LoRA of rank {options.lora}" if options.lora else "")
+        print(f"\n{what}, {options.threads} thread(s), median [min, max] of {len(records['pspo'])}")
         for record in (*records["trl"], *records["pspo"]):
             record["tokens/s"] = record["tokens"] / record["total"]
         for key in ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb"):

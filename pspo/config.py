@@ -33,7 +33,7 @@ def require(ok: bool, switch: str, rule: str, value: object) -> None:
 # Default learning rates: the embedded models', and the paper's for Qwen2.5-0.5B and -1.5B (tables of hyperparameters in
 # its appendix; for Qwen2-Math-1.5B two of six methods differ). docs/guide/start.md compares the other defaults.
 TINY_LR, PAPER_LR = 3e-5, 1e-6
-LORA_FACTOR = 10  # best rates of LoRA to those of all weights, nearly at any size (Schulman et al. 2025)
+LORA_LR = {TINY_LR: 3e-4, PAPER_LR: 1e-5}  # ten times as high: best with LoRA at about any size (Schulman et al. 2025)
 TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle between 0.9M and the paper's 0.5B
 
 
@@ -91,6 +91,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         rule = "must be left out with adapters to start from, which have a rank of their own"
         require(self.rank == 0 or self.name_or_path is None, "model.lora.rank", rule, self.rank)
+        if isinstance(self.target_modules, str) and self.target_modules.isidentifier():
+            object.__setattr__(self, "target_modules", [self.target_modules])  # PEFT takes texts as expressions
 
 
 @section("model")
@@ -126,7 +128,8 @@ def default_lr(model: ModelConfig) -> float:
     folder = Path(__file__).parent / "assets" / model.name_or_path
     folder = folder if folder.is_dir() else Path(model.name_or_path).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return (TINY_LR if 0 < size < TINY_BYTES else PAPER_LR) * (LORA_FACTOR if uses_adapters(model) else 1)
+    rate = TINY_LR if 0 < size < TINY_BYTES else PAPER_LR
+    return LORA_LR[rate] if uses_adapters(model) else rate
 
 
 @section("data")
@@ -427,7 +430,7 @@ class TrainConfig:
         rule = "must be gathered with an environment: ranks end their episodes after different numbers of turns"
         require(alone, "distributed.rollout", rule, self.distributed.rollout)
         if self.distributed.strategy == "fsdp2":
-            kept, whole = self.optimizer.name, self.model.lora.rank == 0 and self.model.lora.name_or_path is None
+            kept, whole = self.optimizer.name, not uses_adapters(resolve_adapters(self.model))
             require("8bit" not in kept, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", kept)
             rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
             require(not (whole and self.model.dtype == "bfloat16"), "model.dtype", rule, self.model.dtype)

@@ -28,6 +28,7 @@ from pspo.config import (
 )
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
+from pspo.model.device import autocast
 from pspo.model.lora import save_adapters
 from pspo.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
@@ -143,6 +144,25 @@ def test_rollouts_and_updates_leave_the_base_s_bytes_alone():
         update(learner, rollout, torch.tensor([1.0, -0.5] * 4), config)
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, start[name]) != ("lora_" in name), name
+
+
+@pytest.mark.parametrize("autocast_mode", ["none", "bf16"])
+def test_swapped_adapters_are_seen_by_the_next_pass(autocast_mode):
+    """Autocast keeps bf16 copies of float32 weights for as long as its block."""
+    policy = make_policy()
+    reference = StartingAdapters(policy)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+        ids = torch.arange(8)[None]
+        with autocast(autocast_mode, policy.device):
+            first = policy(ids).logits
+            with reference as start:
+                other = start(ids).logits
+            again = policy(ids).logits
+    assert torch.equal(first, again)
+    assert (first - other).abs().max() > 0.1
 
 
 def test_rollouts_run_the_adapters():

@@ -31,7 +31,7 @@ from pspo.config import TrainConfig
 from pspo.model import ASSETS
 from pspo.run.checkpoint import checkpoints, describe
 from pspo.run.cli import parse
-from pspo.run.records import differences, read_jsonl
+from pspo.run.records import differences, flat, read_jsonl
 from pspo.run.resume import FIXED, FREE, LONGER, ROUNDING, STEERED, find_checkpoint
 from pspo.run.state import Run
 from pspo.tasks import Reward
@@ -361,7 +361,7 @@ def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd
 
 def test_every_switch_that_may_change_is_one():
     _, text = parse(TrainConfig, "", [])
-    known = {f"{section}.{name}" for section, part in yaml.safe_load(text).items() for name in part}
+    known = flat(yaml.safe_load(text)).keys()
     assert known >= FREE | STEERED | ROUNDING | LONGER | FIXED
 
 

@@ -4,6 +4,7 @@ Training saves adapters alone, as PEFT folders; a merged model is one that every
 --model.dtype, by default float32.
 """
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 from pspo.config import LoraConfig, ModelConfig, require
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.lora import resolve_adapters
-from pspo.run.checkpoint import whole_folder
 from pspo.run.cli import parse, user_errors
 
 
@@ -40,9 +40,11 @@ def export(config: ExportConfig) -> None:
     tokenizer = load_tokenizer(model)
     base = load_policy(replace(model, lora=LoraConfig()), torch.device("cpu"))
     merged = PeftModel.from_pretrained(base, model.lora.name_or_path).merge_and_unload()
-    with whole_folder(output) as temporary:
-        merged.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as temporary:  # on the same disk
+        merged.save_pretrained(f"{temporary}/merged")
+        tokenizer.save_pretrained(f"{temporary}/merged")
+        Path(temporary, "merged").rename(output)
     print(f"merged: {output}")
 
 

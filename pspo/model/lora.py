@@ -30,7 +30,9 @@ def resolve_adapters(config: "ModelConfig") -> "ModelConfig":
     folder = Path(config.name_or_path).expanduser()
     if (folder / "adapter_config.json").is_file():
         about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base = {"name_or_path": about["base_model_name_or_path"], "revision": about.get("revision")}
+        base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
+        if not base["name_or_path"]:
+            raise ValueError(f"{folder} names no base model: name it, and this folder as --model.lora.name_or_path")
         config = replace(config, **base, lora=replace(config.lora, name_or_path=str(folder)))
     if uses_adapters(config) and importlib.util.find_spec("peft") is None:
         raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
@@ -62,9 +64,11 @@ def add_adapters(policy: PreTrainedModel, config: "ModelConfig") -> None:
     made.base_model_name_or_path = config.name_or_path
     if not isinstance(made.target_modules, str):
         made.target_modules = sorted(made.target_modules)  # a set, which is saved in any order
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    if unknown := [name for name in trained if not ("lora_A." in name or "lora_B." in name)]:
+        raise ValueError(f"--model.lora: {unknown[0]} is neither A nor B of a linear layer: leave such adapters out")
+    for parameter in trained.values():
+        parameter.data = parameter.data.float()
 
 
 @torch.no_grad()
@@ -123,3 +127,4 @@ class StartingAdapters:
             kept = adapter.clone()
             adapter.copy_(other)
             other.copy_(kept)
+        torch.clear_autocast_cache()  # which holds bf16 copies of the adapters

@@ -64,11 +64,7 @@ class PassCache(DynamicCache):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        below: "PassCache | None" = None,
-        rows: Tensor | None = None,
-        last: bool = False,
+        self, model: PreTrainedModel, below: "PassCache | None" = None, rows: Tensor | None = None, last: bool = False
     ):
         super().__init__(config=model.config)
         self.layers = self.layers if below is None else below.filled

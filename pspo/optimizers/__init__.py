@@ -45,9 +45,10 @@ def make_scheduler(
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return step / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+        decay = max(1, max_steps - config.warmup_steps)
         if config.schedule == "linear":
-            return max(0.0, 1 - progress)
+            return max(0.0, (max_steps - step) / decay)
+        progress = (step - config.warmup_steps) / decay
         return max(0.0, 0.5 * (1 + math.cos(math.pi * progress))) if config.schedule == "cosine" else 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

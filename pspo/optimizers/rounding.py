@@ -41,7 +41,8 @@ class StochasticRounding(torch.optim.Optimizer):
             if weight.grad is not None:
                 exact.data, exact.grad = weight.float(), weight.grad.float()
                 self.inner.step()  # moves this weight alone: the others have no gradient
-                weight.copy_(round_stochastically(exact, self.generator))
+                mixed = weight.dtype == torch.float32  # which some architectures keep beside bfloat16
+                weight.copy_(exact if mixed else round_stochastically(exact, self.generator))
                 exact.data, exact.grad = exact.new_empty(0), None
 
     def zero_grad(self) -> None:

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData
 from pspo import __version__
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.model import ASSETS, uses_adapters
+from pspo.model.lora import resolve_adapters
 from pspo.run.records import as_setting
 from pspo.run.results import Record, as_text, from_record, label
 from pspo.tasks.datasets import SOURCES
@@ -46,7 +47,7 @@ def model_card(
     name = base if on_hub else Path(base).name  # no folder of somebody's machine
     parts = [part for part in config.data.name.split("+") if part in SOURCES or "/" in part]
     front = ModelCardData(
-        library_name="peft" if uses_adapters(config.model) else "transformers",
+        library_name="peft" if uses_adapters(resolve_adapters(config.model)) else "transformers",
         pipeline_tag="text-generation",
         base_model=base if on_hub else None,
         datasets=[SOURCES[part].hub_id if part in SOURCES else part for part in parts] or None,

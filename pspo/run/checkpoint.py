@@ -85,16 +85,17 @@ def tidy(parent: Path) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only."""
     with writing(f"cannot save {folder}", folder.parent):
-        temporary = hidden(folder, "new")
+        temporary, replaced = hidden(folder, "new"), hidden(folder, "old")
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
         if folder.exists():
-            folder.rename(hidden(folder, "old"))
+            folder.rename(replaced)
         temporary.rename(folder)
         sync(folder.parent)
-        tidy(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.config import LORA_FACTOR, PAPER_LR, TrainConfig, default_lr
-from pspo.model import uses_adapters
+from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
+from pspo.model import has_adapters
 from pspo.run.card import evaluate_command
 from pspo.run.checkpoint import RunFailed, checkpoints
 from pspo.run.cli import memory_errors, parse, user_errors
@@ -92,11 +92,11 @@ def print_header(run: Run) -> None:
     print(f"data    {config.data.name}: {sizes} problems; completions end at {stops}")
     print(f"method  {algorithm.surrogate}, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches per rollout "
           f"of {rollout.prompts} x {rollout.group_size}")  # fmt: skip
-    factor = LORA_FACTOR if uses_adapters(config.model) else 1
-    if config.optimizer.lr == default_lr(config.model) == PAPER_LR * factor:
+    lora = has_adapters(policy)
+    if config.optimizer.lr == default_lr(config.model) == (LORA_LR[PAPER_LR] if lora else PAPER_LR):
         size = policy.num_parameters()
         nearest = "" if 0.4e9 < size < 1.6e9 else ", the nearest in size"
-        paper = f"{'ten times ' if factor > 1 else ''}the paper's for models of 0.5B and 1.5B{nearest}"
+        paper = f"{'ten times ' if lora else ''}the paper's for models of 0.5B and 1.5B{nearest}"
         print(f"rate    --optimizer.lr {config.optimizer.lr:g}, {paper}")
     print(f"output  {run.output}")
 

@@ -4,6 +4,7 @@ The two layers have the model's width and dtypes and run on the run's device, so
 attention, its precision and its adapters.
 """
 
+import contextlib
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pspo.config import LoraConfig, ModelConfig, TrainConfig
 from pspo.model import autocast, casts_to_bf16, uses_adapters
 from pspo.model.load import ready, weights_dtype, without_dropout
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
+from pspo.model.lora import resolve_adapters
 
 GB = 2**30
 USABLE = 0.9  # of the device's memory: the rest is fragments, buffers and the libraries' own
@@ -31,6 +33,7 @@ def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Need
     Args:
         prompt_tokens: of the longest prompt.
     """
+    config, run = replace(config, model=resolve_adapters(config.model)), config.run
     rollout, vocab = config.rollout, without_dropout(config.model).get_text_config().vocab_size
     policy = empty_policy(config.model, device)
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())
@@ -46,6 +49,8 @@ def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Need
     cast_copies = sum(2 * w.numel() for w in linear if w.dtype == torch.float32) if cast else 0
     head = policy.get_output_embeddings().weight
     chunk = max(CHUNK_TOKENS * vocab, CHUNK_BYTES // 4)  # logits at a time
+    evaluated = max(run.test_limit, run.validation_limit if run.validate_every else 0)
+    decoded = min(max(rollout.prompts * rollout.group_size, evaluated), rollout.max_rows)  # rows at a time
     layers, layer, rest, keys = measure_layers(config, device)
     tokens, rows = fullest_microbatch(config, prompt_tokens)
     checkpointing, residual = config.model.gradient_checkpointing, 4 * policy.config.get_text_config().hidden_size
@@ -53,9 +58,9 @@ def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Need
     return {
         "rollout": resting | {
             "bf16 copies": cast_copies,
-            "cache": min(rollout.prompts * rollout.group_size, rollout.max_rows) * layers * keys
+            "cache": decoded * layers * keys
                      * (prompt_tokens + rollout.max_completion_tokens),
-            "sampler": SAMPLER_BYTES * min(rollout.prompts * rollout.group_size, rollout.max_rows) * vocab,
+            "sampler": SAMPLER_BYTES * decoded * vocab,
         },
         "training": resting | {
             # They come while activations go; at the beginning there are those of one layer's activations.
@@ -66,7 +71,7 @@ def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Need
         },
         "step": resting | {
             "gradients": gradients,
-            "float32 of one tensor": 8 * max(p.numel() for p in trained) if trained[0].dtype == torch.bfloat16 else 0,
+            "float32 of one tensor": 20 * max(p.numel() for p in trained) if trained[0].dtype == torch.bfloat16 else 0,
         },
     }  # fmt: skip
 
@@ -81,6 +86,7 @@ def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> 
             text.layer_types = text.layer_types[:layers]
     with torch.device(device if layers else "meta"), torch.random.fork_rng(devices=[]):
         options = {"dtype": weights_dtype(config, device), "attn_implementation": config.attn_implementation}
+        options["trust_remote_code"] = config.trust_remote_code
         return ready(AutoModelForCausalLM.from_config(model_config, **options), config)
 
 
@@ -134,6 +140,7 @@ def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, in
 def available_memory(device: torch.device) -> float:
     """Bytes of a GPU's memory that are free; of a CPU's all."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -169,7 +176,10 @@ def advice(config: TrainConfig, prompt_tokens: int, device: torch.device) -> lis
     if find_spec("peft"):
         changes["--model.lora.rank 16"] = {"model": replace(model, lora=LoraConfig(rank=16))}
     found = {}
-    for switch, change in changes.items():
-        needed = needs(replace(config, **change), prompt_tokens, device)
-        found[switch] = max(sum(parts.values()) for parts in needed.values())
+    for switch, change in {"": {}, **changes}.items():
+        with contextlib.suppress(ValueError):  # a switch that this model does not take
+            needed = needs(replace(config, **change), prompt_tokens, device)
+            found[switch] = max(sum(parts.values()) for parts in needed.values())
+    now = found.pop("")
+    found = {switch: size for switch, size in found.items() if size < now}
     return [f"{switch} {size / GB:.1f} GB" for switch, size in sorted(found.items(), key=lambda pair: pair[1])]

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from fnmatch import fnmatch
 from numbers import Rational
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import IO, Any
 import yaml
 
 from pspo import distributed as dist
-from pspo.config import RunConfig, TrainConfig
+from pspo.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Prompts
 from pspo.run.checkpoint import Progress, checkpoints, damage, hidden, load_checkpoint, remove, step_of, tidy
@@ -34,7 +34,8 @@ STEERED = {  # how far a step goes, and what is written when; not what is optimi
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
             "distributed.gather"}  # fmt: skip
-FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "optimizer.name"}  # in forks, too
+FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
+         *(f"model.lora.{part.name}" for part in fields(LoraConfig))}  # in forks, too  # fmt: skip
 OURS = {".lock", "config.yaml", "data", "environment.json"}  # in a run's folder before anything is computed
 
 
@@ -73,7 +74,8 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
 def changes_since(folder: Path, resolved: str) -> dict[str, tuple[Any, Any]]:
     """By switch, (old, new) of the configuration of a run or checkpoint, and of this one."""
     config = read_config(folder / "config.yaml")
-    config["run"] = {"fork_from": None} | config["run"]  # version 0.1.0 had no forks
+    config["run"] = {"fork_from": None} | config["run"]  # version 0.1.0 had no forks, only float32 and no LoRA
+    config["model"] = {"dtype": ModelConfig.dtype, "lora": asdict(LoraConfig())} | config["model"]
     changes = differences(config, yaml.safe_load(resolved))
     return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
 
