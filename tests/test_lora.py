@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import assert_same, before, forked, ranks, run_command, send
+from processes import assert_killed_runs_resume, assert_same, before, ranks, run_command, send
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -235,16 +235,7 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, start):
         Path("start").mkdir()
         save_adapters(make_policy(), Path("start"))
         args += ["--model.lora.name_or_path=start", "--model.lora.rank=0", "--model.gradient_checkpointing=true"]
-    assert train("whole", *args) == 0
-    for step in (1, 2, 3):
-
-        def killed(step: int = step) -> int:
-            before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
-            return train("out", *args)
-
-        assert forked(killed) == -signal.SIGKILL
-    assert train("out", *args) == 0
-    assert_same(Path("whole"), Path("out"))
+    assert_killed_runs_resume(lambda output: train(output, *args))
 
 
 def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):

@@ -1,11 +1,10 @@
 """bfloat16 weights and 8-bit moments: rounding that is right on average, and runs that resume to the last bit."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from processes import assert_same, before, forked, ranks, run_command, send
+from processes import assert_killed_runs_resume, ranks, run_command
 from safetensors.torch import load_file
 
 import pspo.train
@@ -77,16 +76,7 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, name):
         pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(tmp_path)
     args = SETTINGS[name]
-    assert train("whole", *args) == 0
-    for step in (1, 2, 3):
-
-        def killed(step: int = step) -> int:
-            before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
-            return train("out", *args)
-
-        assert forked(killed) == -signal.SIGKILL
-    assert train("out", *args) == 0
-    assert_same(Path("whole"), Path("out"))
+    assert_killed_runs_resume(lambda output: train(output, *args))
     weights = load_file("out/final/model.safetensors")
     wanted = torch.bfloat16 if "bfloat16" in name else torch.float32
     assert {tensor.dtype for tensor in weights.values()} == {wanted}

@@ -34,8 +34,9 @@ def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Need
         prompt_tokens: of the longest prompt.
     """
     config, run = replace(config, model=resolve_adapters(config.model)), config.run
-    rollout, vocab = config.rollout, without_dropout(config.model).get_text_config().vocab_size
-    policy = empty_policy(config.model, device)
+    rollout, policy = config.rollout, empty_policy(config.model, device)
+    text = policy.config.get_text_config()
+    layers, vocab, residual = text.num_hidden_layers, text.vocab_size, 4 * text.hidden_size
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())
     trained = [p for p in policy.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trained)
@@ -51,15 +52,13 @@ def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Need
     chunk = max(CHUNK_TOKENS * vocab, CHUNK_BYTES // 4)  # logits at a time
     evaluated = max(run.test_limit, run.validation_limit if run.validate_every else 0)
     decoded = min(max(rollout.prompts * rollout.group_size, evaluated), rollout.max_rows)  # rows at a time
-    layers, layer, rest, keys = measure_layers(config, device)
+    layer, rest, keys = measure_layers(config, device)
     tokens, rows = fullest_microbatch(config, prompt_tokens)
-    checkpointing, residual = config.model.gradient_checkpointing, 4 * policy.config.get_text_config().hidden_size
-    activations = rest + (layers * residual + layer if checkpointing else layers * layer)
+    activations = rest + (layers * residual + layer if config.model.gradient_checkpointing else layers * layer)
     return {
         "rollout": resting | {
             "bf16 copies": cast_copies,
-            "cache": decoded * layers * keys
-                     * (prompt_tokens + rollout.max_completion_tokens),
+            "cache": decoded * layers * keys * (prompt_tokens + rollout.max_completion_tokens),
             "sampler": SAMPLER_BYTES * decoded * vocab,
         },
         "training": resting | {
@@ -90,9 +89,8 @@ def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> 
         return ready(AutoModelForCausalLM.from_config(model_config, **options), config)
 
 
-def measure_layers(config: TrainConfig, device: torch.device) -> tuple[int, float, float, float]:
-    """Number of layers; bytes per token of a layer's activations, of those besides, of a layer's keys and values."""
-    text = without_dropout(config.model).get_text_config()
+def measure_layers(config: TrainConfig, device: torch.device) -> tuple[float, float, float]:
+    """Bytes per token of a layer's activations, of those besides, of a layer's keys and values."""
     plain = replace(config.model, gradient_checkpointing=False)
     per_token = []
     for layers in (1, 2):
@@ -104,7 +102,7 @@ def measure_layers(config: TrainConfig, device: torch.device) -> tuple[int, floa
     with torch.no_grad(), autocast(config.model.autocast, device):
         policy.base_model(ids, past_key_values=cache, use_cache=True)
     keys = sum(states.numel() * states.element_size() for states in (cache.layers[0].keys, cache.layers[0].values)) / 64
-    return text.num_hidden_layers, layer, per_token[0] - layer, keys
+    return layer, per_token[0] - layer, keys
 
 
 def saved_bytes(policy: PreTrainedModel, width: int, config: TrainConfig, device: torch.device) -> int:

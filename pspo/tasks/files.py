@@ -71,9 +71,7 @@ def file_rows(paths: list[Path]) -> list[Row]:
     """Read all records of some files; ValueError names the file, and the line or record, that is wrong."""
     rows = []
     for path in paths:
-        reader = _read_saved if path.is_dir() else READERS.get(path.suffix)
-        if reader is None:
-            raise ValueError(f"{path}: unknown format {path.suffix!r}; use one of {', '.join(READERS)}")
+        reader = _read_saved if path.is_dir() else READERS[path.suffix]
         try:
             for number, record in enumerate(reader(path), 1):
                 if not isinstance(record, dict):
