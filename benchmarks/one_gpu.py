@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from benchmarks.plan.shapes import QWEN
 from pspo.config import TrainConfig
 from pspo.run.cli import parse
-from pspo.run.memory import GB, needs
+from pspo.run.memory import GB, Planner
 
 ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS = 300
@@ -44,7 +44,7 @@ def plan(recipe: str, size: str, switches: dict[str, object]) -> dict[str, float
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
         model = replace(config.model, name_or_path=folder, autocast="bf16")
-        found = needs(replace(config, model=model), PROMPT_TOKENS, torch.device("cpu"))
+        found = Planner(model, PROMPT_TOKENS, torch.device("cpu")).needs(config)
     return {phase: sum(parts.values()) / GB for phase, parts in found.items()}
 
 

@@ -62,7 +62,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
         def check(self: T) -> None:
             for part in fields(self):
                 interval, value = part.metadata.get("range"), getattr(self, part.name)
-                ok = None in (interval, value) or RANGES[interval](value)
+                ok = interval is None or value in (None, "auto") or RANGES[interval](value)
                 require(ok, f"{name}.{part.name}", f"must be {interval}", value)
             check_more(self)
 
@@ -91,6 +91,9 @@ class LoraConfig:
     def __post_init__(self) -> None:
         rule = "must be left out with adapters to start from, which have a rank of their own"
         require(self.rank == 0 or self.name_or_path is None, "model.lora.rank", rule, self.rank)
+        for name in ("alpha", "target_modules"):
+            value, default = getattr(self, name), getattr(LoraConfig, name)
+            require(self.rank > 0 or value == default, f"model.lora.{name}", "needs --model.lora.rank", value)
         if isinstance(self.target_modules, str) and self.target_modules.isidentifier():
             object.__setattr__(self, "target_modules", [self.target_modules])  # PEFT takes texts as expressions
 
@@ -232,7 +235,7 @@ class RolloutConfig:
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
         repetition_penalty: 1 for none
-        max_rows: completions decoded at a time; lower it to save memory
+        max_rows: completions decoded at a time; lower it to save memory; auto for as many as fit the memory
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
@@ -246,7 +249,7 @@ class RolloutConfig:
     top_p: float = number(0.85, "in (0, 1]")
     top_k: int = number(0, "at least 0")
     repetition_penalty: float = number(1.0, "above 0")
-    max_rows: int = number(256, "above 0")
+    max_rows: int | Literal["auto"] = number(256, "above 0")
     decoder: Decoder = "pspo"
     environment: str | None = None
     max_turns: int = number(4, "above 0")
@@ -310,7 +313,7 @@ class OptimizerConfig:
         warmup_steps: optimizer steps of linear warm-up, from 0
         schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
         max_grad_norm: clip gradients to this global norm; 0 for no clipping
-        microbatch_tokens: tokens per forward and backward pass; changes memory and speed, not the result
+        microbatch_tokens: tokens per forward and backward pass, or auto; changes memory and speed, not the result
         halve_on_oom: on out-of-memory, retry the step with microbatches half as large
         max_skipped: end the run after so many non-finite steps in a row; each is skipped
     """
@@ -324,7 +327,7 @@ class OptimizerConfig:
     warmup_steps: int = number(0, "at least 0")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, "at least 0")
-    microbatch_tokens: int = number(4096, "above 0")
+    microbatch_tokens: int | Literal["auto"] = number(4096, "above 0")
     halve_on_oom: bool = True
     max_skipped: int = number(10, "above 0")
 
@@ -430,6 +433,9 @@ class TrainConfig:
         rule = "must be gathered with an environment: ranks end their episodes after different numbers of turns"
         require(alone, "distributed.rollout", rule, self.distributed.rollout)
         if self.distributed.strategy == "fsdp2":
+            rows, tokens = self.rollout.max_rows, self.optimizer.microbatch_tokens
+            for name, value in (("rollout.max_rows", rows), ("optimizer.microbatch_tokens", tokens)):
+                require(value != "auto", name, "must be a number under fsdp2, whose shards no plan counts", value)
             kept, whole = self.optimizer.name, not uses_adapters(resolve_adapters(self.model))
             require("8bit" not in kept, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", kept)
             rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"

@@ -275,7 +275,9 @@ def test_a_peft_folder_can_be_trained_further(run, tmp_path):
     args = ["--model.lora.rank=0", f"--model.name_or_path={run / 'final'}", "--run.max_steps=2"]
     assert train(str(tmp_path / "more"), *args) == 0
     assert (tmp_path / "more/final/adapter_model.safetensors").exists()
-    assert "library_name: peft" in (run / "final/README.md").read_text()
+    card = (run / "final/README.md").read_text()
+    assert "library_name: peft" in card
+    assert "| adapters | rank 4, alpha 32.0, target_modules all-linear" in card
 
 
 @pytest.mark.parametrize(

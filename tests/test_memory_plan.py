@@ -12,7 +12,10 @@ from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfi
 from pspo.model import load_policy
 from pspo.optimizers import make_optimizer
 from pspo.rollout import generate, make_sampling, sampling_context
-from pspo.run.memory import GB, USABLE, fullest_microbatch, needs, saved_bytes
+from pspo.run import memory, prepare
+from pspo.run.memory import GB, USABLE, Planner, fullest_microbatch, saved_bytes
+from pspo.run.records import read_config, read_jsonl
+from pspo.train import main
 from pspo.update import Learner, update
 
 CPU = torch.device("cpu")
@@ -45,7 +48,7 @@ def test_needs_are_those_of_the_whole_model(folder, name, beta):
         algorithm=AlgorithmConfig(beta=beta),
         optimizer=OptimizerConfig(microbatch_tokens=4 * (20 + 4 * 28)),
     )
-    found, policy = needs(config, 20, CPU)["training"], load_policy(config.model, CPU)
+    found, policy = Planner(config.model, 20, CPU).needs(config)["training"], load_policy(config.model, CPU)
     parameters = list(policy.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     weights, gradients = (sum(p.nbytes for p in parameters if p.requires_grad or every) for every in (True, False))
@@ -55,15 +58,13 @@ def test_needs_are_those_of_the_whole_model(folder, name, beta):
     assert found["optimizer"] == 8 * trained
     tokens, rows = fullest_microbatch(config, 20)
     assert (tokens, rows) == (4 * 132, 16)
-    few, many = (saved_bytes(policy, width, config, CPU) for width in (64, 64 + tokens // 4))
+    few, many = (saved_bytes(policy, width, config.model, CPU) for width in (64, 64 + tokens // 4))
     number = {"float32": 4, "autocast": 3}.get(name, 2)  # under autocast, rotated keys are float32 and values bf16
     keys = 2 * DEEP["num_hidden_layers"] * rows * 20 * 2 * 16 * number
     assert found["activations"] == pytest.approx(many - few + keys, rel=0.02)
 
 
 def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsys):
-    from pspo.run import memory
-
     config = TrainConfig(model=ModelConfig(folder(**DEEP)))
     memory.say_needs(config, 20, CPU)
     assert " GB in training, of " in capsys.readouterr().out
@@ -76,6 +77,60 @@ def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsy
     )
     sizes = [float(part.split()[-2]) for part in said.partition("With ")[2].strip().split(", ")]
     assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
+    monkeypatch.setattr("pspo.distributed.world_size", lambda: ranks)
+    config = TrainConfig(
+        model=ModelConfig(folder(**DEEP)),
+        rollout=RolloutConfig(max_rows="auto"),
+        optimizer=OptimizerConfig(microbatch_tokens="auto"),
+    )
+    planner = Planner(config.model, 20, CPU)
+
+    def need(switch: str, number: int) -> float:
+        values = dict.fromkeys(memory.AUTO, 1) | {switch: number}
+        return sum(planner.needs(memory.with_values(config, values))[memory.AUTO[switch]].values())
+
+    def filled(memory_there: float) -> dict[str, int]:
+        monkeypatch.setattr(memory, "available_memory", lambda device: memory_there)
+        return memory.fill(config, 20, CPU)
+
+    everything = {"rollout.max_rows": 500 // ranks, "optimizer.microbatch_tokens": 32 // ranks * (20 + 4 * 128)}
+    assert filled(1e12) == everything  # the rows of the test, the tokens of a whole minibatch
+    assert fullest_microbatch(memory.with_values(config, everything), 20)[1] == 128 // ranks
+    assert set(filled(1.0).values()) == {1}
+    for switch, numbers in {"rollout.max_rows": (1, 7, 30), "optimizer.microbatch_tokens": (600, 1200, 3000)}.items():
+        for number in numbers:
+            there = need(switch, number)
+            found = filled(there / USABLE)[switch]
+            assert found >= number
+            assert need(switch, found) == there < need(switch, found + 1)
+    monkeypatch.setattr(memory, "measure_layers", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=r"--rollout.max_rows auto: .* cannot be measured .* give a number"):
+        filled(1e12)
+
+
+def test_a_run_with_auto_keeps_its_numbers_when_it_is_resumed(tmp_path, monkeypatch, capsys):
+    def train(run: str, steps: int, max_rows: int | str, microbatch_tokens: int | str) -> dict:
+        tiny = ["--rollout.prompts=4", "--rollout.max_completion_tokens=8", "--run.test_limit=0"]
+        limits = [f"--rollout.max_rows={max_rows}", f"--optimizer.microbatch_tokens={microbatch_tokens}"]
+        main(
+            [*tiny, *limits, "--run.validate_every=0", f"--run.max_steps={steps}", f"--run.output_dir={tmp_path / run}"]
+        )
+        return read_config(tmp_path / run / "config.yaml")
+
+    monkeypatch.setattr(prepare, "fill", lambda *_: {"rollout.max_rows": 8, "optimizer.microbatch_tokens": 100})
+    config = train("auto", 2, "auto", "auto")
+    assert "auto    --rollout.max_rows 8 --optimizer.microbatch_tokens 100\n" in capsys.readouterr().out
+    monkeypatch.setattr(prepare, "fill", lambda *_: {"rollout.max_rows": 16, "optimizer.microbatch_tokens": 1000})
+    longer = config | {"run": config["run"] | {"max_steps": 4}}
+    assert train("auto", 4, "auto", "auto") == train("auto", 4, "auto", "auto") == longer  # and finished
+    train("numbers", 4, 8, 100)
+    of_runs = [read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("auto", "numbers")]
+    for line, same in zip(*of_runs, strict=True):
+        assert {name for name in line if line[name] != same[name]} <= {name for name in line if "seconds" in name}
 
 
 class LiveTensors(TorchDispatchMode):
@@ -113,7 +168,8 @@ def test_tensors_alive_at_the_peak_are_those_that_were_planned(folder, tokenizer
     policy = load_policy(config.model, CPU)
     learner = Learner(policy, make_optimizer(policy, config.optimizer))
     prompts = [[i, *range(100)] for i in range(8)]
-    found = {phase: sum(parts.values()) for phase, parts in needs(config, 101, CPU).items()}
+    planned = Planner(config.model, 101, CPU).needs(config)
+    found = {phase: sum(parts.values()) for phase, parts in planned.items()}
     weights, measured = sum(p.nbytes for p in policy.parameters()), {}
     with LiveTensors(policy.parameters()) as live:
         with sampling_context(policy, config.model.autocast):
@@ -121,7 +177,7 @@ def test_tensors_alive_at_the_peak_are_those_that_were_planned(folder, tokenizer
         measured["rollout"], live.peak = weights + live.peak, live.now
         update(learner, rollout, torch.randn(32), config)
         measured["training"] = weights + live.peak
-    rollout_needs = found["rollout"] - needs(config, 101, CPU)["rollout"]["optimizer"]  # none yet
+    rollout_needs = found["rollout"] - planned["rollout"]["optimizer"]  # none yet
     assert max(measured["training"], rollout_needs) == pytest.approx(max(found["training"], found["step"]), rel=0.1)
     assert measured["rollout"] < 1.1 * rollout_needs
 

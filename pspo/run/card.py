@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.config import EvalConfig, RewardConfig, TrainConfig
+from pspo.config import EvalConfig, LoraConfig, RewardConfig, TrainConfig
 from pspo.model import ASSETS, uses_adapters
 from pspo.model.lora import resolve_adapters
 from pspo.run.records import as_setting
@@ -59,6 +59,7 @@ def model_card(
 
     made = {
         "base model": name,
+        **({"adapters": listed(config.model.lora)} if config.model.lora != LoraConfig() else {}),
         "data": f"{config.data.name}, {problems:,} problems",
         "reward": describe_rewards(config.reward),
         "algorithm": listed(config.algorithm),

@@ -6,13 +6,17 @@ attention, its precision and its adapters.
 
 import contextlib
 import os
+from bisect import bisect
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from pspo import distributed as dist
 from pspo.config import LoraConfig, ModelConfig, TrainConfig
 from pspo.model import autocast, casts_to_bf16, uses_adapters
 from pspo.model.load import ready, weights_dtype, without_dropout
@@ -25,54 +29,103 @@ SAMPLER_BYTES = 36  # per logit of a decoding step, where the vocabulary is sort
 STATES = {"adamw": 8, "adamw8bit": 2, "paged_adamw8bit": 2, "sgd": 0}  # bytes of a parameter's moments
 
 Needs = dict[str, dict[str, float]]  # bytes by phase and part
+AUTO = {"rollout.max_rows": "rollout", "optimizer.microbatch_tokens": "training"}  # and the phase whose need they set
 
 
-def needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> Needs:
-    """Bytes that a run needs in its rollouts, in the passes of its training, and in its optimizer's step.
+class Planner:
+    """Measures a model once, to tell the memory of runs with it.
 
     Args:
         prompt_tokens: of the longest prompt.
     """
-    config, run = replace(config, model=resolve_adapters(config.model)), config.run
-    rollout, policy = config.rollout, empty_policy(config.model, device)
-    text = policy.config.get_text_config()
-    layers, vocab, residual = text.num_hidden_layers, text.vocab_size, 4 * text.hidden_size
-    weights = sum(p.numel() * p.element_size() for p in policy.parameters())
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    gradients = sum(p.numel() * p.element_size() for p in trained)
-    copies = gradients if uses_adapters(config.model) else weights  # of the reference
-    resting = {
-        "weights": weights + (copies if config.algorithm.beta > 0 else 0),
-        "optimizer": STATES[config.optimizer.name] * sum(p.numel() for p in trained),
-    }
-    cast = casts_to_bf16(config.model.autocast, device)
-    linear = [m.weight for m in policy.modules() if isinstance(m, nn.Linear)]
-    cast_copies = sum(2 * w.numel() for w in linear if w.dtype == torch.float32) if cast else 0
-    head = policy.get_output_embeddings().weight
-    chunk = max(CHUNK_TOKENS * vocab, CHUNK_BYTES // 4)  # logits at a time
+
+    def __init__(self, config: ModelConfig, prompt_tokens: int, device: torch.device):
+        self.config, self.prompt_tokens = resolve_adapters(config), prompt_tokens
+        self.policy, self.cast = empty_policy(self.config, device), casts_to_bf16(config.autocast, device)
+        self.layer, self.rest, self.keys = measure_layers(self.config, device)
+
+    def needs(self, config: TrainConfig) -> Needs:
+        """Bytes that a rank needs in its rollouts, in the passes of its training, and in its optimizer's step."""
+        text, parameters = self.policy.config.get_text_config(), list(self.policy.parameters())
+        layers, vocab, residual = text.num_hidden_layers, text.vocab_size, 4 * text.hidden_size
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        trained = [p for p in parameters if p.requires_grad]
+        gradients = sum(p.numel() * p.element_size() for p in trained)
+        copies = gradients if uses_adapters(self.config) else weights  # of the reference
+        resting = {
+            "weights": weights + (copies if config.algorithm.beta > 0 else 0),
+            "optimizer": STATES[config.optimizer.name] * sum(p.numel() for p in trained),
+        }
+        linear = [m.weight for m in self.policy.modules() if isinstance(m, nn.Linear)]
+        cast_copies = sum(2 * w.numel() for w in linear if w.dtype == torch.float32) if self.cast else 0
+        head = self.policy.get_output_embeddings().weight
+        chunk = max(CHUNK_TOKENS * vocab, CHUNK_BYTES // 4)  # logits at a time
+        decoded = min(rows_to_decode(config), config.rollout.max_rows)
+        tokens, rows = fullest_microbatch(config, self.prompt_tokens)
+        checkpointed = layers * residual + self.layer
+        activations = self.rest + (checkpointed if self.config.gradient_checkpointing else layers * self.layer)
+        float32 = 20 * max(p.numel() for p in trained) if trained[0].dtype == torch.bfloat16 else 0
+        length = self.prompt_tokens + config.rollout.max_completion_tokens
+        return {
+            "rollout": resting | {
+                "bf16 copies": cast_copies,
+                "cache": decoded * length * layers * self.keys,
+                "sampler": SAMPLER_BYTES * decoded * vocab,
+            },
+            "training": resting | {
+                # They come while activations go; at the beginning there are those of one layer's activations.
+                "gradients": max(gradients, tokens * self.layer),
+                "bf16 copies": cast_copies,
+                "activations": tokens * activations + rows * self.prompt_tokens * layers * self.keys,
+                "head": 8 * chunk + (head.numel() * (6 if self.cast else 4) if head.requires_grad else 0),
+            },
+            "step": resting | {"gradients": gradients, "float32 of one tensor": float32},
+        }  # fmt: skip
+
+
+def fill(config: TrainConfig, prompt_tokens: int, device: torch.device) -> dict[str, int]:
+    """By switch that is ``auto``, the largest number with which the run fits the device's memory.
+
+    Raises ValueError if the model cannot be measured.
+    """
+    switches, there = automatic(config), available_memory(device)
+    config = with_values(config, dict.fromkeys(switches, 1))
+    try:
+        planner = Planner(config.model, prompt_tokens, device)
+    except Exception as error:  # see say_needs
+        raise ValueError(f"--{switches[0]} auto: the model cannot be measured ({error}); give a number") from error
+    rollout, groups = config.rollout, -(-rank_prompts(config) // config.algorithm.minibatches)
+    minibatch = groups * (prompt_tokens + rollout.group_size * rollout.max_completion_tokens)
+    most = {"rollout.max_rows": rows_to_decode(config), "optimizer.microbatch_tokens": minibatch}
+
+    def too_much(switch: str, number: int) -> bool:
+        return sum(planner.needs(with_values(config, {switch: number}))[AUTO[switch]].values()) > USABLE * there
+
+    return {name: max(1, bisect(range(1, most[name] + 1), False, key=partial(too_much, name))) for name in switches}
+
+
+def automatic(config: TrainConfig) -> list[str]:
+    """The switches that are ``auto``."""
+    return [switch for switch in AUTO if attrgetter(switch)(config) == "auto"]
+
+
+def with_values(config: TrainConfig, values: dict[str, int]) -> TrainConfig:
+    """The configuration with other values of these switches."""
+    for switch, value in values.items():
+        section, name = switch.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def rank_prompts(config: TrainConfig) -> int:
+    return -(-config.rollout.prompts // dist.world_size())
+
+
+def rows_to_decode(config: TrainConfig) -> int:
+    """The most rows that a rank has in a rollout or an evaluation."""
+    run = config.run
     evaluated = max(run.test_limit, run.validation_limit if run.validate_every else 0)
-    decoded = min(max(rollout.prompts * rollout.group_size, evaluated), rollout.max_rows)  # rows at a time
-    layer, rest, keys = measure_layers(config, device)
-    tokens, rows = fullest_microbatch(config, prompt_tokens)
-    activations = rest + (layers * residual + layer if config.model.gradient_checkpointing else layers * layer)
-    return {
-        "rollout": resting | {
-            "bf16 copies": cast_copies,
-            "cache": decoded * layers * keys * (prompt_tokens + rollout.max_completion_tokens),
-            "sampler": SAMPLER_BYTES * decoded * vocab,
-        },
-        "training": resting | {
-            # They come while activations go; at the beginning there are those of one layer's activations.
-            "gradients": max(gradients, tokens * layer),
-            "bf16 copies": cast_copies,
-            "activations": tokens * activations + rows * prompt_tokens * layers * keys,
-            "head": 8 * chunk + (head.numel() * (6 if cast else 4) if head.requires_grad else 0),
-        },
-        "step": resting | {
-            "gradients": gradients,
-            "float32 of one tensor": 20 * max(p.numel() for p in trained) if trained[0].dtype == torch.bfloat16 else 0,
-        },
-    }  # fmt: skip
+    return max(rank_prompts(config) * config.rollout.group_size, -(-evaluated // dist.world_size()))
 
 
 def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> PreTrainedModel:
@@ -89,9 +142,9 @@ def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> 
         return ready(AutoModelForCausalLM.from_config(model_config, **options), config)
 
 
-def measure_layers(config: TrainConfig, device: torch.device) -> tuple[float, float, float]:
+def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, float, float]:
     """Bytes per token of a layer's activations, of those besides, of a layer's keys and values."""
-    plain = replace(config.model, gradient_checkpointing=False)
+    plain = replace(config, gradient_checkpointing=False)
     per_token = []
     for layers in (1, 2):
         policy = empty_policy(plain, device, layers)
@@ -99,13 +152,13 @@ def measure_layers(config: TrainConfig, device: torch.device) -> tuple[float, fl
         per_token.append((many - few) / (4 * 64))
     layer = per_token[1] - per_token[0]
     cache, ids = DynamicCache(config=policy.config), torch.zeros(1, 64, dtype=torch.long, device=device)
-    with torch.no_grad(), autocast(config.model.autocast, device):
+    with torch.no_grad(), autocast(config.autocast, device):
         policy.base_model(ids, past_key_values=cache, use_cache=True)
     keys = sum(states.numel() * states.element_size() for states in (cache.layers[0].keys, cache.layers[0].values)) / 64
     return layer, per_token[0] - layer, keys
 
 
-def saved_bytes(policy: PreTrainedModel, width: int, config: TrainConfig, device: torch.device) -> int:
+def saved_bytes(policy: PreTrainedModel, width: int, config: ModelConfig, device: torch.device) -> int:
     """Bytes that the forward pass of 4 rows keeps for the backward pass, parameters aside."""
     kept = {}
 
@@ -116,7 +169,7 @@ def saved_bytes(policy: PreTrainedModel, width: int, config: TrainConfig, device
 
     ids = torch.zeros(4, width, dtype=torch.long, device=device)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, autocast(config.model.autocast, device):
+    with hooks, autocast(config.autocast, device):
         policy.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for parameter in policy.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
@@ -127,7 +180,7 @@ def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, in
     """Tokens of the fullest training microbatch, a group's prompt once, and its rows."""
     rollout, limit = config.rollout, config.optimizer.microbatch_tokens
     group = prompt_tokens + rollout.group_size * rollout.max_completion_tokens
-    groups = min(max(1, limit // group), -(-rollout.prompts // config.algorithm.minibatches))
+    groups = min(max(1, limit // group), -(-rank_prompts(config) // config.algorithm.minibatches))
     if group <= limit:
         return groups * group, groups * rollout.group_size
     row = prompt_tokens + rollout.max_completion_tokens
@@ -146,10 +199,10 @@ def available_memory(device: torch.device) -> float:
 def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> None:
     """Print the memory that the run needs; if it will not fit, how much every part takes, and what would help."""
     try:
-        found, there = needs(config, prompt_tokens, device), available_memory(device)
+        found = Planner(config.model, prompt_tokens, device).needs(config)
     except Exception:  # of an architecture whose layers cannot be cut off: the run itself may be fine
         return
-    sizes = {phase: sum(parts.values()) / GB for phase, parts in found.items()}
+    there, sizes = available_memory(device), {phase: sum(parts.values()) / GB for phase, parts in found.items()}
     most, has = max(sizes, key=sizes.get), f"{there / GB:.1f} GB of {device.type} memory"
     if sizes[most] <= USABLE * there / GB:
         training = max(sizes["training"], sizes["step"])
@@ -176,7 +229,8 @@ def advice(config: TrainConfig, prompt_tokens: int, device: torch.device) -> lis
     found = {}
     for switch, change in {"": {}, **changes}.items():
         with contextlib.suppress(ValueError):  # a switch that this model does not take
-            needed = needs(replace(config, **change), prompt_tokens, device)
+            planner = Planner(change.get("model", model), prompt_tokens, device)
+            needed = planner.needs(replace(config, **change))
             found[switch] = max(sum(parts.values()) for parts in needed.values())
     now = found.pop("")
     found = {switch: size for switch, size in found.items() if size < now}

@@ -18,8 +18,8 @@ from pspo.model import StartingAdapters, has_adapters, load_model_config, load_p
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
-from pspo.run.memory import say_needs
-from pspo.run.records import check_output, environment, write_json, write_text
+from pspo.run.memory import automatic, fill, say_needs, with_values
+from pspo.run.records import check_output, environment, flat, read_config, to_yaml, write_json, write_text
 from pspo.run.resume import check_changes, claim, fork_parent, problems_hash, restore, run_to_resume, update_config
 from pspo.run.state import Run
 from pspo.run.trackers import check_tracker, start_tracker
@@ -53,8 +53,10 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         check_rewards(config.reward.functions, prompts[split].problems)
 
     device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
+    longest = max(map(len, prompts["train"].ids))
+    config, resolved = settle(config, resolved, output if resumed else None, longest, device)
     if dist.is_main() and not sharded and not config.run.quiet:
-        say_needs(config, max(map(len, prompts["train"].ids)), device)
+        say_needs(config, longest, device)
     dist.seed_generators(config.run.seed)
     if device.type == "cpu":  # otherwise several threads add up gradients in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -113,6 +115,26 @@ def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) 
     if config.run.fork_from and not checkpoints(output):
         fork_parent(config.run, resolved)
     return output, resumed is not None
+
+
+def settle(
+    config: TrainConfig, resolved: str, resumed: Path | None, prompt_tokens: int, device: torch.device
+) -> tuple[TrainConfig, str]:
+    """The configuration, also as YAML, with numbers for ``auto``: a resumed run's own, for it stays the same run."""
+    if not (switches := automatic(config)):
+        return config, resolved
+    if resumed:
+        known = flat(read_config(resumed / "config.yaml"))
+        values = {switch: known[switch] for switch in switches}
+    else:
+        values = dist.run_on_main(lambda: fill(config, prompt_tokens, device))
+    if dist.is_main() and not config.run.quiet:
+        print(f"auto    {' '.join(f'--{switch} {value}' for switch, value in values.items())}")
+    settings = yaml.safe_load(resolved)
+    for switch, value in values.items():
+        section, name = switch.split(".")
+        settings[section][name] = value
+    return with_values(config, values), to_yaml(settings)
 
 
 def default_output(config: TrainConfig) -> str:

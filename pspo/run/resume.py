@@ -72,12 +72,13 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
 
 
 def changes_since(folder: Path, resolved: str) -> dict[str, tuple[Any, Any]]:
-    """By switch, (old, new) of the configuration of a run or checkpoint, and of this one."""
+    """By switch, (old, new) of the configuration of a run or checkpoint, and of this one; auto keeps the old one."""
     config = read_config(folder / "config.yaml")
     config["run"] = {"fork_from": None} | config["run"]  # version 0.1.0 had no forks, only float32 and no LoRA
     config["model"] = {"dtype": ModelConfig.dtype, "lora": asdict(LoraConfig())} | config["model"]
     changes = differences(config, yaml.safe_load(resolved))
-    return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
+    place = ("run.output_dir", "run.resume")
+    return {name: (old, new) for name, (old, new) in changes.items() if name not in place and new != "auto"}
 
 
 def allowed_changes(run: Path, resolved: str) -> set[str]:

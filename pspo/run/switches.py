@@ -79,7 +79,7 @@ class Switch(ActionTypeHint):
 def describe(hint: Any) -> str:
     """A type in words."""
     if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
+        return "one of " * (len(get_args(hint)) > 1) + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) is list:
         items = [re.sub("^an? ", "", describe(item)) for item in alternatives(get_args(hint)[0])]
         return f"one or more {' or '.join(f'{item}s' for item in items)}"
