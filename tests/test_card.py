@@ -15,19 +15,19 @@ from pspo.tasks import ExactMatch, FormatReward, MathReward
 
 ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=4",
         "--run.validation_limit=4", "--run.validate_every=2", "--run.save_every=2", "--data.limit=20",
-        "--run.output_dir=out")  # fmt: skip
+        "--rollout.temperature=1", "--optimizer.lr=3e-3", "--run.output_dir=out")  # fmt: skip
 
 
 def card(*args: str, **measured) -> str:
     config, _ = parse(TrainConfig, "pspo.train", args)
-    return model_card(
-        config, problems=7000, step=10, tokens=12345, **{"before": {}, "after": {}, "validation": {}} | measured
-    )
+    return model_card(config, problems=7000, step=10, tokens=12345, **{"tests": {}, "validations": []} | measured)
 
 
 def test_the_title_is_the_base_model():
     measured = {"step": 2, "validation_reward": 0.5, "validation_greedy_reward": 0.25}
-    assert "\n# tiny-base, trained with PSPO\n" in card(validation=measured)
+    assert "\n# tiny-base, trained with PSPO\n" in card(
+        validations=[measured], tests={"this model": {"accuracy": 0.5, "n": 9}}
+    )
 
 
 def cells(text: str) -> dict[str, str]:
@@ -54,8 +54,17 @@ def test_every_saved_model_has_a_card_with_its_numbers_and_a_command_that_parses
             assert found["trained for"] == f"{step} optimizer steps, {tokens:,} rollout tokens, seed 0"
             reward = found[f"step {step} | mean reward on validation problems"]
             assert reward == f"{metrics[step]['validation_reward']:.3f}"
-        after = found.get("this model | greedy accuracy [95%] on 4 held-out problems")
-        assert (after or "").startswith(f"{100 * summary['after']['accuracy']:.1f}% [") == (folder == "best")
+        other = f"the best model, of step {summary['best_step']}"
+        tested = {"best": {"this model": "after", "the final model, of step 4": "final"},
+                  "final": {"this model": "final", other: "after"}}  # fmt: skip
+        for name, test in tested.get(folder, {}).items():
+            value = found[f"{name} | greedy accuracy [95%] on 4 held-out problems"]
+            assert value.startswith(f"{100 * summary[test]['accuracy']:.1f}% [")
+        assert ("this model | greedy accuracy [95%] on 4 held-out problems" in found) == (folder in tested)
+        if folder in tested:
+            for validation in summary["validation"].values():
+                value = found[f"step {validation['step']} | mean reward on validation problems"]
+                assert value == f"{validation['validation_reward']:.3f}"
 
     text = (run / "final/README.md").read_text().replace("path/to/this/model", "out/final")
     assert SYSTEM_PROMPT in text
@@ -88,10 +97,11 @@ def test_the_hub_reads_its_front_matter(tmp_path, monkeypatch, args, base_model,
 
 def test_only_what_was_measured_is_there():
     assert "%" not in card()
-    text = card(before={"accuracy": 0.5, "ci95": (0.4, 0.6), "n": 9})
+    text = card(tests={"base model": {"accuracy": 0.5, "ci95": (0.4, 0.6), "n": 9}})
     assert cells(text)["base model | greedy accuracy [95%] on 9 held-out problems"] == "50.0% [40.0, 60.0]"
     rewards = {"step": 10, "validation_reward": -2.0, "validation_greedy_reward": 1.5}  # of a task without answers
-    text = card(after={"mean_reward": 0.5, "mean_reward_ci95": (0.4, 0.6), "n": 9}, validation=rewards)
+    test = {"mean_reward": 0.5, "mean_reward_ci95": (0.4, 0.6), "n": 9}
+    text = card(tests={"this model": test}, validations=[{}, rewards, rewards])
     assert cells(text)["this model | greedy reward [95%] on 9 held-out problems"] == "0.500 [0.400, 0.600]"
     assert cells(text)["step 10 | greedy reward on validation problems"] == "1.500"
 

@@ -107,10 +107,11 @@ def run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
 
 def test_what_a_run_says_and_writes(run):
     folder, done = run
-    for moment in ("before", "after"):
+    for moment in ("before, step 0", r"after, step \d"):
         assert re.search(rf"^{moment} +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
+    assert re.search(r"^validation reward 0\.\d+ at step 0 \(untrained", done.stdout, re.MULTILINE)
     assert "python -m pspo.evaluate --model.name_or_path out/best" in done.stdout
-    lines = re.sub(r"(test before|validate|test after) \d+/\d+\n", "", done.stderr)  # if they take long
+    lines = re.sub(r"(test before|validate|test final|test after) \d+/\d+\n", "", done.stderr)  # if they take long
     number = r"-?\d+(\.\d+)?(e-\d+)?"
     status = rf"reward {number}  loss {number}  kl {number}  truncated \d+%  format \d+%  {number} s/step"
     assert re.fullmatch(rf"step 2/4  {status}\nstep 4/4  {status}\n", lines), done.stderr
@@ -118,7 +119,7 @@ def test_what_a_run_says_and_writes(run):
     assert list(folder.parent.iterdir()) == [folder]
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
-        "summary.json", "test-after.jsonl", "test-before.jsonl",
+        "summary.json", "test-after.jsonl", "test-before.jsonl", "test-final.jsonl",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
     for model in (folder / "best", folder / "final", *(folder / "checkpoints").iterdir()):
@@ -153,6 +154,24 @@ def test_metrics_samples_and_summary(run):
         assert 0 <= low <= summary[moment]["accuracy"] <= high <= 1
     assert summary["tokens"] == metrics[-1]["tokens"]
     assert (summary["optimizer_steps"], summary["best_model"]) == (4, "out/best")
+
+
+def test_a_collapse_cannot_hide_behind_the_best_model(here, capsys):
+    args = ["--model.name_or_path=tiny-math", "--optimizer.lr=3e-2", "--rollout.prompts=8", "--run.test_limit=16"]
+    train([*args, "--run.max_steps=4", "--run.validate_every=2", "--run.validation_limit=16", "--run.output_dir=out"])
+    summary, said = read_json(here / "out/summary.json"), capsys.readouterr().out
+    assert (summary["best_step"], summary["best_model"]) == (0, "out/best")
+    assert summary["after"] == summary["before"]
+    assert summary["final"]["accuracy"] < 0.2 < summary["after"]["accuracy"]
+    right = sum(record["correct"] for record in read_jsonl(here / "out/test-final.jsonl"))
+    assert right == 16 * summary["final"]["accuracy"]
+    lines = {line["step"]: line["validation_reward"] for line in read_jsonl(here / "out/metrics.jsonl")}
+    found = {name: (of["step"], of["validation_reward"]) for name, of in summary["validation"].items()}
+    assert found["untrained"] == found["best"] > (0, max(lines.values()))
+    assert found["best_trained"] == (max(lines, key=lines.get), max(lines.values()))
+    assert found["final"] == (4, lines[4])
+    assert re.search(r"^final, step 4 ", said, re.MULTILINE)
+    assert "No trained step was better than the untrained model, which is returned" in said
 
 
 def test_the_final_model_loads_with_plain_transformers_and_has_moved(run):

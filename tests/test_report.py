@@ -14,6 +14,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 from pandas.testing import assert_frame_equal
+from scipy.stats import ttest_1samp
 
 from pspo.report import figures
 from pspo.report.__main__ import main
@@ -37,7 +38,9 @@ def accuracy(value, n=100):
 def make_run(tmp_path):
     """Writes a run: make_run("any/name", "PSPO", 1, rewards=[0.2], after=0.5, alpha=0.2, **{"optimizer.lr": 1})."""
 
-    def make(name, method, seed=0, rewards=(0.2, 0.4), after=0.5, metrics=None, module="pspo.losses", **changes):
+    def make(
+        name, method, seed=0, rewards=(0.2, 0.4), after=0.5, metrics=None, module="pspo.losses", ended=(), **changes
+    ):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         arguments = {key: changes.pop(key, value) for key, value in DEFAULTS[method].items()}
@@ -59,7 +62,8 @@ def make_run(tmp_path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if after is not None:
             summary = {"before": accuracy(0.3), "after": accuracy(after), "best_model": str(folder / "best")}
-            (folder / "summary.json").write_text(json.dumps(summary | {"seconds": 1.5, "best_step": 2}))
+            summary |= {"seconds": 1.5, "best_step": 2} | dict(ended)
+            (folder / "summary.json").write_text(json.dumps(summary))
         return folder
 
     return make
@@ -90,7 +94,7 @@ def report(tmp_path, capsys):
         main([*map(str, roots or [tmp_path / "runs"]), "--output_dir", str(tmp_path / "out")])
         table = pd.read_csv(tmp_path / "out/table.csv")
         cells = {
-            (task, *rest[:3]): rest[3:] for task, *rest in table.astype(object).where(table.notna(), None).to_numpy()
+            (task, *rest[:3]): rest[3:7] for task, *rest in table.astype(object).where(table.notna(), None).to_numpy()
         }
         return cells, (tmp_path / "out/report.md").read_text(), capsys.readouterr().err
 
@@ -110,9 +114,9 @@ def test_learning_of_a_known_curve(make_run, report, end, collapsed):
     make_run("a", "Clip", rewards=rewards, metrics={"validation_reward": [0.1, 0.7, *[0.3] * 18]})
     cells, _, _ = report()
     columns = ("final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed",
-               "best validation reward")  # fmt: skip
+               "best trained validation reward", "final validation reward", "returned untrained")  # fmt: skip
     learning = [cells[SUMS, "Learning", "Clip", column][1] for column in columns]
-    expected = [sum(end) / 2, 0.95, sum(rewards) / 20, 14, 7, collapsed, 0.7]
+    expected = [sum(end) / 2, 0.95, sum(rewards) / 20, 14, 7, collapsed, 0.7, 0.3, 0]
     assert learning == pytest.approx(expected)  # windows of two rollouts: the best is 1.0 and 0.9, the 6th and 7th
     assert smoothed([1.0, 2.0, 6.0]).tolist() == [1.0, 2.0, 6.0]  # up to ten rollouts: as they are
 
@@ -125,6 +129,17 @@ def test_collapse_is_a_share_of_seeds_with_wilsons_interval(make_run, report):
     assert close(cells[SUMS, "Learning", "Clip", "collapsed"], 4, 0.25, 0.0455872608, 0.6993581574)  # 1 of 4
     assert close(cells[SUMS, "Learning", "Clip", "steps to peak"], 4, 4, 4, 4)
     assert (SUMS, "Learning", "PSPO", "collapsed") not in cells  # half of a negative peak is above it
+
+
+def test_a_collapse_shows_beside_a_best_model_that_is_the_untrained_one(make_run, report):
+    for seed in range(4):
+        make_run(
+            f"a{seed}", "Clip", seed, after=0.3, ended={"best_step": 2 * (seed == 3), "final": accuracy(0.1 * seed)}
+        )
+    cells, _, _ = report()
+    assert close(cells[SUMS, "Learning", "Clip", "returned untrained"], 4, 0.75, 0.3006418426, 0.9544127392)  # 3 of 4
+    assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY][:2], 4, 0.3)
+    assert close(cells[SUMS, "Accuracy", "Clip", "sums test, n = 100: final accuracy"][:2], 4, 0.15)
 
 
 def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
@@ -161,6 +176,34 @@ def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report
         assert close(pairs[row, column], 3, 0.4 / 3, 0.4 / 3 - half, 0.4 / 3 + half), column
     half = T2 * np.std([0.1, 0.3, 0.3], ddof=1)
     assert close(pairs[noclip, ACCURACY], 3, 0.7 / 3, 0.7 / 3 - half, 0.7 / 3 + half)
+
+
+def test_differences_are_corrected_for_their_number(make_run, report, tmp_path):
+    rng, values = np.random.default_rng(0), {}
+    for seed in range(5):
+        for i, method in enumerate(("Clip", "NoClip", "PSPO")):
+            values[method, seed] = 0.2 + 0.1 * i + 0.02 * rng.random()
+            make_run(f"{method}{seed}", method, seed, after=values[method, seed], rewards=rng.random(4).tolist())
+    _, text, _ = report()
+    table = pd.read_csv(tmp_path / "out/table.csv").query("table == 'Paired differences'").reset_index()
+    n, row = len(table), table[(table["row"] == "PSPO - Clip") & (table["column"] == ACCURACY)].iloc[0]
+    differences = [values["PSPO", seed] - values["Clip", seed] for seed in range(5)]
+    assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue)
+    assert f"for all {n} of this table" in text
+    for i in range(n):  # the smallest level at which Holm's procedure rejects this one: it stops at the first failure
+        levels = [(n - k) * p for k, p in enumerate(sorted(table["p"])) if p <= table["p"][i]]
+        assert table["holm"][i] == pytest.approx(min(1, max(levels)))
+    lines = [line for line in text.splitlines() if line.startswith(("| NoClip - Clip", "| PSPO - "))]
+    assert sum(line.count("*") for line in lines) == (table["holm"] < 0.05).sum() > 0
+
+
+def test_a_difference_of_nothing_has_no_evidence(make_run, report, tmp_path):
+    for seed in range(3):
+        make_run(f"a{seed}", "Clip", seed, rewards=[0.1 * seed, 0.5])
+        make_run(f"b{seed}", "PSPO", seed, rewards=[0.1 * seed, 0.5])
+    report()
+    table = pd.read_csv(tmp_path / "out/table.csv").query("table == 'Paired differences'")
+    assert (table[["p", "holm"]] == 1).all(axis=None)
 
 
 def test_diagnostics_are_means_over_rollouts(make_run, report):
@@ -242,6 +285,7 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     folder, runs = make_run("a", "Clip", after=0.5), tmp_path / "runs"
     make_evaluation(folder / "evaluation", "moved/elsewhere/best", 0.6)
     make_evaluation(folder / "evaluation-last", str(folder / "final"), 0.1)
+    make_evaluation(folder / "evaluation-middle", str(folder / "checkpoints/step-000002"), 0.3)
     make_evaluation(folder / "before", "tiny", 0.2)  # what the run began with is not the run's
     make_evaluation(runs / "apart", str(folder / "best"), 0.7, data="sums")
     make_evaluation(runs / "stranger", "somebody/else", 0.4)
@@ -257,7 +301,8 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     sampled = "products test, n = 50, T = 0.6: pass@4"
     assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
     assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
-    assert "evaluation-last: evaluates" in err
+    assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
+    assert "evaluation-middle: evaluates" in err
 
 
 def test_tasks_are_never_mixed(make_run, report, tmp_path):

@@ -33,7 +33,7 @@ from pspo.report.tables import (
 )
 from pspo.run.records import write_text
 
-CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high"]
+CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 
 
 def report(runs: Runs, output: Path) -> list[Path]:
@@ -59,7 +59,8 @@ def report(runs: Runs, output: Path) -> list[Path]:
                 warn(f"{run}: no accuracy, neither in summary.json nor by an evaluation")
         for name, table in tables(finished, label, models).items():
             text = as_text(table)
-            markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name]}")
+            differences = table["p"].count() if "p" in table else 0
+            markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
                 print(f"{title}\n{as_markdown(text)}\n")
             latex.append(f"% {title}: {name}\n{as_latex(text)}")

@@ -40,9 +40,9 @@ class Runs(NamedTuple):
         configs: indexed by run; every switch (lists as JSON), and the experiment: the folder above the setting's.
         metrics: run, step and the metrics, one row per rollout; NaN where one is missing or not finite.
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
-            ("before" or "after" training), model (that the run began with), evaluation ("summary", or its folder's
-            name), data, split, n, temperature ("0": greedy), part and group (of the problems; missing: all of them),
-            measure, value, low and high (95% interval over problems).
+            ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
+            with), evaluation ("summary", or its folder's name), data, split, n, temperature ("0": greedy), part and
+            group (of the problems; missing: all of them), measure, value, low and high (95% interval over problems).
     """
 
     configs: pd.DataFrame
@@ -155,7 +155,7 @@ def _read_metrics(folder: Path) -> pd.DataFrame:
 def _of_summary(summary: Row, config: Row) -> Iterator[Row]:
     where = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
     yield from _measures(summary, where)
-    for stage in ("before", "after"):
+    for stage in ("before", "after", "final"):
         if result := summary.get(stage):  # {} with --run.test_limit 0
             intervals = {name: result.get("ci95" if name == "accuracy" else f"{name}_ci95") for name in result}
             estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}
@@ -172,10 +172,11 @@ def _of_evaluation(folder: Path, configs: dict[str, Row], returned: dict[str, st
     run = next((folder for folder in candidates if folder in configs), None)
     if run is None or results["model"] == configs[run][MODEL]:
         where = {"stage": "before", "model": results["model"]}
-    elif model.name == returned[run]:
-        where = {"run": run, "stage": "after", "model": configs[run][MODEL]}
+    elif model.name in (returned[run], "final"):
+        stage = "after" if model.name == returned[run] else "final"
+        where = {"run": run, "stage": stage, "model": configs[run][MODEL]}
     else:
-        raise ValueError(f"evaluates {model}, not the model that the run returned")
+        raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
     data = _read_config(folder)[DATA] if results["data"] == "file" else results["data"]
     where |= {"evaluation": folder.name, "data": data} | {name: results[name] for name in ("split", "n")}
     yield from _measures(results, where)  # its switches

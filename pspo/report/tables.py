@@ -13,18 +13,21 @@ BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
 LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
-            "best validation reward"]  # fmt: skip
-COMPARED = ("final reward", "peak reward", "area under the curve", "best validation reward")
+            "best trained validation reward", "final validation reward"]  # fmt: skip
+COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
+SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]
 NOTES = {
-    "Accuracy": "Greedy, of the model that each run returned. Accuracy: the gold value is the response's answer; gold "
-    "anywhere (the paper's true accuracy): it is anywhere in the response. Mean over seeds with its 95% t-interval "
-    "from three seeds on; for one seed the interval over problems.",
+    "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
+    "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
+    "response. Mean over seeds with its 95% t-interval from three seeds on; for one seed the interval over problems.",
     "Accuracy of samples": "The same, sampled at temperature T.",
     "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
-    "mean over all of them. A seed has collapsed when its final reward is below half of its peak.",
+    "mean over all of them. A seed has collapsed when its final reward is below half of its peak; "
+    "it returned the untrained model when no step of its validations was better than step 0.",
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
-    "same order. Mean, and from three seeds on the 95% t-interval. Accuracies in percentage points.",
+    "same order. Mean, and from three seeds on the 95% t-interval, of this difference alone. Accuracies in percentage "
+    "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step of each, over tokens with an "
     "advantage: 1st and 99th percentile of the ratio r, effective sample size, share of tokens of no weight, total "
     "variation between old and new policy and what the surrogate leaves of it, KL(old || new) in nats, gradient norm, "
@@ -35,7 +38,7 @@ NOTES = {
 
 
 def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
-    """Accuracies before training, of models, or after it, of runs; with pass@k and maj@k if sampled.
+    """Accuracies before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
 
     Problems without gold answers have their mean reward instead.
 
@@ -49,10 +52,11 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     rewards = numbers["measure"].eq("mean_reward") & ~answered.astype(bool)
     numbers = numbers[numbers["measure"].str.fullmatch(named) | rewards]
     numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")
-    numbers["run"] = numbers["run" if stage == "after" else "model"]
+    numbers["run"] = numbers["model" if stage == "before" else "run"]
     numbers["column"] = [
         f"{row.data} {row.split}, n = {row.n:,.0f}{'' if greedy else f', T = {row.temperature}'}: "
-        f"{row.measure.replace('_', ' ')}{'' if row.measure == 'mean_reward' else ' (%)'}"
+        f"{'final ' * (stage == 'final')}{row.measure.replace('_', ' ')}"
+        f"{'' if row.measure == 'mean_reward' else ' (%)'}"
         for row in numbers.itertuples()
     ]
     numbers = numbers.drop_duplicates(["run", "column"], keep="last")
@@ -74,9 +78,13 @@ def learning(runs: Runs) -> pd.DataFrame:
         peak_at = int(windows.argmax()) + len(of_run) - len(windows)  # the last rollout of the best window
         final, peak, steps = windows[-1], windows.max(), of_run["step"].iloc[peak_at]
         collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
-        validation = of_run["validation_reward"].max()
-        found[run] = [final, peak, of_run["reward"].mean(), steps, peak_at + 1, collapsed, validation]
-    return _long(pd.DataFrame.from_dict(found, orient="index", columns=LEARNING))
+        validation = of_run["validation_reward"].dropna()
+        validated = [validation.max(), validation.iloc[-1] if len(validation) else np.nan]
+        found[run] = [final, peak, of_run["reward"].mean(), steps, peak_at + 1, collapsed, *validated]
+    table = pd.DataFrame.from_dict(found, orient="index", columns=LEARNING)
+    best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
+    table["returned untrained (%)"] = (best_step == 0).astype(float)
+    return _long(table)
 
 
 def diagnostics(runs: Runs) -> pd.DataFrame:
@@ -90,7 +98,8 @@ def diagnostics(runs: Runs) -> pd.DataFrame:
 def compared(runs: Runs) -> pd.DataFrame:
     """The numbers in which settings are compared: accuracies and rewards."""
     rewards = learning(runs)
-    return pd.concat([accuracies(runs, "after"), rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
+    tests = [accuracies(runs, stage) for stage in ("after", "final")]
+    return pd.concat([*tests, rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
 
 
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
@@ -121,7 +130,7 @@ def _long(numbers: pd.DataFrame) -> pd.DataFrame:
 def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     """The mean of each row and column, with Student's 95% interval from three seeds on; a single seed keeps its own.
 
-    The share of collapsed seeds has Wilson's interval.
+    Shares of the seeds have Wilson's interval.
     """
     values = values.reindex(columns=["row", "column", "value", "low", "high"])
     groups = values.groupby(["row", "column"], sort=False)
@@ -131,7 +140,7 @@ def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
     for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
         cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, cells[side].where(cells["seeds"] == 1))
-    for i, cell in cells[(cells["column"] == "collapsed (%)") & cells["low"].notna()].iterrows():
+    for i, cell in cells[cells["column"].isin(SHARES) & cells["low"].notna()].iterrows():
         wilson = binomtest(round(cell["mean"] * cell["seeds"]), cell["seeds"]).proportion_ci(method="wilson")
         cells.loc[i, ["low", "high"]] = list(wilson)
     return cells.drop(columns="sem")
@@ -141,13 +150,29 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
     """The tables of one task by title: its finished runs, and these models before training."""
     found = {}
     for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
-        before, after = (accuracies(runs, stage, greedy) for stage in ("before", "after"))
+        before, *after = (accuracies(runs, stage, greedy) for stage in ("before", "after", "final"))
+        after = pd.concat(after)
         untrained = over_seeds(before[before["run"].isin(models)].rename(columns={"run": "row"})).assign(seeds=0)
         found[title] = pd.concat([untrained, over_seeds(after.assign(row=after["run"].map(labels)))])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
         found[title] = over_seeds(values.assign(row=values["run"].map(labels)))
-    found["Paired differences"] = over_seeds(paired_differences(runs, labels))
+    found["Paired differences"] = corrected(over_seeds(paired_differences(runs, labels)))
     return {title: found[title] for title in NOTES if len(found[title])}
+
+
+def corrected(differences: pd.DataFrame) -> pd.DataFrame:
+    """With p, of a paired t-test that a mean difference is 0, and holm, adjusted for the number of them (Holm 1979).
+
+    Missing where there is no interval. Differences of 0 in all seeds have p = 1.
+    """
+    mean, seeds = differences["mean"].astype(float), differences["seeds"].astype(float)
+    half = ((differences["high"] - differences["low"]) / 2).astype(float)
+    statistic = (mean.abs() * t.ppf(0.975, seeds - 1) / half).where((mean != 0) | half.isna(), 0.0)
+    differences = differences.assign(p=2 * t.sf(statistic, seeds - 1), holm=np.nan)
+    tested = differences["p"].dropna().sort_values()
+    adjusted = (tested * np.arange(len(tested), 0, -1)).cummax().clip(upper=1)
+    differences.loc[adjusted.index, "holm"] = adjusted
+    return differences
 
 
 # Text
@@ -168,6 +193,7 @@ def as_text(cells: pd.DataFrame) -> pd.DataFrame:
         numbers = (round(scale(cell.column) * x, digits) + 0.0 for x in (cell.mean, cell.low, cell.high))
         mean, low, high = (f"{x:.{digits}f}" for x in numbers)
         mean += f" [{low}, {high}]" if pd.notna(cell.low) else ""
+        mean += "*" * (getattr(cell, "holm", 1) < 0.05)
         mean += f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else ""
         texts.loc[cell.row, cell.column] = mean
     return texts

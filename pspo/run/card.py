@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -27,9 +28,8 @@ def model_card(
     problems: int,
     step: int,
     tokens: int,
-    before: Record,
-    after: Record,
-    validation: Record,
+    tests: dict[str, Record],
+    validations: Iterable[Record],
     changes: str = "",
 ) -> str:
     """The model, how it was trained, and its evaluation so far.
@@ -37,8 +37,8 @@ def model_card(
     Args:
         problems: number of training problems.
         step, tokens: optimizer steps and rollout tokens up to this model.
-        before: `Progress.before`, empty if not measured; ``validation`` likewise `Progress.validated`.
-        after: the test of this model, likewise.
+        tests: `Evaluation.record` by the model's name, empty if not measured.
+        validations: such as `Progress.validated`, each shown once.
         changes: those on the way, as `describe_changes` puts them.
     """
     base, method = config.model.name_or_path, type(config.algorithm.surrogate).__name__
@@ -70,14 +70,14 @@ def model_card(
         "pspo": __version__,
     }
     measured = []
-    for model, test in (("base model", before), ("this model", after)):
-        for name in [name for name in ("accuracy", "mean_reward") if name in test][:1]:
-            what = f"greedy {label(name)} [95%] on {test['n']:,} held-out problems"
-            measured.append(f"| {model} | {what} | {from_record(test, name)} |")
-    for measure, what in VALIDATION.items():
-        if measure in validation:
+    for model, test in tests.items():
+        for measure in [measure for measure in ("accuracy", "mean_reward") if measure in test][:1]:
+            what = f"greedy {label(measure)} [95%] on {test['n']:,} held-out problems"
+            measured.append(f"| {model} | {what} | {from_record(test, measure)} |")
+    for validation in {of["step"]: of for of in validations if of}.values():
+        for measure in [name for name in VALIDATION if name in validation]:
             value = as_text(measure, validation[measure])
-            measured.append(f"| step {validation['step']:,} | {what} on validation problems | {value} |")
+            measured.append(f"| step {validation['step']:,} | {VALIDATION[measure]} on validation problems | {value} |")
     data = replace(config.data, path=config.data.path and "path/to/data")  # no path of this machine
     command = evaluate_command(replace(config, data=data), "path/to/this/model")
     parts = [

@@ -49,9 +49,16 @@ class Progress:
     before: dict[str, Any] | None = (
         None  # `Evaluation.record` of the untrained model; {} if not tested, None until it is
     )
-    validated: dict[str, Any] = field(default_factory=dict)  # the last validation and its "step"; {} without
-    best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``
+    untrained: dict[str, Any] = field(default_factory=dict)  # step 0's validation and its "step"; {} without
+    validated: dict[str, Any] = field(default_factory=dict)  # the last validation
+    best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``,
+    best_trained: dict[str, Any] = field(default_factory=dict)  # and the best from the first step on
     unvalidated: dict[str, Any] = field(default_factory=dict)  # the last rollout's record while it is validated
+
+    def validations(self) -> dict[str, dict[str, Any]]:
+        return {
+            "untrained": self.untrained, "best": self.best, "best_trained": self.best_trained, "final": self.validated,
+        }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -105,12 +105,34 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     if summary["before"]:
         names = [name for name in ("accuracy", "mean_reward", *MEANS) if name in summary["before"]]
         rows = [("greedy, held-out", *(label(name) + " [95%]" * (name in ESTIMATES) for name in names))]
-        rows += [(when, *(from_record(summary[when], name) for name in names)) for when in ("before", "after")]
+        steps = {"before": 0, "after": summary["best_step"], "final": summary["optimizer_steps"]}
+        for when in ("before", "after", "final") if steps["after"] != steps["final"] else ("before", "after"):
+            test = summary.get(when, {})  # which runs of 0.1 lack
+            rows.append((f"{when}, step {steps[when]}", *(from_record(test, name) for name in names)))
         print(table(rows))
         tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in ("before", "after")]
         if all(tests):  # which 0.1 did not keep
             print(f"\n{changes(*tests, 3, ('before', 'after'))}\n")
+    if said := describe_validations(summary.get("validation", {})):
+        print(said)
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
     if summary["before"] or config.data.name != "file":  # which may hold no test problems
         print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
+
+
+def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
+    """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100 (final)"; "" of none."""
+    names: dict[int, list[str]] = {}
+    rewards = {}
+    for name, validation in validations.items():
+        if validation and (name != "best_trained" or validation != validations["best"]):
+            step, rewards[validation["step"]] = validation["step"], validation["validation_reward"]
+            names.setdefault(step, []).append(name.replace("_", " "))
+    if not rewards:
+        return ""
+    parts = [f"{rewards[step]:.3f} at step {step} ({', '.join(names[step])})" for step in sorted(rewards)]
+    untrained = ". No trained step was better than the untrained model, which is returned" * (
+        "best" in names.get(0, [])
+    )
+    return f"validation reward {', '.join(parts)}{untrained}"

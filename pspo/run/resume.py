@@ -252,13 +252,15 @@ def set_hyperparameters(learner: Learner) -> None:
 
 
 def of_fork(parent: Progress, fresh: Progress) -> Progress:
-    """A fork's progress: its parent's, but the best model is of its own validations.
+    """A fork's progress: its parent's, but the best models are of its own validations.
 
     Other training problems come in an order of their own; the untrained model's test was on other test problems.
     """
-    same = {split: parent.problems.get(split) == fresh.problems.get(split) for split in ("train", "test")}
+    same = {split: parent.problems.get(split) == fresh.problems.get(split) for split in ("train", "test", "validation")}
     prompts, before = parent.prompts if same["train"] else 0, parent.before if same["test"] else {}
-    return replace(parent, problems=fresh.problems, prompts=prompts, before=before, best={})
+    untrained = parent.untrained if same["validation"] else {}
+    own = {"problems": fresh.problems, "prompts": prompts, "before": before, "untrained": untrained}
+    return replace(parent, **own, best={}, best_trained={})
 
 
 def record_changes(run: Path, step: int, changes: dict[str, tuple[Any, Any]]) -> None:

@@ -5,7 +5,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain, islice
@@ -249,35 +249,42 @@ class Run:
             print("WARNING: every step was skipped: loss, gradient or log-probs were not finite", file=sys.stderr)
 
     def finish(self) -> dict[str, Any]:
-        """Save the final model, test the returned one, and return the summary; Stopped if a signal ended the run."""
+        """Save the final model, test it and the returned one, and return the summary; Stopped if a signal ended it.
+
+        The returned model is the best by validation, step 0's included; without validation it is the final one.
+        """
         self.bar.close()
         self.warn()
         if self.stopped:
             self.save_checkpoint()
             raise Stopped
-        save_model(self.learner.policy, self.tokenizer, self.output / "final", self.card())
-        policy, returned = self.learner.policy, self.output / "final"
-        if self.progress.best:
-            returned = self.output / "best"
-            best = replace(self.config.model, name_or_path=str(returned))
+        progress, policy, steps = self.progress, self.learner.policy, self.learner.steps
+        save_model(policy, self.tokenizer, self.output / "final", self.card())
+        best_step = progress.best.get("step", steps)
+        after = final = self.test(policy, "after" if best_step == steps else "final")
+        if best_step != steps:
+            best = replace(self.config.model, name_or_path=str(self.output / "best"))
             if has_adapters(policy):
-                fill_adapters(policy, str(returned))
+                fill_adapters(policy, best.name_or_path)
             else:
                 policy = load_policy(best, policy.device, dist.is_sharded(policy))
-        after = self.test(policy, "after")
+            after = self.test(policy, "after")
         summary = {
-            "before": self.progress.before,
+            "before": progress.before,
             "after": after,
-            "tokens": self.progress.tokens,
+            "final": final,
+            "validation": progress.validations(),
+            "tokens": progress.tokens,
             "optimizer_steps": self.learner.steps,
             "seconds": round(time.perf_counter() - self.began, 2),
             "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
-            "best_model": str(returned),
-            "best_step": self.progress.best.get("step", self.learner.steps),
+            "best_model": str(self.output / ("best" if progress.best else "final")),
+            "best_step": best_step,
         }
         if dist.is_main():
             with writing(f"cannot write into {self.output}", self.output):
-                write_text(returned / "README.md", self.card(self.progress.best, after))
+                for name in ("best", "final") if progress.best else ("final",):
+                    write_text(self.output / name / "README.md", self.tested_card(name, summary))
                 write_json(self.output / "summary.json", summary)
             self.tracker.finish()
         return summary
@@ -318,7 +325,11 @@ class Run:
         with self.saved_on_error():
             validation = self.validate()
         progress.validated = {"step": self.learner.steps, "tokens": progress.tokens} | validation
-        if not progress.best or validation["validation_reward"] > progress.best["validation_reward"]:
+        if self.learner.steps == 0:
+            progress.untrained = progress.validated
+        elif better(validation, progress.best_trained):
+            progress.best_trained = progress.validated
+        if better(validation, progress.best):
             progress.best = progress.validated
             save_model(self.learner.policy, self.tokenizer, self.output / "best", self.card(), progress.best)
         return validation
@@ -329,14 +340,29 @@ class Run:
             save_checkpoint(self, random)
             self.saved_step = self.learner.steps
 
-    def card(self, best: dict[str, Any] | None = None, after: dict[str, Any] | None = None) -> str:
-        """The model card of the policy as it is now, or of the ``best``, and its test."""
-        progress, problems = self.progress, len(self.prompts["train"])
-        now = {"step": self.learner.steps, "tokens": progress.tokens} | (best or {})
-        counts = {"problems": problems, "step": now["step"], "tokens": now["tokens"]}
-        tests = {"before": progress.before or {}, "after": after or {}}
+    def card(self) -> str:
+        """The model card of the policy as it is now."""
+        now = {"step": self.learner.steps, "tokens": self.progress.tokens}
+        return self.card_of(now, {"base model": self.progress.before or {}}, [self.progress.validated])
+
+    def tested_card(self, name: str, summary: dict[str, Any]) -> str:
+        """The model card of ``best`` or ``final``, with the tests of both and all validations."""
+        steps = {"best": summary["best_step"], "final": summary["optimizer_steps"]}
+        tests = {"base model": summary["before"], "this model": summary["after" if name == "best" else "final"]}
+        if steps["best"] != steps["final"]:
+            other, test = ("final", "final") if name == "best" else ("best", "after")
+            tests[f"the {other} model, of step {steps[other]:,}"] = summary[test]
+        now = {"step": steps[name], "tokens": summary["tokens"]} | (self.progress.best if name == "best" else {})
+        return self.card_of(now, tests, summary["validation"].values())
+
+    def card_of(self, now: dict[str, Any], tests: dict[str, Any], validations: Iterable[dict[str, Any]]) -> str:
+        counts = {"problems": len(self.prompts["train"]), "step": now["step"], "tokens": now["tokens"]}
         changes = describe_changes(self.output)
-        return model_card(self.config, **counts, **tests, validation=best or progress.validated, changes=changes)
+        return model_card(self.config, **counts, tests=tests, validations=validations, changes=changes)
+
+
+def better(validation: dict[str, Any], best: dict[str, Any]) -> bool:
+    return not best or validation["validation_reward"] > best["validation_reward"]
 
 
 def peak_memory_gb(device: torch.device) -> float:
