@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 from pspo.distributed import Strategy
+from pspo.hub.models import resolve_adapters, uses_adapters
 from pspo.losses import PSPO, Aggregation, Correction, KLEstimator, Surrogate
-from pspo.model.lora import resolve_adapters, uses_adapters
 from pspo.rollout.advantages import AdvantageScale
 from pspo.rollout.types import Decoder
 from pspo.tasks.datasets import own_kind
@@ -231,6 +231,8 @@ class RolloutConfig:
         group_size: completions per prompt; a group of 1 would always have advantage 0
         max_completion_tokens: maximum length of a completion
         min_completion_tokens: minimum length of a completion; stop tokens are masked until then
+        stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
+        stop_strings: texts that end a completion, too, such as ["Question:"]
         temperature: sampling temperature, also applied to every log-prob
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
@@ -245,6 +247,8 @@ class RolloutConfig:
     group_size: int = number(4, "at least 2")
     max_completion_tokens: int = number(128, "above 0")
     min_completion_tokens: int = 0
+    stop_tokens: list[str] | None = None
+    stop_strings: list[str] = field(default_factory=list)
     temperature: float = number(0.6, "above 0")
     top_p: float = number(0.85, "in (0, 1]")
     top_k: int = number(0, "at least 0")
@@ -459,6 +463,8 @@ class EvalConfig:
         samples: completions per problem at temperatures above 0
         top_p: nucleus sampling mass
         max_completion_tokens: maximum length of a completion
+        stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
+        stop_strings: texts that end a completion, too, such as ["Question:"]
         max_tokens: tokens decoded at a time, prompts included; lower it to save memory
         environment: import path of a text environment, as in training
         max_turns: with an environment, maximum turns of the model
@@ -469,6 +475,8 @@ class EvalConfig:
     samples: int = number(1, "above 0")
     top_p: float = number(1.0, "in (0, 1]")
     max_completion_tokens: int = number(128, "above 0")
+    stop_tokens: list[str] | None = None
+    stop_strings: list[str] = field(default_factory=list)
     max_tokens: int = number(65_536, "above 0")
     environment: str | None = None
     max_turns: int = number(4, "above 0")

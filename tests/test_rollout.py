@@ -8,9 +8,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
-from pspo.config import SYSTEM_PROMPT
+from pspo.config import SYSTEM_PROMPT, RolloutConfig
 from pspo.model import token_logprobs
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.generate import left_pad
 from pspo.run.checkpoint import save_model
 
@@ -239,7 +239,7 @@ class Scripted:
     def train(self, mode):
         pass
 
-    def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
+    def generate(self, input_ids, attention_mask, generation_config, stopping_criteria, synced_gpus):
         part, self.rows = self.rows[: len(input_ids)], self.rows[len(input_ids) :]
         self.seen.append((input_ids, attention_mask))
         width = max(map(len, part))
@@ -258,6 +258,37 @@ def test_masks_reach_through_the_first_stop_token(tokenizer):
     assert rollout.completion_mask.sum(dim=1).tolist() == [3, 1, 2, 1, 5, 5]
     assert completions(rollout) == [[1, 2, 7], [8], [1, 8], [7], [1, 2, 3, 4, 5], [1, 2, 3, 4, 8]]
     assert rollout.terminated.tolist() == [True, True, True, True, False, True]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_stop_strings_end_completions_and_are_part_of_them(load, tokenizer, decoder):
+    """Where a string first ends in the decoded text; over tokens' borders, and not where it begins in the prompt."""
+    policy, strings = load("tiny-base"), ["= 1", "\n#", "packs"]
+    prompts = encode_prompts(tokenizer, [f"Tom has {n} packs of 4. He eats 3. How many?" for n in range(2, 12)])
+    prompts[0] = [*prompts[0], *tokenizer("2 * 4 =")["input_ids"]]  # the string's own beginning
+    sampling = replace(SAMPLING, stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id, decoder=decoder)
+    sampling = replace(sampling, max_completion_tokens=24, temperature=0.0)
+    free = generate(policy, tokenizer, prompts, sampling, 2)
+    cut = generate(policy, tokenizer, prompts, replace(sampling, stop_strings=strings), 2)
+    expected = []
+    for ids, mask in zip(free.completion_ids, free.completion_mask, strict=True):
+        ids = ids[mask].tolist()
+        texts = [tokenizer.decode(ids[: t + 1], skip_special_tokens=False) for t in range(len(ids))]
+        found = [t for t, text in enumerate(texts) if any(string in text for string in strings)]
+        expected.append(ids[: found[0] + 1] if found else ids)
+    assert completions(cut) == expected
+    assert sum(map(len, expected)) < free.completion_mask.sum()
+    assert cut.terminated.all()
+    assert all(any(string in text for text in cut.texts) for string in strings[:2])
+
+
+def test_stop_tokens_by_name(tiny_model, tokenizer):
+    config, model = RolloutConfig(stop_tokens=["####", "<|im_end|>"]), tiny_model(vocab_size=600)
+    named = tokenizer.convert_tokens_to_ids(config.stop_tokens)
+    assert make_sampling(model, tokenizer, config).stop_ids == sorted(named)
+    assert make_sampling(model, tokenizer, replace(config, stop_tokens=[])).stop_ids == []
+    with pytest.raises(ValueError, match=r"^stop_tokens: the tokenizer has no '<end>'; stop_strings takes any text$"):
+        make_sampling(model, tokenizer, replace(config, stop_tokens=["<|im_end|>", "<end>"]))
 
 
 def test_masks_come_from_lengths_when_pad_is_a_stop_token(tokenizer):

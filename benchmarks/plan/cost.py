@@ -8,7 +8,8 @@ from typing import Literal
 
 from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
 from pspo.config import ModelConfig, TrainConfig, require
-from pspo.model import load_model_config, uses_adapters
+from pspo.hub.models import uses_adapters
+from pspo.model import load_model_config
 from pspo.model.logprobs import CHUNK_TOKENS
 
 PHASES = ("rollout", "training")

@@ -22,8 +22,8 @@ from pspo.config import EvaluateConfig
 from pspo.environments import player
 from pspo.evaluate.compare import compare
 from pspo.evaluate.results import render
-from pspo.model import autocast, load_policy, load_tokenizer, pad_token_id, shares_prompts, stop_token_ids
-from pspo.rollout import Prompts, Sampling, load_prompts
+from pspo.model import autocast, load_policy, load_tokenizer, shares_prompts
+from pspo.rollout import Prompts, Sampling, load_prompts, make_sampling
 from pspo.run import records
 from pspo.run.cli import memory_errors, parse, user_errors
 from pspo.run.evaluation import evaluate
@@ -57,16 +57,8 @@ def prepare(
     prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room, environment)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)
-    sampling = Sampling(
-        stop_ids=stop_token_ids(policy, tokenizer),
-        pad_id=pad_token_id(policy, tokenizer),
-        top_p=config.eval.top_p,
-        max_completion_tokens=config.eval.max_completion_tokens,
-        max_rows=config.eval.max_tokens,  # which is the limit here
-        decoder="pspo" if shares_prompts(policy) else "hf",
-        play=player(environment),
-        max_turns=config.eval.max_turns,
-    )
+    decoder, rows = "pspo" if shares_prompts(policy) else "hf", config.eval.max_tokens  # which is the limit here
+    sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder, play=player(environment))
     about = fingerprint(policy, prompts)
     dist.run_on_main(lambda: begin(output, resolved, about, device))
     return policy, tokenizer, prompts, sampling

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from pspo.config import LoraConfig, ModelConfig, require
+from pspo.hub.models import resolve_adapters
 from pspo.model import load_policy, load_tokenizer
-from pspo.model.lora import resolve_adapters
 from pspo.run.cli import parse, user_errors
 
 

@@ -2,11 +2,15 @@
 
 import contextlib
 import difflib
+import importlib.util
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.hub import is_offline
 
@@ -41,6 +45,47 @@ def from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) ->
         return auto_class.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
         )
+
+
+def resolve_adapters(config: "ModelConfig") -> "ModelConfig":
+    """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder.
+
+    Raises ValueError if adapters are wanted without peft.
+    """
+    folder = Path(config.name_or_path).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
+        if not base["name_or_path"]:
+            raise ValueError(f"{folder} names no base model: name it, and this folder as --model.lora.name_or_path")
+        config = replace(config, **base, lora=replace(config.lora, name_or_path=str(folder)))
+    if uses_adapters(config) and importlib.util.find_spec("peft") is None:
+        raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
+    return config
+
+
+def uses_adapters(config: "ModelConfig") -> bool:
+    return config.lora.rank > 0 or config.lora.name_or_path is not None
+
+
+def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
+    """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
+    tokenizer = from_pretrained(AutoTokenizer, resolve_adapters(config))
+    for there, fix in (
+        (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
+        (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
+        (tokenizer.eos_token_id is not None, "no eos token to end completions with: use another model"),
+    ):
+        if not there:
+            raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
+    return tokenizer
+
+
+def load_model_config(config: "ModelConfig") -> PretrainedConfig:
+    """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
+    return from_pretrained(AutoConfig, resolve_adapters(config))
 
 
 def weight_files(config: "ModelConfig") -> list[Path]:

@@ -8,40 +8,27 @@ import jinja2
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
-from pspo.hub.models import from_pretrained, load_errors, weight_files
+from pspo.hub.models import (
+    from_pretrained,
+    load_errors,
+    load_model_config,
+    resolve_adapters,
+    uses_adapters,
+    weight_files,
+)
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 from pspo.model.logprobs import head_logits
-from pspo.model.lora import add_adapters, fill_adapters, resolve_adapters, uses_adapters
+from pspo.model.lora import add_adapters, fill_adapters
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
 if TYPE_CHECKING:
     from pspo.config import ModelConfig
-
-
-def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
-    """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    tokenizer = from_pretrained(AutoTokenizer, resolve_adapters(config))
-    for there, fix in (
-        (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
-        (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
-        (tokenizer.eos_token_id is not None, "no eos token to end completions with: use another model"),
-    ):
-        if not there:
-            raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
-    return tokenizer
-
-
-def load_model_config(config: "ModelConfig") -> transformers.PretrainedConfig:
-    """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    return from_pretrained(AutoConfig, resolve_adapters(config))
 
 
 def load_policy(config: "ModelConfig", device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:

@@ -4,10 +4,7 @@ PEFT puts its layers into the model, which stays the one that transformers made.
 train: rollouts, log-probs and gradients run the same layers. They are saved and loaded as PEFT folders.
 """
 
-import importlib.util
-import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,27 +17,6 @@ from pspo import distributed as dist
 
 if TYPE_CHECKING:
     from pspo.config import ModelConfig
-
-
-def resolve_adapters(config: "ModelConfig") -> "ModelConfig":
-    """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder.
-
-    Raises ValueError if adapters are wanted without peft.
-    """
-    folder = Path(config.name_or_path).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
-        if not base["name_or_path"]:
-            raise ValueError(f"{folder} names no base model: name it, and this folder as --model.lora.name_or_path")
-        config = replace(config, **base, lora=replace(config.lora, name_or_path=str(folder)))
-    if uses_adapters(config) and importlib.util.find_spec("peft") is None:
-        raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
-    return config
-
-
-def uses_adapters(config: "ModelConfig") -> bool:
-    return config.lora.rank > 0 or config.lora.name_or_path is not None
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import attends_fully
@@ -119,6 +119,7 @@ def decode(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
     prompt_mask: Tensor,
     sampling: Sampling,
     group_size: int,
@@ -129,6 +130,7 @@ def decode(
     Args:
         input_ids, prompt_mask: (N, P) int64, left-padded prompts.
         logits_processor: the library's, which apply minimum length, temperature and top_k.
+        stopping_criteria: the library's, for stop tokens and strings.
 
     Returns:
         (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
@@ -157,7 +159,6 @@ def decode(
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
         attended = attended.bool()[:, None, None]  # the form attention needs, made once
     positions = positions[:, -1:].repeat_interleave(group_size, dim=0)  # (b, 1)
-    stops = torch.tensor(sampling.stop_ids, device=rows.device)
     live = torch.arange(len(rows), device=rows.device)  # (b,), indices of the live rows
     ended = torch.zeros_like(live, dtype=torch.bool)
     step = _FixedStep(forward, attended, positions, at) if graphs else None
@@ -181,7 +182,7 @@ def decode(
         if logprobs is not None:
             logits = scores if sampling.nucleus else logits / (sampling.temperature or 1.0)
             logprobs[live, end - prompt_length] = -cross_entropy(logits, tokens, reduction="none")
-        ended |= torch.isin(tokens, stops)
+        ended |= stopping_criteria(rows[live, : end + 1], logits)
         check = (end - prompt_length) % check_every == 0
         if end == prompt_length + limit - 1 or (check and ended.all()):
             break

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from pspo import distributed as dist
 from pspo.model import attends_fully, autocast, pad_token_id, shares_prompts, stop_token_ids
@@ -31,11 +37,17 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 def make_sampling(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig", **more: bool
 ) -> Sampling:
-    """Sampling as the switches and ``more`` fields say, with the model's own stop tokens and padding."""
+    """Sampling as the switches and ``more`` fields say, with the model's own padding, and stop tokens unless named.
+
+    Raises ValueError for a stop token that the tokenizer does not have.
+    """
     shared = {part.name for part in fields(Sampling)} & {part.name for part in fields(config)}
     values = {name: getattr(config, name) for name in shared}
-    stop_ids, pad_id = stop_token_ids(model, tokenizer), pad_token_id(model, tokenizer)
-    return Sampling(stop_ids=stop_ids, pad_id=pad_id, **values, **more)
+    named, known = config.stop_tokens, tokenizer.get_vocab()
+    if unknown := set(named or ()) - known.keys():
+        raise ValueError(f"stop_tokens: the tokenizer has no {min(unknown)!r}; stop_strings takes any text")
+    stop_ids = stop_token_ids(model, tokenizer) if named is None else sorted(known[token] for token in named)
+    return Sampling(stop_ids=stop_ids, pad_id=pad_token_id(model, tokenizer), **values | more)
 
 
 def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
@@ -77,12 +89,16 @@ def generate(
     with _inference(model):
         for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
             unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
-            pieces.append(_complete(model, ids[:, unpadded:], mask[:, unpadded:].long(), sampling, group_size))
+            inputs = (ids[:, unpadded:], mask[:, unpadded:].long())
+            pieces.append(_complete(model, tokenizer, *inputs, sampling, group_size))
 
     prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
     completion_ids = cat_padded([ids for ids, _, _ in pieces], sampling.pad_id)
     width = completion_ids.shape[1]
-    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, device=model.device))
+    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=model.device))
+    if sampling.stop_strings:
+        ends = StopStrings(tokenizer, sampling.stop_strings)
+        is_stop |= torch.stack([ends(completion_ids[:, : t + 1]) for t in range(width)], dim=1)
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
     completion_mask = torch.arange(width, device=model.device) < lengths[:, None]
@@ -93,16 +109,34 @@ def generate(
     return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
 
 
+class StopStrings(StopStringCriteria):
+    """The library's search for stop strings at the end of rows (b, t), after the prompt: (b,) bool."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int = 0):
+        super().__init__(tokenizer, list(strings))
+        self.prompt_length = prompt_length
+
+    def __call__(self, rows: Tensor, scores: Tensor | None = None, **_) -> Tensor:
+        return super().__call__(rows[:, self.prompt_length :], scores)
+
+
 def _complete(
-    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sampling, group_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    sampling: Sampling,
+    group_size: int,
 ) -> tuple[Tensor, Tensor | None, Nucleus | None]:
     """(N, P) prompts to (N * group_size, T) completions, padded after their stop token; their log-probs and nucleus."""
-    config = sampling.generation_config()
+    strings = sampling.stop_strings
+    stops = [StopStrings(tokenizer, strings, prompt_ids.shape[1])] if strings else []
+    config = {"generation_config": sampling.generation_config(), "stopping_criteria": StoppingCriteriaList(stops)}
     if not sampling.library:
         loop = partial(decode, prompt_mask=prompt_mask, sampling=sampling, group_size=group_size)
-        return model.generate(prompt_ids, attention_mask=prompt_mask, generation_config=config, custom_generate=loop)
+        return model.generate(prompt_ids, attention_mask=prompt_mask, custom_generate=loop, **config)
     ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
-    rows = model.generate(ids, attention_mask=mask, generation_config=config, synced_gpus=sampling.synced)
+    rows = model.generate(ids, attention_mask=mask, synced_gpus=sampling.synced, **config)
     return rows[:, ids.shape[1] :], None, None
 
 

@@ -39,6 +39,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     max_completion_tokens: int = 128
     min_completion_tokens: int = 0
+    stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
     max_rows: int = 256  # decoded at a time
     decoder: Decoder = "pspo"
     logprobs: bool = False  # keep those that the tokens were sampled with; not with the library's own loop
@@ -72,7 +73,7 @@ class Sampling:
             num_beams=1,
             max_new_tokens=self.max_completion_tokens,
             min_new_tokens=self.min_completion_tokens,
-            eos_token_id=list(self.stop_ids),
+            eos_token_id=list(self.stop_ids) or None,
             pad_token_id=self.pad_id,
             use_cache=True,
         )

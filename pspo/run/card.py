@@ -11,8 +11,7 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo.config import EvalConfig, LoraConfig, RewardConfig, TrainConfig
-from pspo.model import ASSETS, uses_adapters
-from pspo.model.lora import resolve_adapters
+from pspo.hub.models import ASSETS, resolve_adapters, uses_adapters
 from pspo.run.records import as_setting
 from pspo.run.results import Record, as_text, from_record, label
 from pspo.tasks.datasets import SOURCES
@@ -113,8 +112,8 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
             switches["reward.weights"] = config.reward.weights
     if config.run.test_limit:
         switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
-    for part in ("max_completion_tokens", "environment", "max_turns"):
-        if getattr(config.rollout, part) != getattr(EvalConfig, part):
+    for part in ("max_completion_tokens", "environment", "max_turns", "stop_tokens", "stop_strings"):
+        if getattr(config.rollout, part) != getattr(EvalConfig(), part):
             switches[f"eval.{part}"] = getattr(config.rollout, part)
     switches["run.output_dir"] = Path(model).parent / "evaluation"
     return " ".join(["python -m pspo.evaluate", *(f"--{name} {shlex.quote(str(v))}" for name, v in switches.items())])

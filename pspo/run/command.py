@@ -87,9 +87,10 @@ def print_header(run: Run) -> None:
     config, policy = run.config, run.learner.policy
     algorithm, rollout = config.algorithm, config.rollout
     sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in run.prompts.items())
-    stops = " or ".join(map(str, run.tokenizer.convert_ids_to_tokens(run.sampling.stop_ids)))
+    stops = [*run.tokenizer.convert_ids_to_tokens(run.sampling.stop_ids), *map(repr, run.sampling.stop_strings)]
     print(f"model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters on {policy.device}")
-    print(f"data    {config.data.name}: {sizes} problems; completions end at {stops}")
+    end = " or ".join(stops) or "their limit alone"
+    print(f"data    {config.data.name}: {sizes} problems; completions end at {end}")
     print(f"method  {algorithm.surrogate}, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches per rollout "
           f"of {rollout.prompts} x {rollout.group_size}")  # fmt: skip
     lora = has_adapters(policy)

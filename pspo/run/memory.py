@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import LoraConfig, ModelConfig, TrainConfig
-from pspo.model import autocast, casts_to_bf16, uses_adapters
+from pspo.hub.models import resolve_adapters, uses_adapters
+from pspo.model import autocast, casts_to_bf16
 from pspo.model.load import ready, weights_dtype, without_dropout
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
-from pspo.model.lora import resolve_adapters
 
 GB = 2**30
 USABLE = 0.9  # of the device's memory: the rest is fragments, buffers and the libraries' own

@@ -64,6 +64,12 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
     policy = load_policy(config.model, device, sharded)
     check_decoder(policy, config.rollout.decoder)
+    more = {
+        "logprobs": config.algorithm.correction != "none",
+        "nucleus": config.algorithm.nucleus == "replay",
+        "play": player(make_environment),
+    }
+    sampling = make_sampling(policy, tokenizer, config.rollout, synced=config.distributed.rollout == "synced", **more)
     reference = None
     if config.algorithm.beta > 0:
         lora = has_adapters(policy)  # then no second copy of the model
@@ -81,13 +87,6 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         progress = restore(config, resolved, output, learner, stateful, progress)
         dist.run_on_main(lambda: update_config(output, resolved))
     dist.run_on_main(lambda: write_environment(output, device))
-    more = {
-        "logprobs": config.algorithm.correction != "none",
-        "nucleus": config.algorithm.nucleus == "replay",
-        "play": player(make_environment),
-    }
-    synced = config.distributed.rollout == "synced"
-    sampling = make_sampling(policy, tokenizer, config.rollout, synced=synced, **more)
     tracker = config.run.tracker if dist.is_main() else "none"
     tracker = start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps)
     return Run(config, learner, tokenizer, sampling, prompts, output, lock, progress, stateful, tracker)
