@@ -122,6 +122,7 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     assert sweep() == 0
     assert "all runs are finished: out" in capsys.readouterr().out
     assert calls() == [
+        "e/untrained/evaluation",
         *(f"e-search/{setting}/seed-42" for setting in (A, B, C, D)),
         *(f"e-search/{setting}/seed-{seed}" for seed in (43, 44) for setting in (B, D)),
         f"e/{D}/seed-0", f"e/{D}/seed-0/evaluation", f"e/{D}/seed-1", f"e/{D}/seed-1/evaluation",
@@ -147,7 +148,7 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
         f"--run.output_dir={folders[0]}/evaluation",
     ]  # fmt: skip
     assert [Path(folder, "best").exists() for folder in folders] == [True, False]  # a search needs no weights
-    assert (sweep(), len(calls())) == (0, 12)  # finished runs are not run again
+    assert (sweep(), len(calls())) == (0, 13)  # finished runs are not run again
 
 
 def test_without_a_search_every_setting_runs_with_every_seed(here):
@@ -200,7 +201,8 @@ def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(her
     assert "failed: out/e/pspo/seed-0: exit code 75" in capsys.readouterr().err
     world()
     assert sweep() == 0  # without --retry_failed
-    assert calls() == ["e/pspo/seed-0", "e/pspo/seed-0/evaluation", "e/pspo/seed-0/evaluation"]
+    evaluation = "e/pspo/seed-0/evaluation"
+    assert calls() == ["e/untrained/evaluation", "e/pspo/seed-0", evaluation, evaluation]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ that this selects (`pspo.sweep.plan.Search`).
     <output>/<experiment>/<method>-<setting>/seed-<n>/           a full run; evaluations as <name>/results.json
     <output>/<experiment>/<method>-<setting>/seed-<n>.yaml .log  its configuration, and what it printed
     <output>/<experiment>/<method>-<setting>/seed-<n>.failed     why it failed, if it did
+    <output>/<experiment>/untrained/                             evaluations of the model that the runs begin with
     <output>/<experiment>/selection.json                         selected settings, and the rewards that decided
     <output>/<experiment>-search/...                             runs of the search, in the same way
 
@@ -40,15 +41,16 @@ def show_plan(plan: list[Method]) -> None:
     """Print all runs, or the settings of a search, then runs and training tokens by experiment and stage."""
     rows = []
     for method in plan:
-        if list(method.stages) == ["full"]:
-            for job in method.jobs(["full"], list(method.settings)):
-                print(f"{method.experiment}/{job.setting}/seed-{job.seed}{' (finished)' if job.finished else ''}")
+        if len(method.stages) == 1:
+            for job in method.jobs(list(method.stages), list(method.settings)):
+                seed = "" if job.stage == "untrained" else f"/seed-{job.seed}"
+                print(f"{method.experiment}/{job.setting}{seed}{' (finished)' if job.finished else ''}")
         else:
             print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
         for stage, n in method.stages.items():
             jobs = method.jobs([stage], list(method.settings)[:n])
             sums = sum(job.finished for job in jobs), sum(job.tokens for job in jobs)
-            rows.append((method.experiment, stage, len(jobs), *sums))
+            rows += [(method.experiment, stage, len(jobs), *sums)] if stage != "untrained" else []
     table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished", "tokens, at most"])
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
 
@@ -77,11 +79,11 @@ async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None
     """Run the stages of all methods one after the other, and write what the search selected."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    for stage in ("grid", "confirm", "full"):
+    for stage in ("untrained", "grid", "confirm", "full"):
         due = [method for method in plan if stage in method.stages]
         for name in {method.experiment for method in due if stage == "full" and len(method.stages) > 1}:
             (output / name).mkdir(exist_ok=True)
-            write_json(output / name / "selection.json", {m.name: m.selection() for m in plan if m.experiment == name})
+            write_json(output / name / "selection.json", {m.name: m.selection() for m in due if m.experiment == name})
         tasks = [asyncio.create_task(workers.carry_out(job)) for m in due for job in m.jobs([stage], m.chosen(stage))]
         with Bar(desc=stage, total=len(tasks), unit="run", quiet=not tasks) as bar:
             for finished in asyncio.as_completed(tasks):

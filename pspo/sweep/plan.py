@@ -44,7 +44,7 @@ class Experiment:
         seeds: of the full runs.
         shared: switches of every run; those of a method override them.
         search: how to select a setting of each method; unset, all of them run in full.
-        evaluate: switches of pspo.evaluate by the name of a folder in the run's.
+        evaluate: switches of pspo.evaluate by the name of a folder in the run's; of the untrained model, too.
     """
 
     methods: dict[str, Switches | list[Switches]]
@@ -81,7 +81,10 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """A training run of at most ``tokens`` tokens, and the evaluations of its best model by folder."""
+    """A training run of at most ``tokens`` tokens, and the evaluations of its best model by folder.
+
+    In the stage "untrained" there are the evaluations alone, of the model that the runs begin with.
+    """
 
     folder: Path  # its .yaml, .log and .failed lie beside it
     stage: str
@@ -93,7 +96,7 @@ class Job:
 
     @property
     def trained(self) -> bool:
-        return (self.folder / "summary.json").exists()
+        return self.stage == "untrained" or (self.folder / "summary.json").exists()
 
     @property
     def finished(self) -> bool:
@@ -157,6 +160,12 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
         if search:
             confirm = {"confirm": (search.keep, search.confirm_seeds, search.switches)}
             stages = {"grid": (None, search.seeds, search.switches)} | confirm | stages
+        if experiment.evaluate:
+            (first, *_) = grid_points(next(iter(experiment.methods.values())))
+            _, text = parse_once(TrainConfig, f"pspo.sweep: {name}", tuple(as_args(experiment.shared | first)))
+            folder = Path(sweep.output, name, "untrained")
+            job = Job(folder, "untrained", "untrained", 0, yaml.safe_load(text), 0, experiment.evaluate)
+            plan.append(Method(name, "untrained", {"untrained": {}}, {"untrained": None}, [job]))
         for method, grid in Bar(experiment.methods.items(), desc=f"check {name}", leave=False):
             settings, jobs = {}, []
             for (stage, (_, seeds, own)), point in product(stages.items(), grid_points(grid)):
