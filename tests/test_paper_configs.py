@@ -15,7 +15,9 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
+from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.report.__main__ import main as report
 from pspo.run.cli import parse
 from pspo.train import main
 
@@ -71,6 +73,34 @@ def test_files_say_what_the_paper_says(base):
         )  # fmt: skip
 
 
+def write_problems(data: Path, *splits: str) -> None:
+    """GSM8K and MATH in their makers' formats."""
+    lines = {
+        "gsm8k": [{"question": f"What is {n}+1?", "answer": f"It is #### {n + 1}"} for n in range(8)],
+        "math": [{"problem": f"What is {n}+1?", "solution": rf"\boxed{{{n + 1}}}", "type": "?"} for n in range(8)],
+    }
+    for name, problems in lines.items():
+        for split in splits:
+            file = data / name / f"{split}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+
+
+def test_a_stand_in_models_run_is_evaluated_and_stands_beside_the_paper(tmp_path, capsys):
+    write_problems(tmp_path / "data", "train", "validation", "test")
+    data, run = f"--data.path={tmp_path / 'data'}", str(tmp_path / "run")
+    args = ["--model.name_or_path=tiny-base", data, "--run.max_tokens=1", "--rollout.prompts=2", "--run.test_limit=0"]
+    main([*switches("qwen2.5-0.5b-gsm8k+math", "clip"), *args, "--run.validation_limit=2", f"--run.output_dir={run}"])
+    for model in ("tiny-base", f"{run}/best"):
+        words = [f"--model.name_or_path={model}", "--data.name=gsm8k+math", data, "--data.limit=8"]
+        evaluate([*words, f"--run.output_dir={run}/evaluation-{Path(model).name}"])
+    report([run, "--against", "paper", "--output_dir", str(tmp_path / "report")])
+    rows = [line.split("|") for line in (tmp_path / "report/against-paper.md").read_text().splitlines()]
+    ours = [[cell.strip() for cell in row[1:5]] for row in rows if len(row) > 5 and "ours" in row[4]]
+    assert ours == [["tiny-base", "", "untrained", "ours"], ["tiny-base", "gsm8k+math", "Clip", "ours, 1 seed"]]
+    assert all("[" in row[5] and "[" in row[8] for row in rows if len(row) > 5 and "ours" in row[4])  # GSM8K and MATH
+
+
 @pytest.mark.parametrize(
     ("base", "method"),
     [
@@ -80,15 +110,7 @@ def test_files_say_what_the_paper_says(base):
 )
 def test_files_train_a_stand_in_model(base, method, tmp_path):
     """One rollout of the embedded model on a few problems in the sources' own formats, all else as the files say."""
-    lines = {
-        "gsm8k": [{"question": f"What is {n}+1?", "answer": f"It is #### {n + 1}"} for n in range(8)],
-        "math": [{"problem": f"What is {n}+1?", "solution": rf"\boxed{{{n + 1}}}", "type": "?"} for n in range(8)],
-    }
-    for name, problems in lines.items():
-        for split in ("train", "validation"):
-            file = tmp_path / "data" / name / f"{split}.jsonl"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    write_problems(tmp_path / "data", "train", "validation")
     args = ["--model.name_or_path=tiny-base", f"--data.path={tmp_path / 'data'}", "--run.max_tokens=1",
             "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
     main([*switches(base, method), *args, f"--run.output_dir={tmp_path / 'run'}"])

@@ -361,6 +361,67 @@ def test_nothing_to_report_is_an_error(tmp_path, capsys):
     assert "error: nothing to report in" in capsys.readouterr().err
 
 
+# Against the paper
+
+
+def against(roots, tmp_path) -> tuple[list[list[str]], str]:
+    """The rows of against-paper.md's first table, and its text."""
+    main([*map(str, roots), "--against", "paper", "--output_dir", str(tmp_path / "out")])
+    text = (tmp_path / "out/against-paper.md").read_text()
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")
+    ], text
+
+
+def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path):
+    paper = {"model.name_or_path": "Qwen/Qwen2.5-0.5B", "data.name": "gsm8k"}
+    for seed, value in enumerate([0.50, 0.52, 0.54]):
+        run = make_run(f"p{seed}", "PSPO", seed, after=0.9, **paper)  # of 100 problems: fewer than the evaluation's
+        make_evaluation(run / "all", str(run / "best"), 0.7, data="gsm8k+asdiv")
+        results = json.loads((run / "all/results.json").read_text())
+        estimate = {"value": value, "ci95": [value, value]}
+        sets = {name: {"n": 1319, "accuracy": estimate, "gold_anywhere": estimate} for name in ("gsm8k", "asdiv")}
+        results["temperatures"]["0"]["breakdown"] = {"source": sets}
+        (run / "all/results.json").write_text(json.dumps(results))
+    make_evaluation(tmp_path / "runs/before", "Qwen/Qwen2.5-0.5B", 0.2, data="math")
+    make_run("another", "NoClip", after=0.8)
+    rows, text = against([tmp_path / "runs"], tmp_path)
+    columns = ["gsm8k", "asdiv", "svamp", "math", "sums"]
+    assert rows[0] == ["", "trained on", "method", "whose", *columns, "setting"]
+    (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "paper"])
+    assert rows[place][4:8] == ["53.0", "78.8", "69.7", "41.9"]  # by the paper's main table
+    half = 100 * T2 * 0.02
+    both = [f"52.0 [{52 - half:.1f}, {52 + half:.1f}] ({gap})" for gap in ("-1.0", "-26.8")]
+    assert rows[place + 1][:8] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "ours, 3 seeds", *both, "–", "–"]
+    (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "", "untrained", "paper"])
+    assert rows[place + 1][3:8] == ["ours", "40.0 [30.0, 60.0] (+23.1)", "–", "–", "20.0 [19.0, 21.0] (-10.2)"]
+    assert rows[-1][:4] == ["tiny", "sums", "NoClip", "ours, 1 seed"]
+    assert "The paper has no runs of tiny: nothing is compared there." in text
+    assert "Alpha" not in text
+
+
+def test_alphas_stand_beside_the_papers(make_run, tmp_path):
+    for alpha in (0.1, 0.3):
+        for seed in range(3):
+            metrics = {"validation_reward": [0.9, alpha + 0.1 * seed]}
+            make_run(f"{alpha}/{seed}", "PSPO", seed, metrics=metrics, alpha=alpha)
+    make_run("clip", "Clip", metrics={"validation_reward": [0.9, 0.9]})
+    _, text = against([tmp_path / "runs"], tmp_path)
+    header, _, paper, ours = [line for line in text.partition("## Alpha")[2].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, paper, ours)]
+    assert cells[0] == ["", "alpha 0.1", "alpha 0.2", "alpha 0.3", "alpha 0.4", "alpha 0.5"]
+    assert cells[1] == ["paper, Qwen2-Math-1.5B", "0.170", "0.276", "–", "0.319", "0.240"]
+    half = T2 * 0.1
+    mean = [f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]" for value in (0.2, 0.4)]
+    assert cells[2] == ["tiny, sums, 1", mean[0], "–", mean[1], "–", "–"]
+
+
+def test_the_packed_results_are_shown_as_other_models(tmp_path):
+    rows, text = against([Path(__file__).parents[1] / "results/tiny-protocol"], tmp_path)
+    assert len([row for row in rows if row[3].startswith("ours, 5 seeds")]) == 12
+    assert "The paper has no runs of tiny-base, tiny-math: nothing is compared there." in text
+
+
 # Packing
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from pspo.report.figures import draw_curves
+from pspo.report.paper import against_paper
 from pspo.report.runs import ARGUMENT, DATA, MODEL, SEED, Runs, labels, methods, pack, read_runs, settings, warn
 from pspo.report.tables import (
     DIAGNOSTICS,
@@ -120,12 +121,19 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="run folders, packed folders, or above them")
     parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
+    against = "also the paper's numbers beside these runs' (against-paper.md)"
+    parser.add_argument("--against", choices=["paper"], help=against)
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
     options = parser.parse_args(args)
     output = options.pack or options.output_dir
     try:
         output.mkdir(parents=True, exist_ok=True)
-        files = (pack if options.pack else report)(read_runs(options.runs), output)
+        runs = read_runs(options.runs)
+        files = (pack if options.pack else report)(runs, output)
+        if options.against:
+            write_text(output / "against-paper.md", text := against_paper(runs))
+            print(text)
+            files.append(output / "against-paper.md")
     except (OSError, ValueError) as error:
         print(f"pspo.report: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

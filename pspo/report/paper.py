@@ -1,0 +1,104 @@
+"""Our runs beside the paper's numbers: ``python -m pspo.report RUNS --against paper``.
+
+`paper.csv` has them: the accuracies (gold anywhere, greedy, %) of its main table, those that its text gives of 7B
+models, and the validation rewards of its ablation of alpha. Of 7B it does not say the training data; gsm8k+math is our
+reading.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+from pspo.report.runs import ARGUMENT, DATA, MODEL, SURROGATE, Runs, labels, methods, settings
+from pspo.report.tables import as_markdown, learning, over_seeds
+
+SETS = ["gsm8k", "asdiv", "svamp", "math"]
+NOTE = (
+    "Accuracy (%): the gold value anywhere in the response, greedy. Ours: mean over seeds with its 95% interval (of one"
+    " seed the interval over problems), and in parentheses the difference from the paper, which gives no intervals."
+)
+ALPHA = (
+    "Mean validation reward at the end, over seeds with its 95% interval. The paper does not say how many seeds it has."
+)
+
+
+def against_paper(runs: Runs) -> str:
+    """Both tables as Markdown: the paper's rows with ours below each, then those of ours that it has not."""
+    paper = pd.read_csv(Path(__file__).with_name("paper.csv"), keep_default_na=False)
+    key, ours = ["model", "data", "method"], our_accuracies(runs)
+    columns = SETS + sorted(set(ours["column"]) - set(SETS))
+    of_ours, rows = dict(list(ours.groupby(key, sort=False))), []
+    for name, of_paper in paper[paper["table"] != "alpha"].groupby(key, sort=False):
+        values = dict(zip(of_paper["measure"], of_paper["value"], strict=True))
+        rows.append([*name, "paper", *(f"{values[column]:.1f}" if column in values else "–" for column in columns), ""])
+        rows += our_rows(of_ours.pop(name, ours[:0]), columns, values)
+    for of_name in of_ours.values():
+        rows += our_rows(of_name, columns, {})
+    strangers = sorted(set(ours["model"]) - set(paper["model"]))
+    said = f" The paper has no runs of {', '.join(strangers)}: nothing is compared there." if strangers else ""
+    table = pd.DataFrame(rows, columns=["model", "trained on", "method", "whose", *columns, "setting"])
+    text = as_markdown(table.set_index("model"))
+    return "\n\n".join(["# Against the paper", text, NOTE + said, *alphas(runs, paper)]) + "\n"
+
+
+def our_accuracies(runs: Runs) -> pd.DataFrame:
+    """Rows of model, data ("" untrained), method, row (the setting), column (a test set), seeds, mean, low and high.
+
+    An evaluation of a mixture counts for each of its sets. Of several evaluations the one of most problems counts.
+    """
+    numbers = runs.numbers[(runs.numbers["measure"] == "gold_anywhere") & (runs.numbers["temperature"] == "0")]
+    numbers = numbers[(numbers["split"] == "test") & numbers["stage"].isin(["before", "after"])]
+    whole = numbers["group"].isna() & ~numbers["data"].str.contains("+", regex=False)
+    numbers = numbers[whole | (numbers["part"] == "source")]
+    trained, configs = numbers["stage"] == "after", runs.configs
+    label = pd.concat([configs[MODEL], *(labels(of) for _, of in configs.groupby([MODEL, DATA, SURROGATE]))])
+    label = label[~label.index.duplicated(keep="last")]
+    numbers = numbers.assign(
+        model=[Path(name).name for name in numbers["model"]],
+        data=numbers["run"].map(configs[DATA]).where(trained, ""),
+        method=numbers["run"].map(methods(configs)).where(trained, "untrained"),
+        row=numbers["run"].map(label).where(trained, "untrained"),
+        column=numbers["group"].where(numbers["group"].notna(), numbers["data"]),
+    )
+    numbers["one"] = numbers["run"].where(trained, numbers["model"])
+    numbers = numbers.sort_values("n").drop_duplicates(["one", "column"], keep="last")
+    found = [pd.DataFrame(columns=["model", "data", "method", "row", "column", "seeds"])]
+    for (model, data, method), of_task in numbers.groupby(["model", "data", "method"]):
+        found.append(over_seeds(of_task).assign(model=model, data=data, method=method))
+    return pd.concat(found[1:] or found)
+
+
+def our_rows(ours: pd.DataFrame, columns: list[str], paper: dict[str, float]) -> list[list[str]]:
+    """One row per setting, with the difference from the paper where it has the number."""
+    rows = []
+    for (*name, setting), of_row in ours.groupby(["model", "data", "method", "row"], sort=False):
+        texts = {}
+        for cell in of_row.itertuples():
+            interval = f" [{100 * cell.low:.1f}, {100 * cell.high:.1f}]" if pd.notna(cell.low) else ""
+            gap = f" ({100 * cell.mean - paper[cell.column]:+.1f})" if cell.column in paper else ""
+            texts[cell.column] = f"{100 * cell.mean:.1f}{interval}{gap}"
+        n = of_row["seeds"].max()
+        whose = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
+        own = setting.removeprefix(name[2]).strip(" ()")
+        rows.append([*name, whose, *(texts.get(column, "–") for column in columns), own])
+    return rows
+
+
+def alphas(runs: Runs, paper: pd.DataFrame) -> list[str]:
+    """The ablation: the last validation reward by alpha, the paper's and ours where settings differ in alpha alone."""
+    switch = f"{ARGUMENT}alpha"
+    if switch not in runs.configs:
+        return []
+    configs = runs.configs.dropna(subset=switch)
+    group = settings(configs, besides=[switch])
+    group = group[configs.groupby(group)[switch].transform("nunique") > 1]
+    row = configs[MODEL].map(lambda name: Path(name).name) + ", " + configs[DATA] + ", " + (group + 1).astype(str)
+    values = learning(runs).query("column == 'final validation reward' and run in @group.index")
+    values = values.assign(row=values["run"].map(row), column=values["run"].map(configs[switch]).astype(float))
+    of_paper = {float(row.alpha): f"{row.value:.3f}" for row in paper[paper["table"] == "alpha"].itertuples()}
+    table = {"paper, Qwen2-Math-1.5B": of_paper}
+    for cell in over_seeds(values).itertuples():
+        interval = f" [{cell.low:.3f}, {cell.high:.3f}]" if pd.notna(cell.low) else ""
+        table.setdefault(cell.row, {})[cell.column] = f"{cell.mean:.3f}{interval}"
+    table = pd.DataFrame(table).T.sort_index(axis=1).fillna("–").rename(columns="alpha {:g}".format)
+    return ["## Alpha", as_markdown(table), ALPHA] if len(table) > 1 else []
