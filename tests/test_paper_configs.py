@@ -1,6 +1,7 @@
 """configs/paper against the paper's numbers: its setup, its table of shared settings and its two tables of methods."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def switches(base: str, method: str | None) -> list[str]:
 
 
 def test_every_file_is_listed_here():
-    assert {file.stem for file in PAPER.glob("*.yaml")} == set(BASES)
+    assert {file.stem for file in PAPER.glob("*.yaml")} == {*BASES, "trl-0.25.1"}
     assert {file.stem for file in (PAPER / "methods").glob("*.yaml")} == set(METHODS)
 
 
@@ -71,6 +72,18 @@ def test_files_say_what_the_paper_says(base):
                 validation_limit=1000, test_limit=0,
             ),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_trls_defaults_are_a_file_over_a_configuration(base):
+    config, _ = parse(TrainConfig, "pspo.train", switches(base, "clip"))
+    other, _ = parse(TrainConfig, "pspo.train", [*switches(base, "clip"), f"--config={PAPER / 'trl-0.25.1.yaml'}"])
+    assert other == replace(
+        config,
+        algorithm=replace(config.algorithm, advantage_scale="group"),
+        optimizer=replace(config.optimizer, schedule="linear"),
+        run=replace(config.run, max_steps=10_000),
+    )
 
 
 def write_problems(data: Path, *splits: str) -> None:

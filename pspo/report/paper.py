@@ -48,7 +48,7 @@ def our_accuracies(runs: Runs) -> pd.DataFrame:
     """
     numbers = runs.numbers[(runs.numbers["measure"] == "gold_anywhere") & (runs.numbers["temperature"] == "0")]
     numbers = numbers[(numbers["split"] == "test") & numbers["stage"].isin(["before", "after"])]
-    whole = numbers["group"].isna() & ~numbers["data"].str.contains("+", regex=False)
+    whole = numbers["group"].isna() & ~numbers["data"].astype(str).str.contains("+", regex=False)
     numbers = numbers[whole | (numbers["part"] == "source")]
     trained, configs = numbers["stage"] == "after", runs.configs
     label = pd.concat([configs[MODEL], *(labels(of) for _, of in configs.groupby([MODEL, DATA, SURROGATE]))])
