@@ -230,7 +230,7 @@ class RolloutConfig:
         prompts: prompts per rollout
         group_size: completions per prompt; a group of 1 would always have advantage 0
         max_completion_tokens: maximum length of a completion
-        min_completion_tokens: minimum length of a completion; stop tokens are masked until then
+        min_completion_tokens: minimum length of a completion; stop tokens are masked until then, not stop strings
         stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
         stop_strings: texts that end a completion, too, such as ["Question:"]
         temperature: sampling temperature, also applied to every log-prob
@@ -262,6 +262,7 @@ class RolloutConfig:
         fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
         rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
+        require(all(self.stop_strings), "rollout.stop_strings", "must not be empty texts", self.stop_strings)
 
 
 @section("algorithm")
@@ -486,6 +487,7 @@ class EvalConfig:
         require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
+        require(all(self.stop_strings), "eval.stop_strings", "must not be empty texts", self.stop_strings)
 
 
 @section("run")

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 import pspo.train
-from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, TrainConfig
+from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, RolloutConfig, TrainConfig
 from pspo.run.card import describe_rewards, evaluate_command, model_card
 from pspo.run.cli import parse
 from pspo.run.records import read_json, read_jsonl
@@ -104,6 +104,7 @@ def test_only_what_was_measured_is_there():
     text = card(tests={"this model": test}, validations=[{}, rewards, rewards])
     assert cells(text)["this model | greedy reward [95%] on 9 held-out problems"] == "0.500 [0.400, 0.600]"
     assert cells(text)["step 10 | greedy reward on validation problems"] == "1.500"
+    assert text.count("greedy reward on validation problems") == 1
 
 
 def test_the_reward_is_its_weighted_sum():
@@ -113,7 +114,10 @@ def test_the_reward_is_its_weighted_sum():
 
 def test_the_evaluation_command_measures_the_runs_own_reward():
     reward = RewardConfig(functions=[ExactMatch(ignore_case=True), shlex.quote], weights=[1, 0.2])
-    config = TrainConfig(reward=reward, data=DataConfig(name="letters"))
+    rollout = RolloutConfig(stop_strings=["\n\n", "it's"], stop_tokens=["<|im_end|>"])
+    config = TrainConfig(reward=reward, data=DataConfig(name="letters"), rollout=rollout)
     words = shlex.split(evaluate_command(config, "runs/mine/best"))
     assert words[:3] == ["python", "-m", "pspo.evaluate"]
-    assert parse(EvaluateConfig, "pspo.evaluate", words[3:])[0].reward == reward
+    parsed, _ = parse(EvaluateConfig, "pspo.evaluate", words[3:])
+    assert parsed.reward == reward
+    assert (parsed.eval.stop_strings, parsed.eval.stop_tokens) == (rollout.stop_strings, rollout.stop_tokens)

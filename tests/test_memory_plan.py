@@ -91,15 +91,15 @@ def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
 
     def need(switch: str, number: int) -> float:
         values = dict.fromkeys(memory.AUTO, 1) | {switch: number}
-        return sum(planner.needs(memory.with_values(config, values))[memory.AUTO[switch]].values())
+        return sum(planner.needs(memory.replace_switches(config, values))[memory.AUTO[switch]].values())
 
     def filled(memory_there: float) -> dict[str, int]:
         monkeypatch.setattr(memory, "available_memory", lambda device: memory_there)
-        return memory.fill(config, 20, CPU)
+        return memory.largest_that_fit(config, 20, CPU)
 
     everything = {"rollout.max_rows": 500 // ranks, "optimizer.microbatch_tokens": 32 // ranks * (20 + 4 * 128)}
     assert filled(1e12) == everything  # the rows of the test, the tokens of a whole minibatch
-    assert fullest_microbatch(memory.with_values(config, everything), 20)[1] == 128 // ranks
+    assert fullest_microbatch(memory.replace_switches(config, everything), 20)[1] == 128 // ranks
     assert set(filled(1.0).values()) == {1}
     for switch, numbers in {"rollout.max_rows": (1, 7, 30), "optimizer.microbatch_tokens": (600, 1200, 3000)}.items():
         for number in numbers:
@@ -114,17 +114,21 @@ def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
 
 def test_a_run_with_auto_keeps_its_numbers_when_it_is_resumed(tmp_path, monkeypatch, capsys):
     def train(run: str, steps: int, max_rows: int | str, microbatch_tokens: int | str) -> dict:
-        tiny = ["--rollout.prompts=4", "--rollout.max_completion_tokens=8", "--run.test_limit=0"]
+        tiny = ["--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.test_limit=0", "--data.limit=20"]
         limits = [f"--rollout.max_rows={max_rows}", f"--optimizer.microbatch_tokens={microbatch_tokens}"]
         main(
             [*tiny, *limits, "--run.validate_every=0", f"--run.max_steps={steps}", f"--run.output_dir={tmp_path / run}"]
         )
         return read_config(tmp_path / run / "config.yaml")
 
-    monkeypatch.setattr(prepare, "fill", lambda *_: {"rollout.max_rows": 8, "optimizer.microbatch_tokens": 100})
+    monkeypatch.setattr(
+        prepare, "largest_that_fit", lambda *_: {"rollout.max_rows": 8, "optimizer.microbatch_tokens": 100}
+    )
     config = train("auto", 2, "auto", "auto")
     assert "auto    --rollout.max_rows 8 --optimizer.microbatch_tokens 100\n" in capsys.readouterr().out
-    monkeypatch.setattr(prepare, "fill", lambda *_: {"rollout.max_rows": 16, "optimizer.microbatch_tokens": 1000})
+    monkeypatch.setattr(
+        prepare, "largest_that_fit", lambda *_: {"rollout.max_rows": 16, "optimizer.microbatch_tokens": 1000}
+    )
     longer = config | {"run": config["run"] | {"max_steps": 4}}
     assert train("auto", 4, "auto", "auto") == train("auto", 4, "auto", "auto") == longer  # and finished
     train("numbers", 4, 8, 100)

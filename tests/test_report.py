@@ -239,6 +239,14 @@ def test_settings_come_from_the_configuration_alone(make_run, report):
     }
 
 
+def test_what_a_device_allows_is_no_part_of_the_setting(make_run, report):
+    for seed in range(3):
+        limits = {"optimizer.microbatch_tokens": 4000 + seed, "optimizer.lr": 1e-5}
+        make_run(f"a{seed}", "PSPO", seed, after=0.1 * seed, **limits)
+    cells, _, _ = report()
+    assert cells[SUMS, "Accuracy", "PSPO", ACCURACY][0] == 3
+
+
 def test_labels_name_only_what_differs(make_run):
     """A switch that depends on the method is named where the method is the odd one out, with its section if unclear."""
     for alpha in (0.1, 0.4):
@@ -387,7 +395,7 @@ def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path):
     make_run("another", "NoClip", after=0.8)
     rows, text = against([tmp_path / "runs"], tmp_path)
     columns = ["gsm8k", "asdiv", "svamp", "math", "sums"]
-    assert rows[0] == ["", "trained on", "method", "whose", *columns, "setting"]
+    assert rows[0] == ["", "trained on", "method", "source", *columns, "setting"]
     (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "paper"])
     assert rows[place][4:8] == ["53.0", "78.8", "69.7", "41.9"]  # by the paper's main table
     half = 100 * T2 * 0.02
@@ -395,7 +403,7 @@ def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path):
     assert rows[place + 1][:8] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "ours, 3 seeds", *both, "–", "–"]
     (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "", "untrained", "paper"])
     assert rows[place + 1][3:8] == ["ours", "40.0 [30.0, 60.0] (+23.1)", "–", "–", "20.0 [19.0, 21.0] (-10.2)"]
-    assert rows[-1][:4] == ["tiny", "sums", "NoClip", "ours, 1 seed"]
+    assert rows[-1][:4] == ["tiny", "sums", "NoClip, epochs 2", "ours, 1 seed"]  # the paper has one
     assert "The paper has no runs of tiny: nothing is compared there." in text
     assert "Alpha" not in text
 

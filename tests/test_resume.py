@@ -31,7 +31,7 @@ from pspo.config import TrainConfig
 from pspo.model import ASSETS
 from pspo.run.checkpoint import checkpoints, describe
 from pspo.run.cli import parse
-from pspo.run.records import differences, flat, read_jsonl
+from pspo.run.records import differences, flat, read_json, read_jsonl
 from pspo.run.resume import FIXED, FREE, LONGER, ROUNDING, STEERED, find_checkpoint
 from pspo.run.state import Run
 from pspo.tasks import Reward
@@ -556,6 +556,20 @@ def test_a_fork_without_a_change_is_its_parents_continuation(cut_off, whole, cap
     assert same_weights("again", str(whole))
     assert train("again") == 2  # without its parent's name it is another experiment
     assert "--run.fork_from was 'out', is None" in capfd.readouterr().err
+
+
+def test_the_validations_of_a_fork_are_its_own(cut_off):
+    assert train("fork", "--run.fork_from=out", "--run.validate_every=0", CONSTANT) == 0
+    assert not any(read_json(Path("fork/summary.json"))["validation"].values())
+    assert "validation problems" not in Path("fork/final/README.md").read_text()
+
+
+def test_the_tests_of_an_earlier_end_are_not_those_of_a_longer_run():
+    assert train("out", CONSTANT, "--run.test_limit=3", "--run.max_steps=4", "--run.validate_every=0") == 0
+    Path("out/test-final.jsonl").write_text("of the end at step 4")  # where the best model was another
+    assert train("out", CONSTANT, "--run.test_limit=3", "--run.max_steps=6", "--run.validate_every=0") == 0
+    assert not Path("out/test-final.jsonl").exists()
+    assert len(read_jsonl(Path("out/test-after.jsonl"))) == 3
 
 
 OTHER = ("--algorithm.surrogate=Clip", "--optimizer.lr=2e-4", "--optimizer.weight_decay=0.1", "--run.max_steps=8",

@@ -287,7 +287,9 @@ def test_stop_tokens_by_name(tiny_model, tokenizer):
     named = tokenizer.convert_tokens_to_ids(config.stop_tokens)
     assert make_sampling(model, tokenizer, config).stop_ids == sorted(named)
     assert make_sampling(model, tokenizer, replace(config, stop_tokens=[])).stop_ids == []
-    with pytest.raises(ValueError, match=r"^stop_tokens: the tokenizer has no '<end>'; stop_strings takes any text$"):
+    with pytest.raises(
+        ValueError, match=r"^--rollout.stop_tokens: the tokenizer has no '<end>'; stop_strings takes any text$"
+    ):
         make_sampling(model, tokenizer, replace(config, stop_tokens=["<|im_end|>", "<end>"]))
 
 

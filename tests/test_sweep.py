@@ -122,7 +122,7 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     assert sweep() == 0
     assert "all runs are finished: out" in capsys.readouterr().out
     assert calls() == [
-        "e/untrained/evaluation",
+        "e/untrained/tiny-base/evaluation",
         *(f"e-search/{setting}/seed-42" for setting in (A, B, C, D)),
         *(f"e-search/{setting}/seed-{seed}" for seed in (43, 44) for setting in (B, D)),
         f"e/{D}/seed-0", f"e/{D}/seed-0/evaluation", f"e/{D}/seed-1", f"e/{D}/seed-1/evaluation",
@@ -202,7 +202,7 @@ def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(her
     world()
     assert sweep() == 0  # without --retry_failed
     evaluation = "e/pspo/seed-0/evaluation"
-    assert calls() == ["e/untrained/evaluation", "e/pspo/seed-0", evaluation, evaluation]
+    assert calls() == ["e/untrained/tiny-base/evaluation", "e/pspo/seed-0", evaluation, evaluation]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -240,6 +240,29 @@ def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here,
         time.sleep(0.1)
     assert code == 0
     assert calls() == ["e/pspo/seed-0"] * 2
+
+
+def test_a_sweep_with_auto_takes_the_numbers_of_its_runs_when_it_is_given_again(here):
+    sweep_file(methods={"pspo": {}}, shared={"rollout.max_rows": "auto"})
+    assert sweep() == 0
+    config = Path("out/e/pspo/seed-0/config.yaml")
+    config.write_text(config.read_text().replace("max_rows: auto", "max_rows: 96"))  # as a run does
+    assert "max_rows: 96" in config.read_text()
+    assert (sweep(), len(calls())) == (0, 1)
+
+
+def test_every_untrained_model_is_evaluated(here):
+    methods = {"a": {"model.name_or_path": ["tiny-base", "tiny-math"]}, "b": {"model.revision": "v2"}}
+    sweep_file(methods=methods, evaluate={"evaluation": {}})
+    assert sweep() == 0
+    untrained = {call["run"]: call["words"][1:4] for call in noted() if "untrained" in call["run"]}
+    assert untrained == {
+        f"e/untrained/{name}/evaluation": [
+            f"--model.name_or_path={model}", f"--model.revision={revision}", "--model.trust_remote_code=false",
+        ] for name, model, revision in (
+            ("tiny-base", "tiny-base", "null"), ("tiny-math", "tiny-math", "null"), ("tiny-base-v2", "tiny-base", "v2"),
+        )
+    }  # fmt: skip
 
 
 def test_a_finished_run_with_other_switches_is_refused(here, capsys):

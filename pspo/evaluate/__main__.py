@@ -22,6 +22,7 @@ from pspo.config import EvaluateConfig
 from pspo.environments import player
 from pspo.evaluate.compare import compare
 from pspo.evaluate.results import render
+from pspo.hub.models import token_ids
 from pspo.model import autocast, load_policy, load_tokenizer, shares_prompts
 from pspo.rollout import Prompts, Sampling, load_prompts, make_sampling
 from pspo.run import records
@@ -52,6 +53,7 @@ def prepare(
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, resolved))
     tokenizer = load_tokenizer(config.model)
+    token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     environment = load_environment(config.eval.environment)
     prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room, environment)

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,17 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
 def load_model_config(config: "ModelConfig") -> PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
     return from_pretrained(AutoConfig, resolve_adapters(config))
+
+
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], switch: str = "rollout.stop_tokens"
+) -> list[int]:
+    """Ids of tokens by their texts; raises ValueError naming the switch for one that the tokenizer does not have."""
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in known:
+            raise ValueError(f"--{switch}: the tokenizer has no {token!r}; stop_strings takes any text")
+    return sorted(known[token] for token in tokens)
 
 
 def weight_files(config: "ModelConfig") -> list[Path]:

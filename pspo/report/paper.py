@@ -27,18 +27,18 @@ def against_paper(runs: Runs) -> str:
     paper = pd.read_csv(Path(__file__).with_name("paper.csv"), keep_default_na=False)
     key, ours = ["model", "data", "method"], our_accuracies(runs)
     columns = SETS + sorted(set(ours["column"]) - set(SETS))
-    of_ours, rows = dict(list(ours.groupby(key, sort=False))), []
+    rows_of_ours, rows = dict(list(ours.groupby(key, sort=False))), []
     for name, of_paper in paper[paper["table"] != "alpha"].groupby(key, sort=False):
         values = dict(zip(of_paper["measure"], of_paper["value"], strict=True))
         rows.append([*name, "paper", *(f"{values[column]:.1f}" if column in values else "–" for column in columns), ""])
-        rows += our_rows(of_ours.pop(name, ours[:0]), columns, values)
-    for of_name in of_ours.values():
+        rows += our_rows(rows_of_ours.pop(name, ours[:0]), columns, values)
+    for of_name in rows_of_ours.values():
         rows += our_rows(of_name, columns, {})
-    strangers = sorted(set(ours["model"]) - set(paper["model"]))
-    said = f" The paper has no runs of {', '.join(strangers)}: nothing is compared there." if strangers else ""
-    table = pd.DataFrame(rows, columns=["model", "trained on", "method", "whose", *columns, "setting"])
+    others = sorted(set(ours["model"]) - set(paper["model"]))
+    said = f" The paper has no runs of {', '.join(others)}: nothing is compared there." if others else ""
+    table = pd.DataFrame(rows, columns=["model", "trained on", "method", "source", *columns, "setting"])
     text = as_markdown(table.set_index("model"))
-    return "\n\n".join(["# Against the paper", text, NOTE + said, *alphas(runs, paper)]) + "\n"
+    return "\n\n".join(["# Against the paper", text, NOTE + said, *alpha_table(runs, paper)]) + "\n"
 
 
 def our_accuracies(runs: Runs) -> pd.DataFrame:
@@ -56,16 +56,23 @@ def our_accuracies(runs: Runs) -> pd.DataFrame:
     numbers = numbers.assign(
         model=[Path(name).name for name in numbers["model"]],
         data=numbers["run"].map(configs[DATA]).where(trained, ""),
-        method=numbers["run"].map(methods(configs)).where(trained, "untrained"),
+        method=numbers["run"].map(named_by_epochs(configs)).where(trained, "untrained"),
         row=numbers["run"].map(label).where(trained, "untrained"),
         column=numbers["group"].where(numbers["group"].notna(), numbers["data"]),
     )
     numbers["one"] = numbers["run"].where(trained, numbers["model"])
-    numbers = numbers.sort_values("n").drop_duplicates(["one", "column"], keep="last")
+    numbers = numbers.sort_values("n", kind="stable").drop_duplicates(["one", "column"], keep="last")
     found = [pd.DataFrame(columns=["model", "data", "method", "row", "column", "seeds"])]
     for (model, data, method), of_task in numbers.groupby(["model", "data", "method"]):
         found.append(over_seeds(of_task).assign(model=model, data=data, method=method))
     return pd.concat(found[1:] or found)
+
+
+def named_by_epochs(configs: pd.DataFrame) -> pd.Series:
+    """Each run's method, with its epochs where they are not the paper's: one for NoClip, two for the others."""
+    method, epochs = methods(configs), configs.get("algorithm.epochs")
+    papers = pd.Series(2, configs.index).where(method != "NoClip", 1)
+    return method.where(epochs == papers, method + ", epochs " + epochs.astype(str))
 
 
 def our_rows(ours: pd.DataFrame, columns: list[str], paper: dict[str, float]) -> list[list[str]]:
@@ -78,13 +85,13 @@ def our_rows(ours: pd.DataFrame, columns: list[str], paper: dict[str, float]) ->
             gap = f" ({100 * cell.mean - paper[cell.column]:+.1f})" if cell.column in paper else ""
             texts[cell.column] = f"{100 * cell.mean:.1f}{interval}{gap}"
         n = of_row["seeds"].max()
-        whose = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
+        source = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
         own = setting.removeprefix(name[2]).strip(" ()")
-        rows.append([*name, whose, *(texts.get(column, "–") for column in columns), own])
+        rows.append([*name, source, *(texts.get(column, "–") for column in columns), own])
     return rows
 
 
-def alphas(runs: Runs, paper: pd.DataFrame) -> list[str]:
+def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:
     """The ablation: the last validation reward by alpha, the paper's and ours where settings differ in alpha alone."""
     switch = f"{ARGUMENT}alpha"
     if switch not in runs.configs:

@@ -30,6 +30,8 @@ NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "tempera
            "value", "low", "high"]  # fmt: skip
 PACK = ("runs.parquet", "summaries.parquet", "settings.yaml")
 
+IN_MEMORY = ["optimizer.microbatch_tokens", "rollout.max_rows"]  # as large as a run's device allows
+
 Row = dict[str, Any]
 
 
@@ -214,7 +216,7 @@ def _in_order(runs: Runs) -> Runs:
 
 def settings(configs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.Series:
     """Number the settings, by run; those that differ in the switches besides alone have one number."""
-    switches = configs.drop(columns=[*OF_A_RUN, *besides])
+    switches = configs.drop(columns=[*OF_A_RUN, *IN_MEMORY, *besides], errors="ignore")
     return switches.groupby([*switches], dropna=False, sort=False).ngroup()
 
 
@@ -231,7 +233,7 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     A surrogate's own arguments are compared with the same surrogate's. A switch that depends on the surrogate alone is
     left out where it is as with most of them. Names are short where another switch does not end in the same word.
     """
-    switches, named = configs.drop(columns=[*OF_A_RUN, SURROGATE]), {}
+    switches, named = configs.drop(columns=[*OF_A_RUN, *IN_MEMORY, SURROGATE], errors="ignore"), {}
     others = [name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1]
     of_methods = switches.groupby(methods(configs))
     alike = of_methods.nunique(dropna=False).max() == 1  # by switch

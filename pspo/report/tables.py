@@ -156,11 +156,11 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
         found[title] = pd.concat([untrained, over_seeds(after.assign(row=after["run"].map(labels)))])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
         found[title] = over_seeds(values.assign(row=values["run"].map(labels)))
-    found["Paired differences"] = corrected(over_seeds(paired_differences(runs, labels)))
+    found["Paired differences"] = add_holm(over_seeds(paired_differences(runs, labels)))
     return {title: found[title] for title in NOTES if len(found[title])}
 
 
-def corrected(differences: pd.DataFrame) -> pd.DataFrame:
+def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
     """With p, of a paired t-test that a mean difference is 0, and holm, adjusted for the number of them (Holm 1979).
 
     Missing where there is no interval. Differences of 0 in all seeds have p = 1.

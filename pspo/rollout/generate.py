@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from pspo import distributed as dist
+from pspo.hub.models import token_ids
 from pspo.model import attends_fully, autocast, pad_token_id, shares_prompts, stop_token_ids
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Decoder, Nucleus, Rollout, Sampling, cat_padded, to_device
@@ -37,16 +38,11 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 def make_sampling(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig", **more: bool
 ) -> Sampling:
-    """Sampling as the switches and ``more`` fields say, with the model's own padding, and stop tokens unless named.
-
-    Raises ValueError for a stop token that the tokenizer does not have.
-    """
+    """Sampling as the switches and ``more`` fields say, with the model's own padding, and stop tokens unless named."""
     shared = {part.name for part in fields(Sampling)} & {part.name for part in fields(config)}
     values = {name: getattr(config, name) for name in shared}
-    named, known = config.stop_tokens, tokenizer.get_vocab()
-    if unknown := set(named or ()) - known.keys():
-        raise ValueError(f"stop_tokens: the tokenizer has no {min(unknown)!r}; stop_strings takes any text")
-    stop_ids = stop_token_ids(model, tokenizer) if named is None else sorted(known[token] for token in named)
+    named = config.stop_tokens
+    stop_ids = stop_token_ids(model, tokenizer) if named is None else token_ids(tokenizer, named)
     return Sampling(stop_ids=stop_ids, pad_id=pad_token_id(model, tokenizer), **values | more)
 
 

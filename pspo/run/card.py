@@ -1,6 +1,5 @@
 """The README.md of a saved model, in the form that the Hugging Face hub reads, and the command that evaluates it."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -10,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.config import EvalConfig, LoraConfig, RewardConfig, TrainConfig
-from pspo.hub.models import ASSETS, resolve_adapters, uses_adapters
-from pspo.run.records import as_setting
+from pspo.config import EvalConfig, RewardConfig, TrainConfig
+from pspo.hub.models import ASSETS, resolve_adapters
+from pspo.run.records import as_argument, as_setting
 from pspo.run.results import Record, as_text, from_record, label
 from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
@@ -40,13 +39,16 @@ def model_card(
         validations: such as `Progress.validated`, each shown once.
         changes: those on the way, as `describe_changes` puts them.
     """
+    lora = resolve_adapters(config.model).lora
+    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules}" if lora.rank else ""
+    adapters = f"from {Path(lora.name_or_path).name}" if lora.name_or_path else adapters
     base, method = config.model.name_or_path, type(config.algorithm.surrogate).__name__
     is_folder = any(path.is_dir() for path in (Path(base), ASSETS / base))
     on_hub = not is_folder and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base)
     name = base if on_hub else Path(base).name  # no folder of somebody's machine
     parts = [part for part in config.data.name.split("+") if part in SOURCES or "/" in part]
     front = ModelCardData(
-        library_name="peft" if uses_adapters(resolve_adapters(config.model)) else "transformers",
+        library_name="peft" if adapters else "transformers",
         pipeline_tag="text-generation",
         base_model=base if on_hub else None,
         datasets=[SOURCES[part].hub_id if part in SOURCES else part for part in parts] or None,
@@ -58,7 +60,7 @@ def model_card(
 
     made = {
         "base model": name,
-        **({"adapters": listed(config.model.lora)} if config.model.lora != LoraConfig() else {}),
+        **({"adapters": adapters} if adapters else {}),
         "data": f"{config.data.name}, {problems:,} problems",
         "reward": describe_rewards(config.reward),
         "algorithm": listed(config.algorithm),
@@ -107,7 +109,7 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
             if part.name not in ("name_or_path", "revision", "lora", "limit") and value != part.default:
                 switches[f"{name}.{part.name}"] = value
     if config.reward.functions != RewardConfig().functions:
-        switches["reward.functions"] = json.dumps([as_setting(function) for function in config.reward.functions])
+        switches["reward.functions"] = [as_setting(function) for function in config.reward.functions]
         if config.reward.weights:
             switches["reward.weights"] = config.reward.weights
     if config.run.test_limit:
@@ -115,5 +117,6 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
     for part in ("max_completion_tokens", "environment", "max_turns", "stop_tokens", "stop_strings"):
         if getattr(config.rollout, part) != getattr(EvalConfig(), part):
             switches[f"eval.{part}"] = getattr(config.rollout, part)
-    switches["run.output_dir"] = Path(model).parent / "evaluation"
-    return " ".join(["python -m pspo.evaluate", *(f"--{name} {shlex.quote(str(v))}" for name, v in switches.items())])
+    switches["run.output_dir"] = str(Path(model).parent / "evaluation")
+    words = [f"--{name} {shlex.quote(as_argument(value))}" for name, value in switches.items()]
+    return " ".join(["python -m pspo.evaluate", *words])

@@ -51,14 +51,14 @@ class Progress:
     )
     untrained: dict[str, Any] = field(default_factory=dict)  # step 0's validation and its "step"; {} without
     validated: dict[str, Any] = field(default_factory=dict)  # the last validation
-    best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``,
-    best_trained: dict[str, Any] = field(default_factory=dict)  # and the best from the first step on
+    best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``
+    best_trained: dict[str, Any] = field(default_factory=dict)  # the best but for step 0's
     unvalidated: dict[str, Any] = field(default_factory=dict)  # the last rollout's record while it is validated
 
-    def validations(self) -> dict[str, dict[str, Any]]:
-        return {
-            "untrained": self.untrained, "best": self.best, "best_trained": self.best_trained, "final": self.validated,
-        }  # fmt: skip
+    def validations(self, steps: int) -> dict[str, dict[str, Any]]:
+        """Those of a run that has ended after so many steps; {} where there is none."""
+        final = self.validated if self.validated.get("step") == steps else {}
+        return {"untrained": self.untrained, "best": self.best, "best_trained": self.best_trained, "final": final}
 
 
 @contextlib.contextmanager

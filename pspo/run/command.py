@@ -133,7 +133,7 @@ def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
     if not rewards:
         return ""
     parts = [f"{rewards[step]:.3f} at step {step} ({', '.join(names[step])})" for step in sorted(rewards)]
-    untrained = ". No trained step was better than the untrained model, which is returned" * (
-        "best" in names.get(0, [])
-    )
-    return f"validation reward {', '.join(parts)}{untrained}"
+    said = f"validation reward {', '.join(parts)}"
+    if "best" in names.get(0, []):
+        said += ". No trained step was better than the untrained model, which is returned"
+    return said

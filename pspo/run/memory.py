@@ -33,7 +33,7 @@ AUTO = {"rollout.max_rows": "rollout", "optimizer.microbatch_tokens": "training"
 
 
 class Planner:
-    """Measures a model once, to tell the memory of runs with it.
+    """Plans the memory of runs with one model, which is measured once.
 
     Args:
         prompt_tokens: of the longest prompt.
@@ -60,7 +60,7 @@ class Planner:
         cast_copies = sum(2 * w.numel() for w in linear if w.dtype == torch.float32) if self.cast else 0
         head = self.policy.get_output_embeddings().weight
         chunk = max(CHUNK_TOKENS * vocab, CHUNK_BYTES // 4)  # logits at a time
-        decoded = min(rows_to_decode(config), config.rollout.max_rows)
+        decoded = min(rows_to_decode(config), max(config.rollout.max_rows, config.rollout.group_size))
         tokens, rows = fullest_microbatch(config, self.prompt_tokens)
         checkpointed = layers * residual + self.layer
         activations = self.rest + (checkpointed if self.config.gradient_checkpointing else layers * self.layer)
@@ -83,13 +83,13 @@ class Planner:
         }  # fmt: skip
 
 
-def fill(config: TrainConfig, prompt_tokens: int, device: torch.device) -> dict[str, int]:
+def largest_that_fit(config: TrainConfig, prompt_tokens: int, device: torch.device) -> dict[str, int]:
     """By switch that is ``auto``, the largest number with which the run fits the device's memory.
 
     Raises ValueError if the model cannot be measured.
     """
-    switches, there = automatic(config), available_memory(device)
-    config = with_values(config, dict.fromkeys(switches, 1))
+    switches, there = auto_switches(config), available_memory(device)
+    config = replace_switches(config, dict.fromkeys(switches, 1))
     try:
         planner = Planner(config.model, prompt_tokens, device)
     except Exception as error:  # see say_needs
@@ -99,17 +99,17 @@ def fill(config: TrainConfig, prompt_tokens: int, device: torch.device) -> dict[
     most = {"rollout.max_rows": rows_to_decode(config), "optimizer.microbatch_tokens": minibatch}
 
     def too_much(switch: str, number: int) -> bool:
-        return sum(planner.needs(with_values(config, {switch: number}))[AUTO[switch]].values()) > USABLE * there
+        return sum(planner.needs(replace_switches(config, {switch: number}))[AUTO[switch]].values()) > USABLE * there
 
     return {name: max(1, bisect(range(1, most[name] + 1), False, key=partial(too_much, name))) for name in switches}
 
 
-def automatic(config: TrainConfig) -> list[str]:
+def auto_switches(config: TrainConfig) -> list[str]:
     """The switches that are ``auto``."""
     return [switch for switch in AUTO if attrgetter(switch)(config) == "auto"]
 
 
-def with_values(config: TrainConfig, values: dict[str, int]) -> TrainConfig:
+def replace_switches(config: TrainConfig, values: dict[str, int]) -> TrainConfig:
     """The configuration with other values of these switches."""
     for switch, value in values.items():
         section, name = switch.split(".")
@@ -189,11 +189,11 @@ def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, in
 
 
 def available_memory(device: torch.device) -> float:
-    """Bytes of a GPU's memory that are free; of a CPU's all."""
+    """Bytes of a GPU's memory that are free; of a CPU's all, divided by the ranks that share it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> None:
@@ -226,11 +226,11 @@ def advice(config: TrainConfig, prompt_tokens: int, device: torch.device) -> lis
     }
     if find_spec("peft"):
         changes["--model.lora.rank 16"] = {"model": replace(model, lora=LoraConfig(rank=16))}
-    found = {}
+    found, planner = {}, Planner(model, prompt_tokens, device)
     for switch, change in {"": {}, **changes}.items():
         with contextlib.suppress(ValueError):  # a switch that this model does not take
-            planner = Planner(change.get("model", model), prompt_tokens, device)
-            needed = planner.needs(replace(config, **change))
+            changed = Planner(change["model"], prompt_tokens, device) if "model" in change else planner
+            needed = changed.needs(replace(config, **change))
             found[switch] = max(sum(parts.values()) for parts in needed.values())
     now = found.pop("")
     found = {switch: size for switch, size in found.items() if size < now}

@@ -14,13 +14,23 @@ import yaml
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
 from pspo.environments import player
+from pspo.hub.models import token_ids
 from pspo.model import StartingAdapters, has_adapters, load_model_config, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
-from pspo.run.memory import automatic, fill, say_needs, with_values
+from pspo.run.memory import auto_switches, largest_that_fit, replace_switches, say_needs
 from pspo.run.records import check_output, environment, flat, read_config, to_yaml, write_json, write_text
-from pspo.run.resume import check_changes, claim, fork_parent, problems_hash, restore, run_to_resume, update_config
+from pspo.run.resume import (
+    check_changes,
+    claim,
+    fork_parent,
+    holds_steps,
+    problems_hash,
+    restore,
+    run_to_resume,
+    update_config,
+)
 from pspo.run.state import Run
 from pspo.run.trackers import check_tracker, start_tracker
 from pspo.tasks import check_rewards
@@ -42,6 +52,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     make_environment = load_environment(config.rollout.environment)
 
     tokenizer = load_tokenizer(config.model)
+    token_ids(tokenizer, config.rollout.stop_tokens or ())
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
     limits |= {"validation": config.run.validation_limit} if config.run.validate_every else {}
@@ -54,7 +65,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
 
     device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
     longest = max(map(len, prompts["train"].ids))
-    config, resolved = settle(config, resolved, output if resumed else None, longest, device)
+    config, resolved = resolve_auto(config, resolved, output, longest, device)
     if dist.is_main() and not sharded and not config.run.quiet:
         say_needs(config, longest, device)
     dist.seed_generators(config.run.seed)
@@ -116,24 +127,27 @@ def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) 
     return output, resumed is not None
 
 
-def settle(
-    config: TrainConfig, resolved: str, resumed: Path | None, prompt_tokens: int, device: torch.device
+def resolve_auto(
+    config: TrainConfig, resolved: str, run: Path, prompt_tokens: int, device: torch.device
 ) -> tuple[TrainConfig, str]:
-    """The configuration, also as YAML, with numbers for ``auto``: a resumed run's own, for it stays the same run."""
-    if not (switches := automatic(config)):
+    """The configuration, also as YAML, with numbers for ``auto``: those of the steps that the run has."""
+    if not (switches := auto_switches(config)):
         return config, resolved
-    if resumed:
-        known = flat(read_config(resumed / "config.yaml"))
-        values = {switch: known[switch] for switch in switches}
-    else:
-        values = dist.run_on_main(lambda: fill(config, prompt_tokens, device))
+
+    def find() -> dict[str, int]:
+        if not holds_steps(run):
+            return largest_that_fit(config, prompt_tokens, device)
+        known = flat(read_config(run / "config.yaml"))
+        return {switch: known[switch] for switch in switches}
+
+    values = dist.run_on_main(find)
     if dist.is_main() and not config.run.quiet:
         print(f"auto    {' '.join(f'--{switch} {value}' for switch, value in values.items())}")
     settings = yaml.safe_load(resolved)
     for switch, value in values.items():
         section, name = switch.split(".")
         settings[section][name] = value
-    return with_values(config, values), to_yaml(settings)
+    return replace_switches(config, values), to_yaml(settings)
 
 
 def default_output(config: TrainConfig) -> str:

@@ -32,13 +32,13 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
     """By switch, the values (old, new) that differ between two nested configurations.
 
     Switches that ``old`` does not know are left out: a later version added them, with a default that changes nothing.
-    The system prompt that earlier versions spelled out is what unset means.
+    The system prompt that earlier versions spelled out is what unset means, and a run's number what ``auto`` means.
     """
     old, new = flat(old), flat(new)
     if old.get("data.system_prompt") == SYSTEM_PROMPT and new.get("data.system_prompt") is None:
         old["data.system_prompt"] = None
     pairs = {name: (value, new.get(name)) for name, value in old.items()}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b and repr(a) != repr(b)}  # NaN != NaN
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b != "auto" and repr(a) != repr(b)}  # NaN != NaN
 
 
 def as_setting(value: Any) -> str | dict[str, Any]:
@@ -52,6 +52,11 @@ def as_setting(value: Any) -> str | dict[str, Any]:
     path = f"{room if offered else named.__module__}.{name}"
     is_instance = named is not value and is_dataclass(value)
     return {"class_path": path, "init_args": asdict(value)} if is_instance else path
+
+
+def as_argument(value: Any) -> str:
+    """A switch's value as a command takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def to_jsonl(records: Iterable[dict[str, Any]]) -> str:

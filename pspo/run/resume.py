@@ -72,13 +72,12 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
 
 
 def changes_since(folder: Path, resolved: str) -> dict[str, tuple[Any, Any]]:
-    """By switch, (old, new) of the configuration of a run or checkpoint, and of this one; auto keeps the old one."""
+    """By switch, (old, new) of the configuration of a run or checkpoint, and of this one."""
     config = read_config(folder / "config.yaml")
     config["run"] = {"fork_from": None} | config["run"]  # version 0.1.0 had no forks, only float32 and no LoRA
     config["model"] = {"dtype": ModelConfig.dtype, "lora": asdict(LoraConfig())} | config["model"]
     changes = differences(config, yaml.safe_load(resolved))
-    place = ("run.output_dir", "run.resume")
-    return {name: (old, new) for name, (old, new) in changes.items() if name not in place and new != "auto"}
+    return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
 
 
 def allowed_changes(run: Path, resolved: str) -> set[str]:
@@ -104,14 +103,18 @@ def check_changes(run: Path, resolved: str) -> None:
     try:
         allowed_changes(run, resolved)
     except ValueError:
-        best = run / "best" / "validation.json"
-        steps = [step_of(folder) for folder in checkpoints(run)] + [read_json(best)["step"] if best.is_file() else 0]
-        if any(steps) or read_jsonl(run / "metrics.jsonl"):
+        if holds_steps(run):
             raise
         print(f"{run} holds no step of the run that was started there: it starts anew", file=sys.stderr)
         for name in ("best", "checkpoints"):
             shutil.rmtree(run / name, ignore_errors=True)
         (run / "environment.json").unlink(missing_ok=True)
+
+
+def holds_steps(run: Path) -> bool:
+    best = run / "best" / "validation.json"
+    steps = [step_of(folder) for folder in checkpoints(run)] + [read_json(best)["step"] if best.is_file() else 0]
+    return any(steps) or bool(read_jsonl(run / "metrics.jsonl"))
 
 
 def fork_parent(config: RunConfig, resolved: str) -> Path:
@@ -214,6 +217,10 @@ def restore(
     progress.problems |= fresh.problems
     if progress.best:
         progress.best = best_so_far(run, progress.best["step"], learner.steps)
+        if progress.best.get("step") == 0:  # 0.1.0 did not keep these two
+            progress.untrained = progress.best
+        elif not progress.best_trained or not progress.best:
+            progress.best_trained = progress.best
     dist.run_on_main(lambda: cut_back(run, learner.steps))
     dist.run_on_main(lambda: record_changes(run, learner.steps, changes))
     if "run.seed" in changes:
@@ -260,7 +267,7 @@ def of_fork(parent: Progress, fresh: Progress) -> Progress:
     prompts, before = parent.prompts if same["train"] else 0, parent.before if same["test"] else {}
     untrained = parent.untrained if same["validation"] else {}
     own = {"problems": fresh.problems, "prompts": prompts, "before": before, "untrained": untrained}
-    return replace(parent, **own, best={}, best_trained={})
+    return replace(parent, **own, validated={}, best={}, best_trained={})
 
 
 def record_changes(run: Path, step: int, changes: dict[str, tuple[Any, Any]]) -> None:
@@ -312,6 +319,8 @@ def cut_back(run: Path, steps: int) -> None:
     for folder in checkpoints(run):
         if step_of(folder) > steps:
             remove(folder)
+    for name in ("test-after.jsonl", "test-final.jsonl"):
+        (run / name).unlink(missing_ok=True)
     for path in (run / "metrics.jsonl", run / "samples.jsonl"):
         if path.exists():
             write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= steps))

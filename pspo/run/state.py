@@ -273,7 +273,7 @@ class Run:
             "before": progress.before,
             "after": after,
             "final": final,
-            "validation": progress.validations(),
+            "validation": progress.validations(steps),
             "tokens": progress.tokens,
             "optimizer_steps": self.learner.steps,
             "seconds": round(time.perf_counter() - self.began, 2),
@@ -327,9 +327,9 @@ class Run:
         progress.validated = {"step": self.learner.steps, "tokens": progress.tokens} | validation
         if self.learner.steps == 0:
             progress.untrained = progress.validated
-        elif better(validation, progress.best_trained):
+        elif is_better(validation, progress.best_trained):
             progress.best_trained = progress.validated
-        if better(validation, progress.best):
+        if is_better(validation, progress.best):
             progress.best = progress.validated
             save_model(self.learner.policy, self.tokenizer, self.output / "best", self.card(), progress.best)
         return validation
@@ -348,10 +348,11 @@ class Run:
     def tested_card(self, name: str, summary: dict[str, Any]) -> str:
         """The model card of ``best`` or ``final``, with the tests of both and all validations."""
         steps = {"best": summary["best_step"], "final": summary["optimizer_steps"]}
-        tests = {"base model": summary["before"], "this model": summary["after" if name == "best" else "final"]}
+        of_model = {"best": "after", "final": "final"}
+        tests = {"base model": summary["before"], "this model": summary[of_model[name]]}
         if steps["best"] != steps["final"]:
-            other, test = ("final", "final") if name == "best" else ("best", "after")
-            tests[f"the {other} model, of step {steps[other]:,}"] = summary[test]
+            other = "final" if name == "best" else "best"
+            tests[f"the {other} model, of step {steps[other]:,}"] = summary[of_model[other]]
         now = {"step": steps[name], "tokens": summary["tokens"]} | (self.progress.best if name == "best" else {})
         return self.card_of(now, tests, summary["validation"].values())
 
@@ -361,7 +362,7 @@ class Run:
         return model_card(self.config, **counts, tests=tests, validations=validations, changes=changes)
 
 
-def better(validation: dict[str, Any], best: dict[str, Any]) -> bool:
+def is_better(validation: dict[str, Any], best: dict[str, Any]) -> bool:
     return not best or validation["validation_reward"] > best["validation_reward"]
 
 

@@ -6,7 +6,7 @@ that this selects (`pspo.sweep.plan.Search`).
     <output>/<experiment>/<method>-<setting>/seed-<n>/           a full run; evaluations as <name>/results.json
     <output>/<experiment>/<method>-<setting>/seed-<n>.yaml .log  its configuration, and what it printed
     <output>/<experiment>/<method>-<setting>/seed-<n>.failed     why it failed, if it did
-    <output>/<experiment>/untrained/                             evaluations of the model that the runs begin with
+    <output>/<experiment>/untrained/<model>/                     evaluations of a model that runs begin with
     <output>/<experiment>/selection.json                         selected settings, and the rewards that decided
     <output>/<experiment>-search/...                             runs of the search, in the same way
 
@@ -43,8 +43,8 @@ def show_plan(plan: list[Method]) -> None:
     for method in plan:
         if len(method.stages) == 1:
             for job in method.jobs(list(method.stages), list(method.settings)):
-                seed = "" if job.stage == "untrained" else f"/seed-{job.seed}"
-                print(f"{method.experiment}/{job.setting}{seed}{' (finished)' if job.finished else ''}")
+                name = f"untrained/{job.setting}" if job.stage == "untrained" else f"{job.setting}/seed-{job.seed}"
+                print(f"{method.experiment}/{name}{' (finished)' if job.finished else ''}")
         else:
             print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
         for stage, n in method.stages.items():

@@ -1,10 +1,9 @@
 """From experiments to jobs: grids of settings, the stages of the paper's search, and what it selects."""
 
 import functools
-import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,7 @@ from jsonargparse.typing import PositiveInt
 from pspo.config import EvaluateConfig, TrainConfig, require
 from pspo.run.cli import parse, user_errors
 from pspo.run.progress import Bar
-from pspo.run.records import differences, read_config, read_jsonl
+from pspo.run.records import as_argument, differences, read_config, read_jsonl
 from pspo.run.resume import STEERED
 
 Switches = dict[str, Any]
@@ -160,12 +159,6 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
         if search:
             confirm = {"confirm": (search.keep, search.confirm_seeds, search.switches)}
             stages = {"grid": (None, search.seeds, search.switches)} | confirm | stages
-        if experiment.evaluate:
-            (first, *_) = grid_points(next(iter(experiment.methods.values())))
-            _, text = parse_once(TrainConfig, f"pspo.sweep: {name}", tuple(as_args(experiment.shared | first)))
-            folder = Path(sweep.output, name, "untrained")
-            job = Job(folder, "untrained", "untrained", 0, yaml.safe_load(text), 0, experiment.evaluate)
-            plan.append(Method(name, "untrained", {"untrained": {}}, {"untrained": None}, [job]))
         for method, grid in Bar(experiment.methods.items(), desc=f"check {name}", leave=False):
             settings, jobs = {}, []
             for (stage, (_, seeds, own)), point in product(stages.items(), grid_points(grid)):
@@ -174,7 +167,21 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
             unique = 0 < len(jobs) == len({job.folder for job in jobs})
             require(unique, f"experiments.{name}.methods.{method}", "must have settings and seeds that differ", grid)
             plan.append(Method(name, method, settings, {stage: n for stage, (n, _, _) in stages.items()}, jobs))
+        if experiment.evaluate:
+            jobs = [job for method in plan if method.experiment == name for job in method.possible]
+            plan.append(evaluations_of_untrained(sweep, name, jobs))
     return plan
+
+
+def evaluations_of_untrained(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
+    """A job for each model that these jobs begin with."""
+    models = {(job.config["model"]["name_or_path"], job.config["model"]["revision"]): job for job in jobs}
+    possible = []
+    for (model, revision), job in models.items():
+        setting = re.sub(r"[^\w.=+-]", "_", "-".join(filter(None, [Path(model).name, revision])))
+        folder, evaluate = Path(sweep.output, name, "untrained", setting), sweep.experiments[name].evaluate
+        possible.append(replace(job, folder=folder, stage="untrained", setting=setting, tokens=0, evaluate=evaluate))
+    return Method(name, "untrained", {job.setting: {} for job in possible}, {"untrained": None}, possible)
 
 
 def jobs_of(sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches) -> list[Job]:
@@ -217,15 +224,11 @@ def grid_points(grid: Switches | list[Switches]) -> list[Switches]:
 def setting_name(method: str, switches: Switches) -> str:
     """Folder name of a setting, such as clip-epsilon=0.2-lr=1e-06."""
     named = {name: value for name, value in switches.items() if name not in ("config", "algorithm.surrogate")}
-    parts = [f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in named.items()]
+    parts = [f"{name.rpartition('.')[2]}={as_argument(value)}" for name, value in named.items()]
     return re.sub(r"[^\w.=+-]", "_", "-".join([method, *parts]))
 
 
 def as_args(switches: Switches) -> list[str]:
     """Arguments of a command: later ones override, so a file comes first, and a class before its parameters."""
     names = sorted(switches, key=lambda name: (name != "config", name.count(".")))
-    return [f"--{name}={as_text(switches[name])}" for name in names]
-
-
-def as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [f"--{name}={as_argument(switches[name])}" for name in names]

@@ -88,7 +88,9 @@ def next_command(job: Job) -> tuple[list[str], Path]:
         write_text(config, to_yaml(job.config))
         return ["pspo.train", "--config", str(config)], job.folder / "summary.json"
     folder = next(job.folder / name for name in job.evaluate if not (job.folder / name / "results.json").exists())
-    untrained, summary = job.stage == "untrained", job.folder / "summary.json"
-    model = job.config["model"]["name_or_path"] if untrained else read_json(summary)["best_model"]
-    own = {"model.name_or_path": model, "run.output_dir": str(folder)}
+    if job.stage == "untrained":
+        own = {f"model.{name}": job.config["model"][name] for name in ("name_or_path", "revision", "trust_remote_code")}
+    else:
+        own = {"model.name_or_path": read_json(job.folder / "summary.json")["best_model"]}
+    own["run.output_dir"] = str(folder)
     return ["pspo.evaluate", *as_args(job.evaluate[folder.name] | own)], folder / "results.json"
