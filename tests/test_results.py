@@ -1,0 +1,151 @@
+"""The tables of a results page hold the numbers of its table of runs, to the last digit that they show."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from pspo.report.runs import labels, methods, read_runs
+from pspo.report.tables import tables
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def rows(page: str, header: str) -> list[list[str]]:
+    """Cells of the table of a page whose header begins so."""
+    text = (RESULTS / page).read_text(encoding="utf-8").replace("**", "")
+    lines = text[text.index(header) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def percent(row: pd.Series, interval: bool = True) -> str:
+    return f"{100 * row.value:.1f}%" + f" [{100 * row.low:.1f}, {100 * row.high:.1f}]" * interval
+
+
+def measures(numbers: pd.DataFrame, evaluation: str, temperature: str = "0") -> dict[str, pd.Series]:
+    """Rows of an evaluation by measure."""
+    of_all = numbers[(numbers["evaluation"] == evaluation) & (numbers["temperature"] == temperature)]
+    of_all = of_all[of_all["group"].isna()]
+    assert of_all["measure"].is_unique
+    return {row.measure: row for _, row in of_all.iterrows()}
+
+
+def test_smollm2_word_problems():
+    numbers = read_runs([RESULTS / "smollm2"]).numbers
+    numbers = numbers[~numbers["run"].astype(str).str.contains("/lora|/bf16")]
+    expected = []
+    for name, words, gsm8k in (
+        ("before", "before-word-problems", "before-gsm8k"),
+        ("seed 0, after stage 1", "seed-0-stage-1-word-problems", "seed-0-stage-1-gsm8k"),
+        ("seed 0, after stage 2", "seed-0-word-problems", "seed-0-gsm8k"),
+        ("seed 1, after stage 1", "seed-1-stage-1-word-problems", None),
+        ("seed 1, after stage 2", "seed-1-word-problems", "seed-1-gsm8k"),
+    ):
+        found, of_gsm8k = measures(numbers, words), measures(numbers, gsm8k) if gsm8k else {}
+        expected.append([
+            name, percent(found["accuracy"]), percent(found["gold_anywhere"]),
+            f"{found['completion_tokens'].value:.0f}", f"{100 * found['truncated_share'].value:.0f}%",
+            *(percent(of_gsm8k[measure]) if of_gsm8k else "" for measure in ("accuracy", "gold_anywhere")),
+        ])  # fmt: skip
+    assert rows("smollm2/README.md", "| | ASDiv + SVAMP, 976 held-out problems |") == expected
+
+
+def test_smollm2_sampled():
+    numbers = read_runs([RESULTS / "smollm2"]).numbers
+    expected = [
+        [name, *(percent(measures(numbers, evaluation, "0.6")[f"pass@{k}"]) for k in (1, 2, 4))]
+        for name, evaluation in (("before", "before-sampled-300"), ("after stage 2", "seed-0-sampled-300"))
+    ]
+    assert rows("smollm2/README.md", "| | pass@1 |") == expected
+
+
+def test_smollm2_weights():
+    runs, expected = read_runs([RESULTS / "smollm2/bf16"]), []
+    configs = runs.configs.sort_values(["model.dtype", "run.seed"], key=lambda of: of.replace("float32", "a"))
+    for run, config in configs.iterrows():
+        found = measures(runs.numbers[runs.numbers["run"] == run], "evaluation")
+        summary = runs.numbers[(runs.numbers["run"] == run) & (runs.numbers["evaluation"] == "summary")]
+        summary = summary.set_index("measure")["value"]
+        rewards = runs.metrics.loc[runs.metrics["run"] == run].sort_values("step")["reward"]
+        expected.append([
+            config["model.dtype"], str(config["run.seed"]), percent(found["accuracy"]),
+            percent(found["gold_anywhere"], interval=False), f"{found['completion_tokens'].value:.0f}",
+            f"{100 * found['truncated_share'].value:.0f}%", f"{rewards.tail(5).mean():.3f}",
+            f"{summary['peak_memory_gb']:.1f} GB", f"{summary['tokens']:,.0f}",
+        ])  # fmt: skip
+    assert rows("smollm2/README.md", "| weights | seed |") == expected
+
+
+@pytest.mark.parametrize(("evaluation", "said"), [("evaluation", "10.5% [8.7, 12.5]"), ("before", "4.6% [3.5, 6.1]")])
+def test_smollm2_lora(evaluation, said):
+    found = measures(read_runs([RESULTS / "smollm2/lora"]).numbers, evaluation)
+    assert percent(found["accuracy"]) == said
+    page = (RESULTS / "smollm2/README.md").read_text(encoding="utf-8").partition("## With LoRA")[2]
+    assert said in page.replace("**", "")
+    assert percent(found["gold_anywhere"]) in page
+
+
+SELECTED = ["NoClip", "Clip", "PSPO", "P3O", "SAPO", "TOPR"]
+
+
+@pytest.fixture(scope="module")
+def protocol() -> dict[str, dict[str, pd.DataFrame]]:
+    """The report's tables by model."""
+    runs, found = read_runs([RESULTS / "tiny-protocol"]), {}
+    for model, names in runs.configs.groupby("model.name_or_path").groups.items():
+        of_model = runs.take(list(names))
+        found[model] = tables(of_model, methods(of_model.configs), [model])
+    return found
+
+
+@pytest.mark.parametrize("page", ["tiny-protocol/README.md", "../README.md"])
+def test_tiny_protocol(protocol, page):
+    expected = {}
+    for model, of_model in protocol.items():
+        table = of_model["Accuracy"]
+        cells = table[table["column"].str.contains(": accuracy")].set_index("row").loc[SELECTED]
+        expected[model] = [f"{100 * c.mean:.1f} [{100 * c.low:.1f}, {100 * c.high:.1f}]" for c in cells.itertuples()]
+    if page == "../README.md":
+        found = {model: cells for model, *cells in rows(page, "| | NoClip, 1 epoch | Clip |")}
+    else:
+        of_page = rows(page, "| method | tiny-base | selected |")
+        found = {"tiny-base": [row[1] for row in of_page], "tiny-math": [row[3] for row in of_page]}
+    assert found == expected
+
+
+def test_tiny_protocols_differences(protocol):
+    page = " ".join((RESULTS / "tiny-protocol/README.md").read_text(encoding="utf-8").split())
+    for model, row, column, digits, said in (
+        ("tiny-base", "PSPO - Clip", ": accuracy", 1, "{} points {} from Clip"),
+        ("tiny-base", "PSPO - NoClip", ": accuracy", 1, "and {} {} from NoClip on tiny-base"),
+        ("tiny-base", "SAPO - NoClip", ": accuracy", 1, "(paired: {} points {} and"),
+        ("tiny-base", "TOPR - NoClip", ": accuracy", 1, "and {} {} against NoClip)"),
+        ("tiny-base", "PSPO - NoClip", "area", 3, "below NoClip on tiny-base, {} {}, and above"),
+        ("tiny-math", "PSPO - NoClip", "area", 3, "above it on tiny-math, {} {}."),
+        ("tiny-math", "P3O - NoClip", "area", 3, "above NoClip's, {} {} and"),
+        ("tiny-math", "SAPO - NoClip", "area", 3, "and {} {}."),
+    ):
+        table = protocol[model]["Paired differences"]
+        (cell,) = table[(table["row"] == row) & table["column"].str.contains(column)].itertuples()
+        mean, low, high = (f"{(100 if digits == 1 else 1) * x:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
+        assert said.format(mean, f"[{low}, {high}]") in page, (row, column, mean, low, high)
+    counts = []
+    for model in ("tiny-base", "tiny-math"):
+        table = protocol[model]["Paired differences"]
+        counts += [table["p"].count(), (table["low"] * table["high"] > 0).sum(), (table["holm"] < 0.05).sum()]
+    assert counts == [63, 18, 0, 63, 14, 2]
+    assert "Of 63 differences on tiny-base 18 exclude 0 and none after" in page
+    assert "of 63 on tiny-math 14, and two after it" in page
+
+
+def test_tiny_comparisons_differences():
+    runs = read_runs([RESULTS / "tiny-comparisons"])
+    of_model = runs.take(list(runs.configs.index[runs.configs["model.name_or_path"] == "tiny-math"]))
+    table = tables(of_model, labels(of_model.configs), ["tiny-math"])["Paired differences"]
+    assert (len(table), (table["holm"] < 0.05).sum()) == (210, 0)
+    page = " ".join((RESULTS / "tiny-comparisons/README.md").read_text(encoding="utf-8").split())
+    found = table[table["low"] * table["high"] > 0]
+    assert len(found) == 8
+    for cell in found.itertuples():
+        mean, *sides = (abs(x) for x in (cell.mean, cell.low, cell.high))
+        assert f"{mean:.3f} [{min(sides):.3f}, {max(sides):.3f}]" in page, cell.row
