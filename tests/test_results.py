@@ -7,6 +7,7 @@ import pytest
 
 from pspo.report.runs import labels, methods, read_runs
 from pspo.report.tables import tables
+from pspo.run import results
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -19,7 +20,7 @@ def rows(page: str, header: str) -> list[list[str]]:
 
 
 def percent(row: pd.Series, interval: bool = True) -> str:
-    return f"{100 * row.value:.1f}%" + f" [{100 * row.low:.1f}, {100 * row.high:.1f}]" * interval
+    return results.percent(row.value, (row.low, row.high) if interval else None)
 
 
 def measures(numbers: pd.DataFrame, evaluation: str, temperature: str = "0") -> dict[str, pd.Series]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from pspo.report.runs import ARGUMENT, DATA, MODEL, SURROGATE, Runs, labels, methods, settings
-from pspo.report.tables import as_markdown, learning, over_seeds
+from pspo.report.tables import as_markdown, learning, over_seeds, with_interval
 
 SETS = ["gsm8k", "asdiv", "svamp", "math"]
 NOTE = (
@@ -51,8 +51,7 @@ def our_accuracies(runs: Runs) -> pd.DataFrame:
     whole = numbers["group"].isna() & ~numbers["data"].astype(str).str.contains("+", regex=False)
     numbers = numbers[whole | (numbers["part"] == "source")]
     trained, configs = numbers["stage"] == "after", runs.configs
-    label = pd.concat([configs[MODEL], *(labels(of) for _, of in configs.groupby([MODEL, DATA, SURROGATE]))])
-    label = label[~label.index.duplicated(keep="last")]
+    label = {run: name for _, of in configs.groupby([MODEL, DATA, SURROGATE]) for run, name in labels(of).items()}
     numbers = numbers.assign(
         model=[Path(name).name for name in numbers["model"]],
         data=numbers["run"].map(configs[DATA]).where(trained, ""),
@@ -81,9 +80,8 @@ def our_rows(ours: pd.DataFrame, columns: list[str], paper: dict[str, float]) ->
     for (*name, setting), of_row in ours.groupby(["model", "data", "method", "row"], sort=False):
         texts = {}
         for cell in of_row.itertuples():
-            interval = f" [{100 * cell.low:.1f}, {100 * cell.high:.1f}]" if pd.notna(cell.low) else ""
             gap = f" ({100 * cell.mean - paper[cell.column]:+.1f})" if cell.column in paper else ""
-            texts[cell.column] = f"{100 * cell.mean:.1f}{interval}{gap}"
+            texts[cell.column] = with_interval(cell, 100, 1) + gap
         n = of_row["seeds"].max()
         source = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
         own = setting.removeprefix(name[2]).strip(" ()")
@@ -105,7 +103,6 @@ def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:
     of_paper = {float(row.alpha): f"{row.value:.3f}" for row in paper[paper["table"] == "alpha"].itertuples()}
     table = {"paper, Qwen2-Math-1.5B": of_paper}
     for cell in over_seeds(values).itertuples():
-        interval = f" [{cell.low:.3f}, {cell.high:.3f}]" if pd.notna(cell.low) else ""
-        table.setdefault(cell.row, {})[cell.column] = f"{cell.mean:.3f}{interval}"
+        table.setdefault(cell.row, {})[cell.column] = with_interval(cell, 1, 3)
     table = pd.DataFrame(table).T.sort_index(axis=1).fillna("–").rename(columns="alpha {:g}".format)
     return ["## Alpha", as_markdown(table), ALPHA] if len(table) > 1 else []

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -143,7 +144,7 @@ def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     for i, cell in cells[cells["column"].isin(SHARES) & cells["low"].notna()].iterrows():
         wilson = binomtest(round(cell["mean"] * cell["seeds"]), cell["seeds"]).proportion_ci(method="wilson")
         cells.loc[i, ["low", "high"]] = list(wilson)
-    return cells.drop(columns="sem")
+    return cells
 
 
 def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
@@ -165,10 +166,9 @@ def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
 
     Missing where there is no interval. Differences of 0 in all seeds have p = 1.
     """
-    mean, seeds = differences["mean"].astype(float), differences["seeds"].astype(float)
-    half = ((differences["high"] - differences["low"]) / 2).astype(float)
-    statistic = (mean.abs() * t.ppf(0.975, seeds - 1) / half).where((mean != 0) | half.isna(), 0.0)
-    differences = differences.assign(p=2 * t.sf(statistic, seeds - 1), holm=np.nan)
+    mean, sem, seeds = (differences[name].astype(float) for name in ("mean", "sem", "seeds"))
+    p = 2 * t.sf((mean.abs() / sem).where(mean != 0, 0.0), seeds - 1)
+    differences = differences.assign(p=np.where(seeds >= SEEDS_FOR_AN_INTERVAL, p, np.nan), holm=np.nan)
     tested = differences["p"].dropna().sort_values()
     adjusted = (tested * np.arange(len(tested), 0, -1)).cummax().clip(upper=1)
     differences.loc[adjusted.index, "holm"] = adjusted
@@ -183,6 +183,12 @@ def scale(column: str) -> int:
     return 100 if column.endswith("(%)") else 1
 
 
+def with_interval(cell: Any, factor: float, digits: int) -> str:
+    """A cell's mean, and its interval if it has one, such as "86.8 [86.0, 87.5]"."""
+    mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
+    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
+
+
 def as_text(cells: pd.DataFrame) -> pd.DataFrame:
     """A table to read: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
     seeds = cells.groupby("row", sort=False)["seeds"].max()
@@ -190,9 +196,7 @@ def as_text(cells: pd.DataFrame) -> pd.DataFrame:
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
     for cell in cells.itertuples():
         digits = 0 if cell.column.endswith("to peak") else 1 if cell.column.endswith("(%)") else 3
-        numbers = (round(scale(cell.column) * x, digits) + 0.0 for x in (cell.mean, cell.low, cell.high))
-        mean, low, high = (f"{x:.{digits}f}" for x in numbers)
-        mean += f" [{low}, {high}]" if pd.notna(cell.low) else ""
+        mean = with_interval(cell, scale(cell.column), digits)
         mean += "*" * (getattr(cell, "holm", 1) < 0.05)
         mean += f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else ""
         texts.loc[cell.row, cell.column] = mean

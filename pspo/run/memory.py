@@ -199,7 +199,8 @@ def available_memory(device: torch.device) -> float:
 def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> None:
     """Print the memory that the run needs; if it will not fit, how much every part takes, and what would help."""
     try:
-        found = Planner(config.model, prompt_tokens, device).needs(config)
+        planner = Planner(config.model, prompt_tokens, device)
+        found = planner.needs(config)
     except Exception:  # of an architecture whose layers cannot be cut off: the run itself may be fine
         return
     there, sizes = available_memory(device), {phase: sum(parts.values()) / GB for phase, parts in found.items()}
@@ -210,10 +211,10 @@ def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> 
         return
     parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in found[most].items() if size)
     print(f"memory  {sizes[most]:.1f} GB in its {most} ({parts}), of {has}: it will probably not fit. "
-          f"With {', '.join(advice(config, prompt_tokens, device))}")  # fmt: skip
+          f"With {', '.join(advice(config, planner, device))}")  # fmt: skip
 
 
-def advice(config: TrainConfig, prompt_tokens: int, device: torch.device) -> list[str]:
+def advice(config: TrainConfig, planner: Planner, device: torch.device) -> list[str]:
     """Switches that lower the need, with the highest need of any phase then, the lowest first."""
     model, optimizer, rollout = config.model, config.optimizer, config.rollout
     tokens, rows = max(optimizer.microbatch_tokens // 4, 1), max(rollout.max_rows // 4, 1)
@@ -226,10 +227,10 @@ def advice(config: TrainConfig, prompt_tokens: int, device: torch.device) -> lis
     }
     if find_spec("peft"):
         changes["--model.lora.rank 16"] = {"model": replace(model, lora=LoraConfig(rank=16))}
-    found, planner = {}, Planner(model, prompt_tokens, device)
+    found = {}
     for switch, change in {"": {}, **changes}.items():
         with contextlib.suppress(ValueError):  # a switch that this model does not take
-            changed = Planner(change["model"], prompt_tokens, device) if "model" in change else planner
+            changed = Planner(change["model"], planner.prompt_tokens, device) if "model" in change else planner
             needed = changed.needs(replace(config, **change))
             found[switch] = max(sum(parts.values()) for parts in needed.values())
     now = found.pop("")
