@@ -241,6 +241,8 @@ class RolloutConfig:
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
+        lag: train on each rollout so many rollouts after it was drawn: exactly the staleness of asynchronous training
+        resample: times that groups whose rewards are all equal give way to fresh prompts' (DAPO's dynamic sampling)
     """
 
     prompts: int = number(32, "above 0")
@@ -257,6 +259,8 @@ class RolloutConfig:
     decoder: Decoder = "pspo"
     environment: str | None = None
     max_turns: int = number(4, "above 0")
+    lag: int = number(0, "at least 0")
+    resample: int = number(0, "at least 0")
 
     def __post_init__(self) -> None:
         fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
@@ -279,6 +283,7 @@ class AlgorithmConfig:
         kl_estimator: k1, k2 (gradient of KL(policy || reference)) or k3 (gradient of the reverse KL)
         mask_truncated: exclude completions that hit the token limit from the loss
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
+        ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
         correction: weigh losses by old / sampler probability of a token or sequence; beyond the cap truncate or mask
         correction_cap: largest correction weight
     """
@@ -292,6 +297,7 @@ class AlgorithmConfig:
     kl_estimator: KLEstimator = "k3"
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
+    ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     correction: Correction = "none"
     correction_cap: float = number(3.0, "above 0")
 

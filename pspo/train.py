@@ -9,20 +9,22 @@ around the algorithm (records, checkpoints, resuming, signals) is `pspo.run.stat
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.distributed import run_main
-from pspo.rollout import Prompts, Rollout, generate, group_relative_advantages, sampling_context
+from pspo.rollout import Experience, Prompts, Rollout, generate, group_relative_advantages, sampling_context
 from pspo.run.api import train_from_python
 from pspo.run.command import train_command
 from pspo.run.state import Run
 from pspo.tasks import total_rewards
-from pspo.update import update
+from pspo.update import keep_logprobs, update
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -31,23 +33,47 @@ def train(run: Run) -> dict[str, Any]:
     Raises Stopped, everything saved, if a signal ended the run; RunFailed, saved, if a reward raised, or after too many
     skipped steps in a row.
     """
-    config, learner, group_size = run.config, run.learner, run.config.rollout.group_size
+    config, learner = run.config, run.learner
     run.start()
     while not run.ended():
-        prompts = run.next_prompts()
-        with run.phase("generate"), sampling_context(learner.policy, config.model.autocast, config.distributed.rollout):
-            rollout = generate(learner.policy, run.tokenizer, prompts.ids, run.sampling, group_size, prompts.problems)
-        with run.phase("reward"), run.saved_on_error():
-            rewards, rewards_by_name = score(rollout, prompts, config, learner.steps)  # (B,)
-            scale = config.algorithm.advantage_scale
-            advantages = group_relative_advantages(rewards.float(), group_size, scale)  # (B,)
-        run.check_rewards(rewards)
+        experience = run.delay(draw(run))  # the one drawn --rollout.lag rollouts ago: with 0 this one
+        if experience is None:
+            continue
         with run.phase("train"):
-            steps = update(learner, rollout, advantages, config)  # epochs x minibatches
-        run.record(rollout, rewards, rewards_by_name, advantages, steps)
+            steps = update(learner, experience.rollout, experience.advantages, config)  # epochs x minibatches
+        run.record(experience, steps)
         run.validate_if_due()
         run.save_if_due()
     return run.finish()
+
+
+def draw(run: Run) -> Experience:
+    """Draw and score a rollout; up to --rollout.resample times, groups without signal give way to fresh prompts'."""
+    config = run.config
+    experience = draw_groups(run, config.rollout.prompts)
+    run.check_rewards(experience.rewards)
+    for _ in range(config.rollout.resample):
+        missing = dist.max_over_ranks(experience.signal.count(False))
+        if missing == 0:
+            break
+        experience = experience.refill(draw_groups(run, missing * dist.world_size()), config.algorithm.advantage_scale)
+    if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
+        with run.phase("train"):
+            rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
+        experience = replace(experience, rollout=rollout)
+    return experience
+
+
+def draw_groups(run: Run, n: int) -> Experience:
+    """Complete and score the next n prompts, all ranks' together."""
+    config, learner, group_size = run.config, run.learner, run.config.rollout.group_size
+    indices, prompts = run.next_prompts(n)
+    with run.phase("generate"), sampling_context(learner.policy, config.model.autocast, config.distributed.rollout):
+        rollout = generate(learner.policy, run.tokenizer, prompts.ids, run.sampling, group_size, prompts.problems)
+    with run.phase("reward"), run.saved_on_error():
+        rewards, by_name = score(rollout, prompts, config, learner.steps)  # (B,)
+        advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
+    return Experience(indices, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens)
 
 
 def score(rollout: Rollout, prompts: Prompts, config: TrainConfig, step: int) -> tuple[Tensor, dict[str, list[float]]]:

@@ -82,8 +82,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     replay = config.algorithm.nucleus == "replay"
     if replay and rollout.nucleus is None:
         raise ValueError("--algorithm.nucleus replay needs the sampler's nucleus: sample with Sampling(nucleus=True)")
-    if config.algorithm.mask_truncated:
-        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
     retry = partial(retry_in_halves, learner=learner, minibatches=minibatches, config=config)
 
@@ -206,18 +204,35 @@ def optimizer_step(learner: Learner, loss: Tensor, tokens: Tensor, config: Train
     return {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not finite)}
 
 
-def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
-    """Compute what needs a pass before any step: the reference's log-probs, and old ones of later minibatches."""
+def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1) -> None:
+    """Compute what needs a pass before any step: the reference's log-probs, and old ones from minibatch ``first``."""
     own = isinstance(learner.reference, StartingAdapters)
     reference_context = learner.reference if own else nullcontext(learner.reference)
     with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
         for m, (_, batches) in enumerate(minibatches):
             for i, batch in enumerate(batches):
                 inputs = (*batch.rollout.token_ids, config.rollout.temperature, kept_tokens(batch, config.algorithm))
-                old_logprobs = token_logprobs(learner.policy, *inputs) if m > 0 else None
+                old_logprobs = batch.rollout.behaviour_logprobs
+                if old_logprobs is None and m >= first:
+                    old_logprobs = token_logprobs(learner.policy, *inputs)
                 with reference_context as reference:
                     ref_logprobs = token_logprobs(reference, *inputs) if reference is not None else None
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+
+
+def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:
+    """The rollout with the log-probs of the policy as it is now, in the shapes that `update` will compute in.
+
+    Rows that `update` leaves out have zeros.
+    """
+    learner = replace(learner, reference=None)
+    minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
+    work = partial(add_fixed_logprobs, learner, minibatches, config, first=0)
+    retry_in_halves(work, learner, minibatches, config)
+    logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)
+    for batch in (batch for minibatch in minibatches for batch in minibatch.batches):
+        logprobs[:, : batch.old_logprobs.shape[1]].index_add_(0, batch.indices, batch.old_logprobs)
+    return replace(rollout, behaviour_logprobs=logprobs)
 
 
 def split_minibatches(
@@ -231,6 +246,8 @@ def split_minibatches(
     --optimizer.microbatch_tokens.
     """
     algorithm, group_size = config.algorithm, config.rollout.group_size
+    if algorithm.mask_truncated:
+        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     sharded = config.distributed.strategy == "fsdp2"
     limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
     moving = rollout.loss_mask.any(dim=1)  # (B,)

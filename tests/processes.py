@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 import pspo.train
 import pspo.update
 from pspo.distributed import run_main
+from pspo.rollout import Experience, Rollout
+from pspo.rollout.types import Nucleus
 
 torch.set_num_threads(1)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning about forks
@@ -137,10 +139,22 @@ def contents(run: Path) -> dict[str, object]:
         elif path.name == "config.yaml":
             content = yaml.safe_load(path.read_text())
             del content["run"]["output_dir"]
+        elif path.name == "waiting.pt":  # equal texts may be one object or two
+            with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
+                content = plain(torch.load(path, weights_only=True))
         elif path.parent.name == "shards":  # whose header is in any order
             content = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
         files[str(path.relative_to(run))] = content
     return files
+
+
+def plain(value: Any) -> Any:
+    """Tensors and dataclasses as lists and dictionaries, down to the numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return {name: plain(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value
 
 
 def assert_same(one: Path, other: Path) -> None:

@@ -32,7 +32,8 @@ from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
 from pspo.run.checkpoint import checkpoints, damage
 from pspo.run.records import read_jsonl
-from pspo.update import Learner, update
+from pspo.run.signals import EXIT_STOPPED
+from pspo.update import Learner, keep_logprobs, update
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
@@ -68,7 +69,9 @@ CASES = {
     "correction of tokens": make_config(NoClip(), "dapo", epochs=2, correction="token_mask", correction_cap=1.3),
     "of sequences": make_config(GMPO(), "grpo", epochs=2, correction="sequence_truncate", correction_cap=1.3),
     "DPPO": make_config(DPPO(epsilon=1e-3), "dr_grpo", epochs=2),
+    "stale": make_config(GSPO(0.1, 0.2), "grpo", epochs=2, minibatches=2),
 }
+CASES["stale"] = replace(CASES["stale"], rollout=replace(CASES["stale"].rollout, lag=1))
 
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
@@ -99,7 +102,11 @@ def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, f
     learner = Learner(policy, optimizer, reference=reference)
     rollout, advantages = make_rows()
     mine = torch.tensor(dist.take_rank_share(list(range(len(rollout))), config.algorithm.minibatches))
-    metrics = update(learner, rollout.rows(mine), advantages[mine], config)
+    rollout, advantages = rollout.rows(mine), advantages[mine]
+    if config.rollout.lag:
+        rollout, fresh = keep_logprobs(learner, rollout, advantages, config), rollout
+        update(learner, fresh, advantages, config)  # the policy moves on
+    metrics = update(learner, rollout, advantages, config)
     return {name: dist.full_tensor(p.detach()).clone() for name, p in policy.named_parameters()}, metrics
 
 
@@ -283,6 +290,17 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("model   tiny-base") == done.stdout.count("greedy, held-out") == 1
     assert_same(whole["ddp"], tmp_path / "run")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_train_on_stale_resampled_rollouts_resume_exactly(tmp_path, strategy):
+    stale = ("--rollout.lag=1", "--rollout.resample=2", "--run.save_every=2")
+    assert train(tmp_path / "whole", strategy, *stale) == [0, 0]
+    fault = lambda: before("update", at_call(2, lambda: send(signal.SIGTERM)))  # noqa: E731
+    assert set(train(tmp_path / "run", strategy, *stale, fault=fault)) == {EXIT_STOPPED}
+    assert train(tmp_path / "run", strategy, *stale) == [0, 0]
+    assert_same(tmp_path / "whole", tmp_path / "run")
 
 
 def die_in_second_update(rank: int, number: signal.Signals) -> Callable[[], None]:

@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "pspo"
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
 ROOMS = (  # from the lowest: a room may import itself and the lower ones
+    {"distributed"},
     {"hub"},
-    {"losses", "tasks", "distributed"},
+    {"losses", "tasks"},
     {"model"},
     {"rollout"},
     {"environments"},

@@ -26,10 +26,10 @@ from pspo.config import (
     RolloutConfig,
     TrainConfig,
 )
+from pspo.hub.adapters import save_adapters
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.device import autocast
-from pspo.model.lora import save_adapters
 from pspo.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.run.checkpoint import checkpoints

@@ -250,7 +250,8 @@ def test_what_a_device_allows_is_no_part_of_the_setting(make_run, report):
 def test_labels_name_only_what_differs(make_run):
     """A switch that depends on the method is named where the method is the odd one out, with its section if unclear."""
     for alpha in (0.1, 0.4):
-        make_run(f"pspo-{alpha}", "PSPO", alpha=alpha, **{"algorithm.aggregation": "dapo", "optimizer.name": "adamw"})
+        switches = {"algorithm.aggregation": "dapo", "optimizer.name": "adamw", "model.lora": {"alpha": None}}
+        make_run(f"pspo-{alpha}", "PSPO", alpha=alpha, **switches)
     other = {"algorithm.aggregation": "grpo", "optimizer.name": "adamw"}
     runs = read_runs([make_run("clip", "Clip", **other | {"algorithm.aggregation": "dapo"}).parent])
     assert sorted(labels(runs.configs)) == ["Clip", "PSPO (alpha=0.1)", "PSPO (alpha=0.4)"]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+import jinja2
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.hub import is_offline
 
@@ -88,6 +89,16 @@ def load_model_config(config: "ModelConfig") -> PretrainedConfig:
     return from_pretrained(AutoConfig, resolve_adapters(config))
 
 
+def without_dropout(config: "ModelConfig") -> PretrainedConfig:
+    """The model's own configuration, with every dropout at 0."""
+    model_config = load_model_config(config)
+    for part in (model_config, model_config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+                setattr(part, name, 0.0)
+    return model_config
+
+
 def token_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], switch: str = "rollout.stop_tokens"
 ) -> list[int]:
@@ -97,6 +108,36 @@ def token_ids(
         if token not in known:
             raise ValueError(f"--{switch}: the tokenizer has no {token!r}; stop_strings takes any text")
     return sorted(known[token] for token in tokens)
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a completion: the model's and the tokenizer's eos, and the chat template's end of a turn.
+
+    They differ for a base model such as Qwen2.5's: its eos ends a document, its template ends a turn by <|im_end|>.
+    """
+    stops = model.generation_config.eos_token_id
+    stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
+    return sorted(stops - {None})
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after the assistant's words; None if it writes none."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\0"}]
+    try:
+        _, words, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("\0")
+    except jinja2.TemplateError:  # a template for single questions
+        return None
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if words else []
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that prompts are padded with; raises ValueError if it is none of the model's."""
+    size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
+    if pad >= size:
+        what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
+        raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
+    return pad
 
 
 def weight_files(config: "ModelConfig") -> list[Path]:

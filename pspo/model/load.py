@@ -4,26 +4,25 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
+from pspo.hub.adapters import add_adapters, fill_adapters
 from pspo.hub.models import (
     from_pretrained,
     load_errors,
-    load_model_config,
     resolve_adapters,
     uses_adapters,
     weight_files,
+    without_dropout,
 )
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 from pspo.model.logprobs import head_logits
-from pspo.model.lora import add_adapters, fill_adapters
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
@@ -90,15 +89,6 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
     return policy
 
 
-def without_dropout(config: "ModelConfig") -> transformers.PretrainedConfig:
-    model_config = load_model_config(config)
-    for part in (model_config, model_config.get_text_config()):
-        for name, value in vars(part).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(part, name, 0.0)
-    return model_config
-
-
 def ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
     if uses_adapters(config):
         add_adapters(policy, config)
@@ -139,33 +129,3 @@ def check_head(policy: PreTrainedModel) -> None:
             f"{type(policy).__name__} does more to its logits than its output embedding and softcapping; "
             "pspo.model.logprobs.head_logits must learn it before this architecture can be trained"
         )
-
-
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a completion: the model's and the tokenizer's eos, and the chat template's end of a turn.
-
-    They differ for a base model such as Qwen2.5's: its eos ends a document, its template ends a turn by <|im_end|>.
-    """
-    stops = model.generation_config.eos_token_id
-    stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
-    return sorted(stops - {None})
-
-
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after the assistant's words; None if it writes none."""
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\0"}]
-    try:
-        _, words, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("\0")
-    except jinja2.TemplateError:  # a template for single questions
-        return None
-    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if words else []
-    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
-
-
-def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that prompts are padded with; raises ValueError if it is none of the model's."""
-    size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
-    if pad >= size:
-        what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
-        raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
-    return pad

@@ -1,84 +1,11 @@
-"""LoRA: a frozen model, and trained low-rank matrices A and B beside its linear layers, by PEFT.
-
-PEFT puts its layers into the model, which stays the one that transformers made. Adapters are never merged while they
-train: rollouts, log-probs and gradients run the same layers. They are saved and loaded as PEFT folders.
-"""
-
-import math
-from pathlib import Path
-from typing import TYPE_CHECKING
+"""LoRA: a frozen model, and trained low-rank matrices A and B beside its linear layers, by PEFT (see `pspo.hub`)."""
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
 from transformers import PreTrainedModel
-
-from pspo import distributed as dist
-
-if TYPE_CHECKING:
-    from pspo.config import ModelConfig
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
     return getattr(policy, "_hf_peft_config_loaded", False)
-
-
-def add_adapters(policy: PreTrainedModel, config: "ModelConfig") -> None:
-    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
-    from peft import LoraConfig
-
-    lora, start = config.lora, config.lora.name_or_path
-    try:
-        new = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.target_modules}
-        made = LoraConfig.from_pretrained(start) if start else LoraConfig(**new)
-        made.task_type, made.revision, made.lora_dropout, made.inference_mode = "CAUSAL_LM", config.revision, 0.0, False
-        with torch.random.fork_rng(devices=[]):
-            policy.add_adapter(made)
-    except ValueError as error:  # no such folder, no such layers
-        switch = f"name_or_path {start}" if start else f"target_modules {lora.target_modules}"
-        raise ValueError(f"--model.lora.{switch}: {error}") from error
-    made.base_model_name_or_path = config.name_or_path
-    if not isinstance(made.target_modules, str):
-        made.target_modules = sorted(made.target_modules)  # a set, which is saved in any order
-    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    if unknown := [name for name in trained if not ("lora_A." in name or "lora_B." in name)]:
-        raise ValueError(f"--model.lora: {unknown[0]} is neither A nor B of a linear layer: leave such adapters out")
-    for parameter in trained.values():
-        parameter.data = parameter.data.float()
-
-
-@torch.no_grad()
-def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
-    """Copy adapters from a PEFT folder or hub id into a model's own; without one, A is random and B is 0."""
-    from peft.utils import load_peft_weights
-
-    saved = None if source is None else load_peft_weights(source, device="cpu")
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    for name, parameter in policy.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        whole = torch.zeros(parameter.shape)
-        if saved is not None:
-            whole = saved.get(name_in_file(name), whole[:0]).float()
-            if whole.shape != parameter.shape:
-                raise ValueError(f"--model.lora.name_or_path {source} does not fit the model: {name} is missing there")
-        elif "lora_A" in name:
-            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)  # as PEFT's
-        dist.assign(parameter, whole)
-
-
-def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the adapters as a PEFT folder; ``weights`` replaces a sharded model's own."""
-    weights = weights or policy.state_dict()
-    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    saved = {name_in_file(name): weights[name] for name in trained}
-    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    policy.peft_config["default"].save_pretrained(folder)
-
-
-def name_in_file(name: str) -> str:
-    """A parameter's name in a PEFT folder."""
-    return "base_model.model." + name.replace(".default.", ".")
 
 
 class StartingAdapters:

@@ -231,7 +231,7 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     """Name each run's setting: its surrogate, and the switches in which the settings of these runs differ.
 
     A surrogate's own arguments are compared with the same surrogate's. A switch that depends on the surrogate alone is
-    left out where it is as with most of them. Names are short where another switch does not end in the same word.
+    left out where it is as with most of them. Names are short, but where another switch ends in the same word.
     """
     switches, named = configs.drop(columns=[*OF_A_RUN, *IN_MEMORY, SURROGATE], errors="ignore"), {}
     others = [name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1]
@@ -242,10 +242,11 @@ def labels(configs: pd.DataFrame) -> pd.Series:
         shares = values_of[name].value_counts(normalize=True, dropna=False)
         if alike[name] and shares.max() > 0.5:
             usual[name] = shares.idxmax()
-    last_words = [name.rpartition(".")[2] for name in configs]
-    short = {
-        name: word if last_words.count(word) == 1 else name for name, word in zip(configs, last_words, strict=True)
-    }
+    words = [name.rpartition(".")[2] for name in configs if not name.startswith(ARGUMENT)]
+    short = {}
+    for name in configs:
+        word = name.rpartition(".")[2]
+        short[name] = word if name.startswith(ARGUMENT) or words.count(word) == 1 else name
     for method, of_method in of_methods:
         own = [name for name in switches if name.startswith(ARGUMENT) and of_method[name].nunique(dropna=False) > 1]
         for run, values in of_method[own + others].iterrows():

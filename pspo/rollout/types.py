@@ -124,6 +124,8 @@ class Rollout:
         texts: the completions as text, without special tokens.
         sampler_logprobs: (B, T) float32, what the tokens were sampled with, at the temperature and before the nucleus
             cut; None unless `Sampling.logprobs` asks for them. `token_logprobs` gives the same to rounding.
+        behaviour_logprobs: (B, T) float32, of the policy that drew the tokens, by `token_logprobs`; None if the old
+            log-probs are to be those of the policy just before the update.
         nucleus: the tokens that they were drawn from; None unless `Sampling.nucleus` asks for them.
         sampled_mask: (B, T) bool, false at an environment's observations; None without an environment.
         environment_rewards: sum of each episode's rewards; None without an environment, whose last turn is `texts`.
@@ -139,27 +141,23 @@ class Rollout:
     nucleus: Nucleus | None = None
     sampled_mask: Tensor | None = None
     environment_rewards: list[float] | None = None
+    behaviour_logprobs: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def rows(self, indices: Tensor) -> "Rollout":
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
-        prompt_mask, completion_mask = self.prompt_mask[indices], self.completion_mask[indices]
-        first = self.prompt_mask.shape[1] - int(prompt_mask.sum(dim=1).max())
-        width = max(int(completion_mask.sum(dim=1).max()), 1)
-        return Rollout(
-            self.prompt_ids[indices, first:],
-            prompt_mask[:, first:],
-            self.completion_ids[indices, :width],
-            completion_mask[:, :width],
-            self.terminated[indices],
-            [self.texts[i] for i in indices.tolist()],
-            None if self.sampler_logprobs is None else self.sampler_logprobs[indices, :width],
-            None if self.nucleus is None else self.nucleus.rows(indices, width),
-            None if self.sampled_mask is None else self.sampled_mask[indices, :width],
-            None if self.environment_rewards is None else [self.environment_rewards[i] for i in indices.tolist()],
-        )
+        first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
+        width, parts = max(int(self.completion_mask[indices].sum(dim=1).max()), 1), {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                columns = slice(first, None) if name.startswith("prompt") else slice(width)
+                parts[name] = value[indices] if value.dim() == 1 else value[indices, columns]
+            elif value is not None:
+                is_list = isinstance(value, list)
+                parts[name] = [value[i] for i in indices.tolist()] if is_list else value.rows(indices, width)
+        return Rollout(**parts)
 
     @property
     def loss_mask(self) -> Tensor:
@@ -198,21 +196,24 @@ class Batch:
     Attributes:
         rollout: B rows.
         advantages: (B,) float32.
-        old_logprobs: (B, T) float32 without gradient, of the policy that made the rollout; None until known.
+        old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until known.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
+        indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
     """
 
     rollout: Rollout
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    indices: Tensor | None = None
 
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
         old, ref = (None if part is None else part[indices, :width] for part in (self.old_logprobs, self.ref_logprobs))
-        return Batch(rollout, self.advantages[indices], old, ref)
+        taken = indices if self.indices is None else self.indices[indices]
+        return Batch(rollout, self.advantages[indices], old, ref, taken)
 
     def masked_row(self) -> "Batch":
         """One row without an unmasked token: a microbatch whose gradient is 0."""

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, or LoRA's adapters in PEFT's,
 ``training.pt`` (optimizer, schedule, torch's random generators), ``state.json`` (`Progress`, the other random
-generators), ``config.yaml``, and ``manifest.json`` with the size and SHA-256 of every other file. Under fsdp2
-``shards/`` replaces model and optimizer: every rank writes its own.
+generators), under --rollout.lag ``waiting.pt`` (rollouts), ``config.yaml``, and ``manifest.json`` with the size and
+SHA-256 of every other file. Under fsdp2 ``shards/`` replaces model and optimizer: every rank writes its own.
 """
 
 import contextlib
@@ -12,8 +12,9 @@ import json
 import os
 import random
 import shutil
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.hub.adapters import save_adapters
 from pspo.model import has_adapters
-from pspo.model.lora import save_adapters
+from pspo.rollout import Experience, Rollout
+from pspo.rollout.types import Nucleus
 from pspo.run.records import write_json
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class Progress:
     best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``
     best_trained: dict[str, Any] = field(default_factory=dict)  # the best but for step 0's
     unvalidated: dict[str, Any] = field(default_factory=dict)  # the last rollout's record while it is validated
+    waiting: deque[Experience] = field(default_factory=deque)  # this rank's rollouts that are not trained on yet
 
     def validations(self, steps: int) -> dict[str, dict[str, Any]]:
         """Those of a run that has ended after so many steps; {} where there is none."""
@@ -158,7 +162,8 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
     generators = dist.gather_objects(random or random_state(policy.device))
     torch_state = {name: part.state_dict() for name, part in run.stateful.items()}
     torch_state |= {"random": [of_rank.pop("torch") for of_rank in generators]}
-    state = asdict(run.progress) | {"steps": steps, "random": generators}
+    state = vars(run.progress) | {"steps": steps, "random": generators}
+    waiting = dist.gather_objects(state.pop("waiting"))
     folder = run.output / "checkpoints" / f"step-{steps:06d}"
     shards = hidden(folder.with_name(f"{folder.name}-shards"), "new")  # every rank's; rank 0 moves them in
     if dist.is_sharded(policy):
@@ -172,6 +177,8 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
             else:
                 write_model(policy, run.tokenizer, temporary, card)
             torch.save(torch_state, temporary / "training.pt")
+            if any(waiting):
+                torch.save([list(of_rank) for of_rank in waiting], temporary / "waiting.pt")
             (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
             shutil.copyfile(run.output / "config.yaml", temporary / "config.yaml")
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
@@ -187,7 +194,7 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
 def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device) -> tuple[int, Progress]:
     """Restore everything but the model; returns the optimizer steps taken, and the run's progress.
 
-    Random generators are restored only on as many ranks as saved them.
+    Random generators, and rollouts that wait, are restored only on as many ranks as saved them.
     """
     torch_state = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
     for name, part in stateful.items():
@@ -196,6 +203,10 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
     steps, generators = state.pop("steps"), state.pop("random")
     if len(generators) == dist.world_size():
         restore_random_state(generators[dist.rank()] | {"torch": torch_state["random"][dist.rank()]}, device)
+        if (folder / "waiting.pt").exists():
+            with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
+                waiting = torch.load(folder / "waiting.pt", map_location=device, weights_only=True)
+            state["waiting"] = deque(waiting[dist.rank()])
     return steps, Progress(**state)
 
 

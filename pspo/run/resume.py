@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+from collections import deque
 from dataclasses import asdict, fields, replace
 from fnmatch import fnmatch
 from numbers import Rational
@@ -266,8 +267,9 @@ def of_fork(parent: Progress, fresh: Progress) -> Progress:
     same = {split: parent.problems.get(split) == fresh.problems.get(split) for split in ("train", "test", "validation")}
     prompts, before = parent.prompts if same["train"] else 0, parent.before if same["test"] else {}
     untrained = parent.untrained if same["validation"] else {}
+    waiting = parent.waiting if same["train"] else deque()
     own = {"problems": fresh.problems, "prompts": prompts, "before": before, "untrained": untrained}
-    return replace(parent, **own, validated={}, best={}, best_trained={})
+    return replace(parent, **own, waiting=waiting, validated={}, best={}, best_trained={})
 
 
 def record_changes(run: Path, step: int, changes: dict[str, tuple[Any, Any]]) -> None:

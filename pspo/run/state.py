@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.rollout import Prompts, Rollout, Sampling, prompt_order, sampling_context
+from pspo.rollout import Experience, Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
 from pspo.run.checkpoint import (
     Progress,
@@ -64,7 +64,9 @@ class Run:
         self.began = time.perf_counter() - self.progress.seconds
         FIRST_FAILURES.clear()  # of an earlier run in this process
         order = prompt_order(len(self.prompts["train"]), self.config.run.seed)
-        self.order = islice(order, self.progress.prompts, None)
+        self.order, self.drawn = islice(order, self.progress.prompts, None), self.progress.prompts
+        while len(self.progress.waiting) > self.config.rollout.lag:  # of a fork's parent
+            self.progress.waiting.popleft()
         resumed = self.progress.before is not None
         self.stopped, self.saved_step = False, self.learner.steps if resumed else None
         if not resumed:
@@ -75,7 +77,8 @@ class Run:
         steps = {"total": self.config.run.max_steps, "initial": drawn}
         bar = Bar(desc="step", unit="step", quiet=self.config.run.quiet or not dist.is_main(), **steps)
         self.bar = self.lock.enter_context(bar)  # closed before an error is printed
-        self.started_at = self.learner.steps
+        self.started_at = self.first_step = self.learner.steps
+        self.seconds = {}
         if self.progress.unvalidated:  # a reward raised in the validation of the last rollout
             vars(self).update(self.progress.unvalidated)
             self.validate_if_due()
@@ -88,16 +91,22 @@ class Run:
 
     def ended(self) -> bool:
         """True if a limit is reached, or a signal to any rank has asked to stop."""
+        self.boundary = random_state(self.learner.policy.device)
         self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
         return self.stopped or self.limit_reached
 
-    def next_prompts(self) -> Prompts:
-        """This rank's prompts of the next rollout."""
-        self.first_step, self.seconds = self.learner.steps, {}
-        self.boundary = random_state(self.learner.policy.device)
-        drawn = list(islice(self.order, self.config.rollout.prompts))
-        self.drawn = self.prompts["train"].take(dist.take_rank_share(drawn, self.config.algorithm.minibatches))
-        return self.drawn
+    def next_prompts(self, n: int) -> tuple[list[int], Prompts]:
+        """This rank's share of the next n training prompts: their indices, and themselves."""
+        minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
+        indices = dist.take_rank_share(list(islice(self.order, n)), minibatches)
+        self.drawn += n
+        return indices, self.prompts["train"].take(indices)
+
+    def delay(self, experience: Experience) -> Experience | None:
+        """Keep a rollout; return the one drawn --rollout.lag rollouts before it, None if there is none yet."""
+        self.progress.prompts, waiting = self.drawn, self.progress.waiting
+        waiting.append(experience)
+        return waiting.popleft() if len(waiting) > self.config.rollout.lag else None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -139,36 +148,33 @@ class Run:
         first = {name: error for of_rank in dist.gather_objects(FIRST_FAILURES) for name, error in of_rank.items()}
         return "; ".join(f"{name} ({error})" for name, error in first.items())
 
-    def record(
-        self,
-        rollout: Rollout,
-        rewards: Tensor,
-        rewards_by_name: dict[str, list[float]],
-        advantages: Tensor,
-        steps: list[dict[str, float]],
-    ) -> None:
-        """Count a rollout and describe it, of all ranks: metrics, a few samples; ``rewards``, ``advantages`` (B,)."""
-        group_size = self.config.rollout.group_size
+    def record(self, experience: Experience, steps: list[dict[str, float]]) -> None:
+        """Count a rollout that was trained on and describe it, of all ranks: metrics, a few samples."""
+        rollout, group_size = experience.rollout, self.config.rollout.group_size
+        problems = self.prompts["train"].problems
         of_rank = {
-            "problem": [problem for problem in self.drawn.problems for _ in range(group_size)],
+            "problem": [problems[i] for i in experience.prompts for _ in range(group_size)],
             "text": rollout.texts,
             "episode": self.episodes(rollout),
-            "reward": rewards.tolist(),
-            "advantage": advantages.tolist(),
+            "reward": experience.rewards.tolist(),
+            "advantage": experience.advantages.tolist(),
             "tokens": rollout.loss_mask.sum(dim=1).tolist(),
             "truncated": (~rollout.terminated).tolist(),
-        } | {f"reward/{name}": values for name, values in rewards_by_name.items()}
+        } | {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
         if rollout.sampled_mask is not None:
             of_rank["turns"] = rollout.turns.tolist()
-        of_ranks = dist.gather_objects((rollout.tokens, of_rank))
-        rows = {name: list(chain(*(values[name] for _, values in of_ranks))) for name in of_rank}
+        of_ranks = dist.gather_objects((experience.drawn_tokens, experience.drawn_rewards, of_rank))
+        rows = {name: list(chain(*(values[name] for _, _, values in of_ranks))) for name in of_rank}
+        drawn_rewards = list(chain(*(values for _, values, _ in of_ranks)))
         progress, learner = self.progress, self.learner
-        progress.prompts += self.config.rollout.prompts
-        progress.tokens += sum(tokens for tokens, _ in of_ranks)
+        progress.tokens += sum(tokens for tokens, _, _ in of_ranks)
         progress.ranks, progress.microbatch_limit = dist.world_size(), learner.microbatch_limit
         self.steps = steps
         self.line = {"step": learner.steps, "tokens": progress.tokens}
         self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy one
+        if self.config.rollout.resample:
+            self.line["resampled_share"] = (len(drawn_rewards) - len(rows["reward"])) / len(rows["reward"])
+            self.line["reward_drawn"] = float(np.mean(known(drawn_rewards)))
         self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
         shown = zip(*(rows[name][::group_size] for name in ("problem", "episode", "reward")), strict=True)
         self.samples = [
@@ -208,6 +214,7 @@ class Run:
             self.save_checkpoint()
         first = self.first_step == self.started_at
         self.bar.advance(self.learner.steps - self.first_step, self.status(), always=first or self.limit_reached)
+        self.first_step, self.seconds = self.learner.steps, {}
 
     def status(self) -> str:
         """The rollout in a few numbers, for the progress bar or a line of a log."""
@@ -379,11 +386,13 @@ def crossed(every: int, before: int, after: int) -> bool:
     return every > 0 and before // every < after // every
 
 
+def known(values: list[float]) -> list[float]:
+    """Without NaN; a single NaN if there is nothing else."""
+    return [value for value in values if not math.isnan(value)] or [math.nan]
+
+
 def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
     """Statistics of one rollout from its B rows' values; unknown rewards (NaN) are left out of the means."""
-
-    def known(values: list[float]) -> list[float]:
-        return [value for value in values if not math.isnan(value)] or [math.nan]
 
     pairs = zip(rows["text"], rows["problem"], strict=True)
     formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]

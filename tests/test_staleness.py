@@ -1,0 +1,283 @@
+"""Rollouts that are trained on later than they were drawn, and groups without signal that are drawn again."""
+
+import copy
+import dataclasses
+import math
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from processes import assert_same, before, forked, run_command, send
+from test_update import G, make_config, make_learner, make_rollout, naive_row, weights
+
+import pspo.train
+import pspo.update
+from pspo.losses import GSPO, PSPO, NoClip
+from pspo.rollout import Experience, group_relative_advantages
+from pspo.rollout.experience import join
+from pspo.rollout.types import Nucleus
+from pspo.run.records import read_jsonl
+from pspo.tasks import Reward
+from pspo.update import keep_logprobs, update
+
+TINY = (
+    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=0.7", "--run.max_steps=10",
+    "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=2", "--data.limit=7", "--optimizer.lr=1e-3",
+    "--reward.functions=[test_staleness.Noisy]",
+)  # fmt: skip
+
+
+class Noisy(Reward):
+    """Rewards of 0 and 1 that have nothing to do with the completion; a group is often without signal."""
+
+    def __call__(self, completions, problems):
+        return [float(random.random() < 0.3) for _ in completions]
+
+
+def train(output: str, *args: str) -> int:
+    return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# ---------------------------------------------------------------- lag
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("ratio_to", ["behaviour", "proximal"])
+def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
+    drawn, trained = [], []
+    generate, update = pspo.train.generate, pspo.train.update
+
+    def drawing(policy, *args):
+        drawn.append((generate(policy, *args), copy.deepcopy(policy)))
+        return drawn[-1][0]
+
+    def training(learner, rollout, advantages, config):
+        trained.append(rollout)
+        steps = update(learner, rollout, advantages, config)
+        (i,) = (i for i, (other, _) in enumerate(drawn) if other.completion_ids is rollout.completion_ids)
+        assert i == len(trained) - 1
+        assert len(drawn) == len(trained) + lag
+        kept = rollout.behaviour_logprobs
+        assert (kept is None) == (lag == 0 or ratio_to == "proximal")
+        rows = [row for row in range(len(rollout)) if advantages[row] != 0]
+        for row in rows if kept is not None else ():  # one by one, unpadded, by the policy that drew them
+            with torch.no_grad():
+                logprobs = naive_row(drawn[i][1], rollout, row)
+            torch.testing.assert_close(kept[row, : len(logprobs)].double(), logprobs, rtol=0, atol=2e-5)
+        moved = i > 0 and lag > 0 and rows
+        assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
+        return steps
+
+    monkeypatch.setattr(pspo.train, "generate", drawing)
+    monkeypatch.setattr(pspo.train, "update", training)
+    assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
+    assert len(trained) == 5
+    first = weights(drawn[0][1])
+    unmoved = [torch.equal(weights(policy), first) for _, policy in drawn]
+    assert sum(unmoved) >= lag + 1
+    assert all(unmoved[: lag + 1])
+    assert not any(unmoved[lag + 2 :]) or lag == 3
+
+
+def test_the_first_rollouts_are_the_initial_policy_s():
+    """With lag 2, three of them: those of a run that hardly moves."""
+    assert train("stale", "--rollout.lag=2", "--run.samples=8") == 0
+    assert train("still", "--optimizer.lr=1e-12", "--run.samples=8") == 0
+    stale, still = (read_jsonl(Path(name) / "samples.jsonl") for name in ("stale", "still"))
+    assert [line["step"] for line in stale] == [line["step"] for line in still]
+    same = [a["completion"] == b["completion"] for a, b in zip(stale, still, strict=True)]
+    assert all(same[:6])
+    assert not all(same[6:])
+
+
+@pytest.mark.parametrize("surrogate", [NoClip(), PSPO(0.3), GSPO(0.2, 0.2)], ids=repr)
+def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
+    """On time, `ratio_to` changes nothing: the same log-probs from a pass before or in the first visit."""
+    rollout, advantages = make_rollout()
+    for minibatches in (1, 2):
+        config = make_config(surrogate, epochs=2, minibatches=minibatches)
+        expected, steps = take_steps(tiny_model(), rollout, advantages, config)
+        learner = make_learner(tiny_model(), config)
+        kept = keep_logprobs(learner, rollout, advantages, config)
+        learner = make_learner(tiny_model(), config)
+        assert update(learner, kept, advantages, config) == steps
+        assert torch.equal(weights(learner.policy), expected)
+        left_out = [i for i in range(len(rollout)) if advantages[i] == 0]
+        assert left_out
+        assert not kept.behaviour_logprobs[left_out].any()
+
+
+def take_steps(policy, rollout, advantages, config):
+    learner = make_learner(policy, config)
+    steps = update(learner, rollout, advantages, config)
+    return weights(learner.policy), steps
+
+
+@pytest.mark.parametrize("ratio_to", ["behaviour", "proximal"])
+def test_the_gradient_of_a_stale_rollout(tiny_model, ratio_to):
+    """Behaviour: r = new / behaviour. Proximal, corrected: min(proximal / behaviour, cap) r, and r = 1."""
+    rollout, advantages = make_rollout()
+    drew, policy = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.01)
+    cap = 1.05
+    correction = {"correction": "token_truncate", "correction_cap": cap} if ratio_to == "proximal" else {}
+    config = make_config(NoClip(), epochs=1, ratio_to=ratio_to, optimizer={"max_grad_norm": 0.0}, **correction)
+    rows = [row for row in range(len(rollout)) if advantages[row] != 0]
+    with torch.no_grad():
+        behaviour = {row: naive_row(drew, rollout, row) for row in rows}
+    if ratio_to == "behaviour":
+        stale = keep_logprobs(make_learner(drew, config), rollout, advantages, config)
+    else:
+        sampled = torch.zeros(rollout.completion_ids.shape, dtype=torch.float64)
+        for row in rows:
+            sampled[row, : len(behaviour[row])] = behaviour[row]
+        stale = dataclasses.replace(rollout, sampler_logprobs=sampled)
+    learner = make_learner(policy, config, sgd=1.0)
+    before = weights(learner.policy)
+    update(learner, stale, advantages, config)
+
+    loss, ratios = 0.0, []
+    for row in rows:
+        logprobs = naive_row(policy, rollout, row)
+        ratio = (logprobs - behaviour[row]).exp()
+        ratios += ratio.tolist()
+        if ratio_to == "behaviour":
+            loss = loss - (ratio * advantages[row]).sum()
+        else:
+            loss = loss - (ratio.detach().clamp(max=cap) * logprobs * advantages[row]).sum()
+    loss = loss / int(rollout.completion_mask.sum())
+    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(policy.parameters()))])
+    assert min(ratios) < 0.97
+    assert max(ratios) > cap
+    torch.testing.assert_close(before - weights(learner.policy), gradient, rtol=1e-4, atol=1e-7)
+
+
+STALE = {
+    "lag": ("--rollout.lag=2",),
+    "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
+                  "--algorithm.nucleus=replay"),
+    "resample": ("--rollout.resample=3", "--rollout.lag=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "how", ["decoupled", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("lag", "resample"))]
+)
+def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(how):
+    assert train("whole", *STALE[how]) == 0
+    for step in (0, 4, 7):
+        before_step = lambda learner, *_, step=step: learner.steps == step and send(signal.SIGKILL)  # noqa: E731
+
+        def killed(before_step=before_step) -> int:
+            before("optimizer_step", before_step, pspo.update)
+            return train("out", *STALE[how])
+
+        assert forked(killed) == -signal.SIGKILL
+    assert train("out", *STALE[how]) == 0
+    assert_same(Path("whole"), Path("out"))
+
+
+def test_a_fork_keeps_what_waits_as_far_as_its_lag_goes():
+    assert train("parent", "--rollout.lag=2", "--run.max_steps=4", "--run.samples=8") == 0
+    for lag in (0, 2, 3):
+        fork = ("--run.fork_from=parent", f"--rollout.lag={lag}", "--run.samples=8")
+        assert train(f"fork-{lag}", *fork) == 0
+    assert train("whole", "--rollout.lag=2", "--run.samples=8") == 0
+    whole, same = (read_jsonl(Path(name) / "metrics.jsonl") for name in ("whole", "fork-2"))
+    assert [line["reward"] for line in same] == [line["reward"] for line in whole if line["step"] > 4]
+    late = read_jsonl(Path("fork-3/metrics.jsonl"))
+    assert [line["reward"] for line in late] == [line["reward"] for line in same]
+    assert read_jsonl(Path("fork-0/metrics.jsonl"))[0]["ratio_max"] >= 1
+
+
+# ---------------------------------------------------------------- resampling
+
+
+def scored(rollout, rewards, first):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    prompts = list(range(first, first + len(rewards) // G))
+    advantages = group_relative_advantages(rewards.float(), G)
+    return Experience(prompts, rollout, rewards, {"r": rewards.tolist()}, advantages, rewards.tolist(), rollout.tokens)
+
+
+def test_groups_without_signal_give_way():
+    flat, mixed = [1.0] * G, [0.0, 1.0] * (G // 2)
+    drawn, _ = make_rollout(groups=4, seed=1)
+    fresh, _ = make_rollout(groups=3, seed=2)
+    unknown = [math.nan] * G
+    first, second = scored(drawn, flat + mixed + unknown + flat, 10), scored(fresh, mixed + flat + mixed, 20)
+    assert (first.signal, second.signal) == ([False, True, False, False], [True, False, True])
+    filled = first.refill(second, "none")
+    assert filled.prompts == [20, 11, 22, 13]
+    assert filled.signal == [True, True, True, False]
+    assert filled.drawn_tokens == drawn.tokens + fresh.tokens
+    assert len(filled.drawn_rewards) == 7 * G
+    assert torch.equal(filled.advantages, group_relative_advantages(filled.rewards.float(), G))
+    sources = [(fresh, 0), (drawn, 1), (fresh, 2), (drawn, 3)]
+    for row in range(4 * G):
+        source, group = sources[row // G]
+        other = group * G + row % G
+        for ids, mask in (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")):
+            mine, theirs = (
+                getattr(of, ids)[i][getattr(of, mask)[i]] for of, i in ((filled.rollout, row), (source, other))
+            )
+            assert mine.tolist() == theirs.tolist()
+        assert filled.rollout.texts[row] == source.texts[other]
+        assert filled.rollout.terminated[row] == source.terminated[other]
+        assert filled.rewards_by_name["r"][row] == filled.rewards[row]
+
+
+def test_join_keeps_every_kind_of_field():
+    first, _ = make_rollout(groups=1, seed=1)
+    second, _ = make_rollout(groups=2, seed=2)
+    narrow = second.rows(torch.arange(2 * G))
+    parts = []
+    for rollout in (first, narrow):
+        shape = rollout.completion_ids.shape
+        counts = rollout.completion_mask.long()
+        ids = [torch.arange(int(n)) for n in counts.sum(dim=1)]
+        parts.append(dataclasses.replace(
+            rollout, sampler_logprobs=torch.randn(shape), nucleus=Nucleus(ids, counts, torch.rand(shape)),
+            sampled_mask=rollout.completion_mask.clone(), environment_rewards=[float(i) for i in range(len(rollout))],
+            behaviour_logprobs=torch.randn(shape),
+        ))  # fmt: skip
+    joined = join(parts)
+    assert len(joined) == 3 * G
+    for part, rows in zip(parts, (torch.arange(G), torch.arange(G, 3 * G)), strict=True):
+        back = joined.rows(rows)
+        for name, value in vars(part.rows(torch.arange(len(part)))).items():
+            if isinstance(value, Nucleus):
+                assert [ids.tolist() for ids in back.nucleus.ids] == [ids.tolist() for ids in value.ids]
+                assert torch.equal(back.nucleus.counts, value.counts)
+                assert torch.equal(back.nucleus.mass, value.mass)
+            elif isinstance(value, list):
+                assert getattr(back, name) == value
+            else:
+                assert torch.equal(getattr(back, name), value), name
+
+
+def test_resampling_is_bounded_and_counted():
+    longer = ("--run.max_steps=20", "--rollout.prompts=4", "--data.limit=50", "--run.save_every=0")
+    args = ("--rollout.resample=3", "--algorithm.epochs=1", *longer)
+    assert train("out", *args) == 0
+    assert train("plain", "--algorithm.epochs=1", *longer) == 0
+    lines, plain = read_jsonl(Path("out/metrics.jsonl")), read_jsonl(Path("plain/metrics.jsonl"))
+    shares = [line["resampled_share"] for line in lines]
+    assert sum(shares) > 0
+    assert max(shares) <= 3
+    assert min(shares) == 0
+    silent = [sum(line["zero_advantage_share"] for line in some) / len(some) for some in (lines, plain)]
+    assert silent[0] < 0.1 < silent[1]  # every group silent with probability 0.25, after three more draws 0.004
+    drawn = sum(1 + share for share in shares)
+    mean = sum(line["reward_drawn"] * (1 + line["resampled_share"]) for line in lines) / drawn
+    assert mean == pytest.approx(0.3, abs=0.06)  # unbiased; that of the rollouts trained on is not
+    assert lines[-1]["tokens"] > plain[-1]["tokens"]
