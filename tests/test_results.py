@@ -1,5 +1,7 @@
 """The tables of a results page hold the numbers of its table of runs, to the last digit that they show."""
 
+import re
+from fractions import Fraction
 from pathlib import Path
 
 import pandas as pd
@@ -150,3 +152,99 @@ def test_tiny_comparisons_differences():
     for cell in found.itertuples():
         mean, *sides = (abs(x) for x in (cell.mean, cell.low, cell.high))
         assert f"{mean:.3f} [{min(sides):.3f}, {max(sides):.3f}]" in page, cell.row
+
+
+def test_smollm2_what_was_learnt():
+    answers = pd.read_parquet(RESULTS / "smollm2/answers.parquet").set_index("problem")
+    before, expected, shares = answers[answers["model"] == "before"], [], {}
+    for model, name in (
+        ("before", "before"), ("lora-0", "LoRA, seed 0"), ("bfloat16-0", "bfloat16, seed 0"),
+        ("bfloat16-1", "bfloat16, seed 1"), ("float32-0", "float32, seed 0"), ("float32-1", "float32, seed 1"),
+    ):  # fmt: skip
+        after, marks = answers[answers["model"] == model], []
+        assert len(after) == 976
+        assert (after["gold"] == before["gold"]).all()
+        for equation, gold in after.dropna(subset="equation")[["equation", "gold"]].itertuples(index=False):
+            a, operation, b, c = re.fullmatch(r"([\d,.]+) ?([-+*/]) ?([\d,.]+) ?= ?(-?[\d,.]+)", equation).groups()
+            a, b, c = (Fraction(number.replace(",", "")) for number in (a, b, c))
+            true = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else None}[operation]
+            marks.append((true == c, true == Fraction(gold), true == c == Fraction(gold)))
+        moved = [(after["correct"] & ~before["correct"]).sum(), (before["correct"] & ~after["correct"]).sum()]
+        counts = [len(marks), *(sum(column) for column in zip(*marks, strict=True))]
+        moved = ["", ""] if model == "before" else moved
+        expected.append([name, *(str(number) for number in (after["correct"].sum(), *moved, *counts))])
+        shares[model] = (100 * counts[1] / counts[0], after["format"].mean())
+    assert rows("smollm2/README.md", "| run | right | newly right |") == expected
+    page = " ".join((RESULTS / "smollm2/README.md").read_text(encoding="utf-8").split())
+    worst = max(share for model, (_, share) in shares.items() if model != "before")
+    assert f"in {shares['before'][1]:.1%} of answers before, is in {worst:.1%} at most after" in page
+    assert f"had ended before, {before[~before['truncated']]['correct'].mean():.1%} were right" in page
+    assert {f"{shares[model][0]:.0f}" for model in ("lora-0", "bfloat16-0")} == {"37"}
+    assert f"from {shares['before'][0]:.0f}% to 37%" in page
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> pd.DataFrame:
+    """Every rollout's metrics, with experiment and seed, by step."""
+    metrics = pd.read_parquet(RESULTS / "smollm2/runs.parquet")
+    safe = metrics["setting"].str.contains("lr=2e-05")
+    return metrics.assign(safe=safe).set_index("step")
+
+
+def one_run(metrics: pd.DataFrame, experiment: str, seed: int, safe: bool = False) -> pd.DataFrame:
+    of_run = (metrics["experiment"] == experiment) & (metrics["seed"] == seed)
+    return metrics[of_run & (metrics["safe"] == safe)]
+
+
+def test_smollm2_costs(smollm2):
+    expected = []
+    for name, run, rows_of_a_rollout in (
+        ("seed 0, stage 1, to step 40", one_run(smollm2, "stage-1", 0).loc[:40], 128),
+        ("seed 0, stage 2", one_run(smollm2, "stage-2", 0), 512),
+        ("seed 1, stage 1 (one process, another beside it)", one_run(smollm2, "stage-1", 1, safe=True), 128),
+        ("seed 1, stage 2", one_run(smollm2, "stage-2", 1), 512),
+    ):
+        seconds = run["seconds/generate"].sum() + run["seconds/train"].sum()
+        tokens = run["tokens"].iloc[-1]
+        expected.append([name, str(len(run)), f"{len(run) * rows_of_a_rollout:,}", f"{tokens:,}", f"{seconds:,.0f}"])
+    assert [row[:-1] for row in rows("smollm2/README.md", "| | rollouts | completions | tokens |")] == expected
+
+
+def test_smollm2_collapse_and_what_was_given_up(smollm2):
+    page = " ".join((RESULTS / "smollm2/README.md").read_text(encoding="utf-8").split())
+    collapsed, seed_0 = one_run(smollm2, "stage-1", 1), one_run(smollm2, "stage-1", 0)
+    kl, norm = collapsed["kl_old_new"], collapsed["grad_norm"]
+    assert f"after one step {kl[10]:.3f}, {kl[12]:.3f}, then {kl[14]:.3f}" in page
+    assert f"gradient norms of {norm[10]:.2f}, {norm[12]:.2f}, {norm[14]:.2f}, from {norm[2]:.2f} at the start" in page
+    assert f"Seed 0 had a norm of {seed_0['grad_norm'][28]:.2f} and a KL of {seed_0['kl_old_new'][28]:.3f}" in page
+    assert not collapsed.loc[16:, "reward"].any()
+    safe = smollm2[(smollm2["experiment"] == "stage-1") & smollm2["safe"]]
+    assert f"KL {safe['kl_old_new'].max():.3f} at most in the first stage, for seeds 1 and 2" in page
+    second = one_run(smollm2, "stage-2", 1)["kl_old_new"].nlargest(3).round(2).tolist()
+    assert second == [0.12, 0.12, 0.03]
+    assert "two rollouts of 80 reached 0.12" in page
+    assert f"its training reward rose to {seed_0['reward'].tail(5).mean():.2f} in the last five rollouts" in page
+
+    evaluations = read_runs([RESULTS / "smollm2"]).numbers
+    training = measures(evaluations, "before-training-problems")
+    assert f"answers {training['accuracy'].value:.1%} of 1,400 training problems" in page
+    assert f"In {1400 * training['gold_anywhere'].value:.0f} problems its greedy completion holds the gold" in page
+    solved = [measures(evaluations, f"other-training-problems-stage-1-step-{step}")["accuracy"] for step in (40, 80)]
+    said = [f"{of_step.value * of_step.n:.0f} of {of_step.n:.0f}" for of_step in solved]
+    assert f"(step 40 solves {said[0]} other training problems, step 80 {said[1]};" in page
+
+    given_up = smollm2[smollm2["experiment"] == "given-up"]
+    for rows_of_128, lengths, said in (
+        (
+            given_up["reward/MathReward"][given_up["setting"].str.contains('"format_bonus": 0.0}')],
+            None,
+            "{} to {} of 128",
+        ),
+        (
+            None,
+            given_up["completion_tokens"][given_up["setting"].str.contains('"format_bonus": 0.0}')],
+            "between {} and {}",
+        ),
+    ):
+        values = 128 * rows_of_128 if lengths is None else lengths
+        assert said.format(f"{values.min():.0f}", f"{values.max():.0f}") in page, (values.min(), values.max())
