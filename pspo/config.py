@@ -320,7 +320,7 @@ class OptimizerConfig:
         beta1: decay of AdamW's first moment
         beta2: decay of AdamW's second moment
         eps: AdamW's epsilon
-        weight_decay: AdamW's decoupled weight decay; with sgd, an L2 penalty
+        weight_decay: decoupled weight decay of matrices and embeddings; norms and biases have none
         warmup_steps: optimizer steps of linear warm-up, from 0
         schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
         max_grad_norm: clip gradients to this global norm; 0 for no clipping

@@ -1,12 +1,16 @@
 """--optimizer.name through the trainer: what a step of plain SGD is, and what that makes of PSPO."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import pspo.train
+from pspo.config import OptimizerConfig
+from pspo.optimizers import make_optimizer
 
 SMALL = (
     "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=20", "--run.test_limit=0",
@@ -52,3 +56,38 @@ def test_under_plain_sgd_pspo_is_noclip_at_a_smaller_learning_rate_to_the_last_b
     assert any(line["ratio_max"] > 1.01 for line in pspo_)
     one, other = (load_file(tmp_path / name / "final/model.safetensors") for name in ("pspo", "noclip"))
     assert all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
+    """Against torch's own AdamW with two groups, or its SGD with L2; the learning rate changes on the way."""
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    config = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1)
+    policy, peer, plain = (tiny_model(dtype=dtype) for _ in range(3))
+    optimizer, without = make_optimizer(policy, config), make_optimizer(plain, replace(config, weight_decay=0.0))
+    groups = [[p for p in peer.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
+    decayed = [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}]
+    reference = torch.optim.SGD(decayed, lr=1e-2) if name == "sgd" else torch.optim.AdamW(decayed, lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        for parameters in zip(*(model.parameters() for model in (policy, peer, plain)), strict=True):
+            gradient = torch.randn(parameters[0].shape, generator=generator).to(dtype)
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+        for each in (optimizer, reference, without):
+            for group in each.param_groups:
+                group["lr"] = 1e-2 / (step + 1)
+            each.step()
+    moved = 0.0
+    for (label, ours), theirs, undecayed in zip(
+        policy.named_parameters(), peer.parameters(), plain.parameters(), strict=True
+    ):
+        if dtype == torch.float32 and name != "adamw8bit":
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        if ours.dim() == 1:
+            assert torch.equal(ours, undecayed), label
+        else:
+            moved = max(moved, float((ours - undecayed).detach().abs().max()))
+    assert moved > 1e-3

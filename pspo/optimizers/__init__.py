@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from itertools import compress
 
 import torch
 from transformers import PreTrainedModel
@@ -11,21 +12,43 @@ from pspo.optimizers.rounding import StochasticRounding
 
 
 def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of all parameters that are not frozen, at the peak learning rate."""
+    """The optimizer of all parameters that are not frozen, at the peak learning rate.
+
+    Weight decay is decoupled (Loshchilov & Hutter 2019), of matrices and embeddings; norms and biases have none.
+    """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
 
-    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        common = {"params": parameters, "lr": config.lr, "weight_decay": config.weight_decay}
-        adam = {"betas": (config.beta1, config.beta2), "eps": config.eps}
-        if config.name == "sgd":
-            return torch.optim.SGD(**common)
-        if config.name == "adamw":
-            return torch.optim.AdamW(**common, **adam, fused=True)
-        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+    matrices = [parameter.dim() > 1 for parameter in trained]
 
-        return (AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit)(**common, **adam)
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = new_optimizer(parameters, config)
+        if config.weight_decay > 0:
+            decayed = list(compress(parameters, matrices))
+            optimizer.register_step_pre_hook(lambda optimizer, *_: decay(decayed, optimizer, config.weight_decay))
+        return optimizer
 
     return StochasticRounding(trained, make) if trained[0].dtype == torch.bfloat16 else make(trained)
+
+
+def new_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of --optimizer.name, without weight decay."""
+    common = {"params": parameters, "lr": config.lr, "weight_decay": 0.0}
+    adam = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.name == "sgd":
+        return torch.optim.SGD(**common)
+    if config.name == "adamw":
+        return torch.optim.AdamW(**common, **adam, fused=True)
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    return (AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit)(**common, **adam)
+
+
+@torch.no_grad()
+def decay(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    """Decoupled weight decay before a step, p <- (1 - lr weight_decay) p, of parameters that have a gradient."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.mul_(1 - optimizer.param_groups[0]["lr"] * weight_decay)
 
 
 def check_optimizer(name: str) -> None:
