@@ -4,8 +4,10 @@ In a single process every function here returns what it was given.
 """
 
 import atexit
+import ctypes
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 T = TypeVar("T")
 Strategy = Literal["none", "ddp", "fsdp2"]
 
@@ -66,6 +69,7 @@ def run_main(main: Callable[[], None]) -> None:
     """
     if not under_torchrun():
         return main()
+    die_with_launcher()
     code = 0
     try:
         main()
@@ -81,6 +85,12 @@ def run_main(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def die_with_launcher() -> None:
+    """On Linux, kill this process as soon as torchrun is killed; else it would train on, or wait for the others."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def rank() -> int:

@@ -123,3 +123,26 @@ def test_two_launchers_are_one_job(whole, tmp_path):
     assert all(node.wait(timeout=120) != 0 for node in job)
     assert [node.wait(timeout=240) for node in launch()] == [0, 0]
     assert_same(whole, output)
+
+
+def test_ranks_die_with_torchrun_and_the_same_command_resumes(whole, tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pspo.train", *SMALL,
+        "--distributed.strategy=fsdp2", f"--run.output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, env=environment)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    metrics = tmp_path / "run/metrics.jsonl"
+    while launcher.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n")):
+        time.sleep(0.05)
+    alive = [Path(f"/proc/{child}") for child in children.read_text().split()]
+    assert len(alive) == 2
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 5
+    while any(process.exists() for process in alive) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(process.exists() for process in alive)
+    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == 0
+    assert_same(whole, tmp_path / "run")
