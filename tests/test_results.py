@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from pspo.report.runs import labels, methods, read_runs
-from pspo.report.tables import tables
+from pspo.report.tables import add_holm, compared, over_seeds, tables
 from pspo.run import results
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -248,3 +248,137 @@ def test_smollm2_collapse_and_what_was_given_up(smollm2):
     ):
         values = 128 * rows_of_128 if lengths is None else lengths
         assert said.format(f"{values.min():.0f}", f"{values.max():.0f}") in page, (values.min(), values.max())
+
+
+MEASURES = {
+    "area under the curve": "area", "final validation reward": "validation",
+    "arithmetic test, n = 500: final accuracy (%)": "accuracy",
+}  # fmt: skip
+NAMES = ["PSPO 0.1", "PSPO 0.4", "NoClip, 2 epochs", "Clip", "NoClip, 1 epoch"]
+
+
+def control_runs() -> pd.DataFrame:
+    """Of every run of the toy control and of each measure, the value, with what the setting is and the seed."""
+    runs = read_runs([RESULTS / "tiny-control"])
+    configs, method = runs.configs, methods(runs.configs)
+    epochs = configs["algorithm.epochs"].map({1: "NoClip, 1 epoch", 2: "NoClip, 2 epochs"})
+    alpha = configs["algorithm.surrogate.init_args.alpha"]
+    about = pd.DataFrame({
+        "experiment": configs["experiment"].map(lambda path: Path(path).name), "seed": configs["run.seed"],
+        "name": method.where(method != "NoClip", epochs).where(method != "PSPO", "PSPO " + alpha.astype(str)),
+        "alpha": alpha, "clip": configs["optimizer.max_grad_norm"], "dtype": configs["model.dtype"],
+        "scale": configs["algorithm.advantage_scale"],
+    })  # fmt: skip
+    values = compared(runs).join(about, on="run")
+    values = values[values["column"].isin(MEASURES)]
+    return values.assign(column=values["column"].map(MEASURES)).drop(columns=["low", "high"])
+
+
+def cell_text(cell, digits: int) -> str:
+    factor = 100 if digits == 1 else 1
+    mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in cell[["mean", "low", "high"]])
+    return f"{mean} [{low}, {high}]" + ("*" if cell.get("holm", 1) < 0.05 else "")
+
+
+def control_tables() -> dict[str, list[list[str]]]:
+    """Means, and differences from NoClip with two epochs at the same clipping, corrected for all of them."""
+    values = control_runs()
+    values = values[values["experiment"] != "alpha"]
+    where = ["experiment", "clip", "column"]
+    keyed = values.assign(row=list(values[["name", *where]].itertuples(index=False, name=None)))
+    means = over_seeds(keyed.assign(column="")).set_index("row")
+    pairs = values.merge(values[values["name"] == "NoClip, 2 epochs"], on=[*where, "seed"], suffixes=("", "_base"))
+    pairs = pairs[pairs["name"] != "NoClip, 2 epochs"]
+    pairs["row"] = list(pairs[["name", *where]].itertuples(index=False, name=None))
+    pairs["value"] -= pairs["value_base"]
+    differences = add_holm(over_seeds(pairs[["row", "value"]].assign(column=""))).set_index("row")
+    assert set(means["seeds"]) == set(differences["seeds"]) == {8}
+
+    found = {}
+    for title, cells, names in (
+        ("means", means, NAMES),
+        ("differences", differences, [name for name in NAMES if name != "NoClip, 2 epochs"]),
+    ):
+        found[title] = []
+        for clip in (0.0, 0.1):
+            for name in names:
+                columns = [
+                    (run, column) for run in ("tokens", "steps") for column in ("area", "validation", "accuracy")
+                ]
+                texts = [
+                    cell_text(cells.loc[[(name, run, clip, column)]].iloc[0], 1 if column == "accuracy" else 3)
+                    for run, column in columns
+                ]
+                found[title].append([name, "0.1" if clip else "none", *texts])
+    found["compared"] = differences
+    return found
+
+
+def alpha_tables() -> tuple[list[list[str]], pd.DataFrame]:
+    """Mean final validation reward by variant and alpha, with spreads; and the table's numbers."""
+    values = control_runs()
+    values = values[(values["experiment"] == "alpha") & (values["column"] == "validation")]
+    variant = ["scale", "clip", "dtype"]
+    cells = values.groupby([*variant, "alpha"])["value"].agg(["mean", "std", "size"])
+    assert set(cells["size"]) == {8}
+    lines, numbers = [], []
+    for (scale, clip, dtype), of_variant in cells.groupby(level=variant):
+        means, deviation = of_variant["mean"], (of_variant["std"] ** 2).mean() ** 0.5
+        paired = values[(values["scale"] == scale) & (values["clip"] == clip) & (values["dtype"] == dtype)]
+        wide = paired.pivot(index="seed", columns="alpha", values="value")
+        gaps = pd.concat([
+            pd.DataFrame({"row": f"{scale} {clip} {dtype} {alpha}", "column": "", "value": wide[alpha] - wide[0.0]})
+            for alpha in wide if alpha > 0
+        ])  # fmt: skip
+        numbers.append(over_seeds(gaps).assign(scale=scale, clip=clip, dtype=dtype))
+        lines.append([
+            scale, "0.1" if clip else "none", dtype, *(f"{mean:.3f}" for mean in means),
+            f"{means.max() - means.min():.3f}", f"{deviation:.3f}",
+        ])  # fmt: skip
+    return lines, add_holm(pd.concat(numbers, ignore_index=True))
+
+
+def test_tiny_control():
+    found = control_tables()
+    page = (RESULTS / "tiny-control/README.md").read_text(encoding="utf-8")
+    tables_of_page = page.split("|  | norm clipped at | area |")[1:]
+    for title, text in zip(("means", "differences"), tables_of_page, strict=True):
+        lines = text.partition("\n\n")[0].splitlines()[2:]
+        assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == found[title]
+    page, differences = " ".join(page.split()), found["compared"]
+    assert (len(differences), (differences["holm"] < 0.05).sum()) == (48, 4)
+    assert (differences["low"] * differences["high"] > 0).sum() == 10
+    unclipped = [key for key in differences.index if key[0].startswith("PSPO") and key[2] == 0]
+    assert not differences.loc[unclipped, ["mean", "sem"]].to_numpy().any()  # the same for every seed
+    clipped = differences.loc[[key for key in differences.index if key[0].startswith("PSPO") and key[2] == 0.1]]
+    assert (clipped["low"] * clipped["high"] < 0).all()
+
+    def mean(name: str, run: str, clip: float, column: str) -> str:
+        return f"{abs(differences.loc[[(name, run, clip, column)], 'mean'].iloc[0]):.3f}"
+
+    one = [mean("NoClip, 1 epoch", "tokens", clip, column) for clip in (0.0, 0.1) for column in ("area", "validation")]
+    assert "by {} in the area and {} in the final validation reward ({} and {} with clipping)".format(*one) in page
+    ahead = [mean("NoClip, 1 epoch", "steps", clip, "area") for clip in (0.0, 0.1)]
+    assert "ahead in the area ({} and {}; not after".format(*ahead) in page
+    clip = [cell_text(differences.loc[[("Clip", run, 0.1, "area")]].iloc[0], 3) for run in ("tokens", "steps")]
+    assert "its area is {} and {} larger, not after".format(*clip) in page
+    hours = (
+        pd.read_parquet(RESULTS / "tiny-control/summaries.parquet").query("measure == 'seconds'")["value"].sum() / 3600
+    )
+    assert f"{hours:.1f} hours of single cores" in page
+
+
+def test_the_curve_of_alpha():
+    lines, differences = alpha_tables()
+    assert rows("tiny-control/README.md", "| advantages divided by |") == lines
+    page = " ".join((RESULTS / "tiny-control/README.md").read_text(encoding="utf-8").split())
+    assert len(differences) == 40
+    assert (differences["low"] * differences["high"] <= 0).all()
+    spreads, deviations = ([float(line[i]) for line in lines] for i in (-2, -1))
+    assert f"largest spread is {max(spreads):.3f}" in page
+    assert f"deviation of single seeds ({min(deviations):.3f} to {max(deviations):.3f})" in page
+    assert 6 * max(deviations) < 0.149
+    plain = differences[(differences["scale"] == "none") & (differences["clip"] == 0)].set_index("row")
+    same = plain[["mean", "sem"]].eq(0).all(axis=1)
+    assert same[[f"none 0.0 float32 {alpha}" for alpha in (0.1, 0.2, 0.4)]].all()
+    assert not same[["none 0.0 float32 0.5", "none 0.0 float32 0.8"]].any()
