@@ -1,0 +1,204 @@
+"""Everything that only a GPU can tell: correctness, speed, training, ranks, and a comparison with TRL and vLLM.
+
+    python -m benchmarks.gpu --minutes 9 --part correctness     # from the repository root
+    python -m benchmarks.gpu --minutes 9 --part speed           # again, until it says that nothing is left
+    python -m benchmarks.gpu --part train --smollm2 FOLDER --data FOLDER
+    python -m benchmarks.gpu --rehearse --part all              # all of it in small, on a CPU
+
+Nothing is downloaded. On the machine there must be:
+
+* the repository (tiny-base is in it; models of other sizes get random weights);
+* Python 3.11 or newer with the packages of constraints.txt, torch built for CUDA among them: an environment, or wheels
+  of `pip download -c constraints.txt -d wheels .`, installed by `pip install --no-index --find-links wheels ...`.
+  pspo itself need not be installed;
+* for `train`: --smollm2, SmolLM2-135M-Instruct's folder, and --data, with asdiv/ASDiv.xml and svamp/SVAMP.json in it
+  (results/smollm2/README.md says where both come from);
+* for the comparisons: trl 1.16.0 (benchmarks/requirements.txt), and a vLLM that it supports; without, they are skipped.
+
+Writes results.json and results.md into --output after each measurement, and its log into logs/. What has values is
+not measured again; what failed or was stopped is tried again, after the rest. Each runs in a process of its own, which
+is sent SIGTERM when the minutes are over, and killed 30 seconds later.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pspo.run.records import environment, read_json, write_json, write_text
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.common import Measurement, Options
+
+ROOT = Path(__file__).parents[2]
+FORK = multiprocessing.get_context("fork")  # nothing is imported again; this process itself never touches CUDA
+GRACE = 30  # seconds that a stopped run may take to save
+OPTIONAL = ("trl", "vllm", "bitsandbytes", "triton")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages there; names those that pspo is not tested with, and exits if one is missing."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed, found = [re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]], {}
+    for name in (*needed, *OPTIONAL):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if missing := [name for name in needed if name not in found]:
+        sys.exit(f"not installed: {' '.join(missing)} (versions: constraints.txt)")
+    for name, version in found.items():
+        if version.partition("+")[0] != tested.get(name, version):
+            print(f"{name} is {version}, tested with {tested[name]}")
+    return found
+
+
+def describe(options: "Options") -> dict[str, Any]:
+    """The GPU and its driver; raises RuntimeError if torch cannot use it."""
+    import torch
+
+    if options.rehearse:
+        return {"gpu": "none (rehearsal on a CPU)", "driver": ""}
+    device, query = torch.cuda.get_device_properties(0), "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.partition("\n")[0]
+    torch.ones(1, device="cuda").item()
+    return {"gpu": device.name, "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda, "driver": driver}
+
+
+def measure(measurement: "Measurement", options: "Options", seconds: float) -> dict[str, Any]:
+    """Run a measurement in a process of its own: what it returns as "rows", or in one line an "error"."""
+    log, began = options.output / "logs" / f"{measurement.name}.log", time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=child, args=(measurement, options, log, send))
+    process.start()
+    send.close()
+    try:
+        process.join(seconds)
+        if late := process.is_alive():
+            process.terminate()
+            process.join(GRACE)
+    finally:  # and everything that it started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    spent = {"seconds": round(time.monotonic() - began, 1)}
+    if process.exitcode == 0:
+        return {"rows": receive.recv()} | spent
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    why = f"stopped after {seconds:.0f} s" if late else f"exit code {process.exitcode}"
+    return {"error": f"{why}: {last}"} | spent
+
+
+def child(measurement: "Measurement", options: "Options", log: Path, send: Any) -> None:
+    """Measure, with all output in the log, in a group of processes that can be killed together."""
+    import torch
+
+    os.setpgrp()
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    if options.rehearse:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.set_num_threads(1)
+    send.send(measurement.run(options))
+
+
+def report(results: dict[str, Any]) -> str:
+    """results.md: the machines, and a table for each part."""
+    found = [result["environment"] for result in results.values()]
+    machines = {
+        f"* {e['gpu']}, driver {e['driver']}, torch {e['packages']['torch']}, transformers "
+        f"{e['packages']['transformers']}, commit {e['commit']}" for e in found
+    }  # fmt: skip
+    lines = ["# Measured by `python -m benchmarks.gpu`", "", *sorted(machines)]
+    for part in dict.fromkeys(result["part"] for result in results.values()):
+        lines += ["", f"## {part}", "", "| measurement | what | value | goal | met |", "|---|---|---|---|---|"]
+        of_part = {name: result for name, result in results.items() if result["part"] == part}
+        lines += [f"| {name} | {' | '.join(c)} |" for name, result in of_part.items() for c in cells(result)]
+    return "\n".join(lines) + "\n"
+
+
+def cells(result: dict[str, Any]) -> list[list[str]]:
+    """What, value, goal and whether it is met, of each row; without any, why."""
+    why = [f"{key}: {result[key]}".replace("|", "/") for key in ("error", "skipped") if key in result]
+    return [[*why, "", "", ""]] * len(why) + [
+        [r["what"], f"{text(r['value'])} {r['unit']}".strip(), r["goal"], "" if r["ok"] is None else text(r["ok"])]
+        for r in result.get("rows", [])
+    ]
+
+
+def text(value: float | bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("correctness", "speed", "train", "fsdp", "vllm", "all"), default="all")
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these measurements of the part alone")
+    parser.add_argument("--output", type=Path, help="default: gpu-results, or gpu-rehearsal")
+    parser.add_argument("--smollm2", type=Path, metavar="FOLDER")
+    parser.add_argument("--data", type=Path, metavar="FOLDER")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU; its times mean nothing")
+    given = parser.parse_args(args)
+    began, packages = time.monotonic(), versions()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() without touching CUDA
+    from benchmarks.gpu.common import Measurement, Options
+    from benchmarks.gpu.measurements import PARTS
+
+    output = given.output or Path("gpu-rehearsal" if given.rehearse else "gpu-results")
+    options = Options(output.absolute(), given.rehearse, given.smollm2, given.data)
+    listed = [(part, m) for part in PARTS if given.part in (part, "all") for m in PARTS[part]]
+    names = [measurement.name for _, measurement in listed]
+    if unknown := {*(given.only or [])}.difference(names):
+        parser.error(f"--only {' '.join(unknown)}: choose from {', '.join(names)}")
+    listed = [(part, m) for part, m in listed if m.name in (given.only or names)]
+    saved = options.output / "results.json"
+    results = read_json(saved) if saved.exists() else {}
+
+    def missing() -> list[tuple[str, Measurement]]:
+        return [(part, m) for part, m in listed if "rows" not in results.get(m.name, {})]
+
+    if missing():
+        device = measure(Measurement("device", describe), options, 120)
+        if "error" in device:
+            sys.exit(f"no GPU to measure: {device['error']}")
+        there = environment(str(options.device), 1) | {"packages": packages} | device["rows"]
+    for part, measurement in sorted(missing(), key=lambda of: of[1].name in results):  # tried before: last
+        left = 60 * given.minutes - (time.monotonic() - began)
+        if lacking := options.lacks(measurement.needs):
+            result = {"skipped": f"needs {' and '.join(lacking)}"}
+        elif left < measurement.seconds:
+            continue
+        else:
+            result = measure(measurement, options, left)
+        result |= {"part": part, "date": datetime.now(UTC).isoformat(timespec="seconds"), "environment": there}
+        results[measurement.name] = result
+        write_json(saved, results)
+        write_text(options.output / "results.md", report(results))
+        for row in cells(result):
+            print(measurement.name, *filter(None, row), sep="  ", flush=True)
+    print(f"{len(listed) - len(missing())} of {len(listed)} measured: {options.output / 'results.md'}")
+    if missing():
+        print(f"without values: {', '.join(measurement.name for _, measurement in missing())}")
+
+
+if __name__ == "__main__":
+    main()

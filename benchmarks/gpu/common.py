@@ -1,0 +1,119 @@
+"""What measurements share: options, rows of results, random models, prompts, and the clock."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+
+from benchmarks.plan.shapes import QWEN, Shape
+from pspo.config import ModelConfig
+from pspo.model import load_tokenizer
+from pspo.model.load import ready
+from pspo.rollout import encode_prompts
+from pspo.run.state import peak_memory_gb
+from pspo.tasks import load_problems
+
+GPU = "a GPU"
+GROUP = 4  # completions of a prompt
+TINY = Shape(32, 48, 2, 4, 2, 600, True, 8)  # in place of every shape in a rehearsal
+SHAPES = QWEN | {"135M": Shape(576, 1536, 30, 9, 3, 49152, True, 64, qkv_bias=False)}  # SmolLM2's config.json
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command was given."""
+
+    output: Path
+    rehearse: bool = False
+    smollm2: Path | None = None
+    data: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.rehearse else "cuda")
+
+    def shape(self, size: str) -> Shape:
+        return TINY if self.rehearse else SHAPES[size]
+
+    def lacks(self, needs: Sequence[str]) -> list[str]:
+        """What of a measurement's needs is not there."""
+        there: dict[str, Any] = {GPU: not self.rehearse}
+        there |= {f"--{name}": self.rehearse or getattr(self, name) for name in ("smollm2", "data")}
+        return [need for need in needs if not (there[need] if need in there else find_spec(need))]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement, of a process of its own.
+
+    Attributes:
+        seconds: that it may take on a GPU, by guess: not started with less time left.
+        needs: a GPU, options or packages without which it is skipped; a rehearsal has tiny-base for the options.
+    """
+
+    name: str
+    run: Callable[[Options], Rows]
+    seconds: int = 60
+    needs: tuple[str, ...] = ()
+
+
+def row(what: str, value: float | bool, unit: str = "", least: float | None = None, most: float | None = None) -> dict:
+    """One value of a measurement; with a goal, whether it is met."""
+    sides = {"exactly": least} if least == most else {"at least": least, "at most": most}
+    goal = ", ".join(f"{side} {bound:g}" for side, bound in sides.items() if bound is not None)
+    met = (least is None or value >= least) and (most is None or value <= most)
+    return {"what": what, "value": value, "unit": unit, "goal": goal, "ok": met if goal else None}
+
+
+def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """A model of this shape with random weights, otherwise as `pspo.model.load_policy` makes it."""
+    torch.manual_seed(0)
+    made = (Qwen2Config if shape.qkv_bias else LlamaConfig)(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+    )  # fmt: skip
+    with device:
+        policy = ready(AutoModelForCausalLM.from_config(made), config)
+    if config.compile:
+        policy.base_model.compile(dynamic=True)
+    return policy
+
+
+def tiny_prompts(n: int) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
+    """tiny-base's tokenizer, and n prompts of word problems, with the system prompt."""
+    tokenizer = load_tokenizer(ModelConfig())
+    return tokenizer, encode_prompts(tokenizer, [p.prompt for p in load_problems("arithmetic", "train", limit=n)])
+
+
+def checksum(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that looks random, for completions of random models; pspo and TRL call it alike."""
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(function: Callable[[], Any], device: torch.device, repeats: int = 3) -> tuple[float, float]:
+    """Median seconds of a call, after a warm-up, and peak memory in GB."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start = now(device)
+        function()
+        seconds.append(now(device) - start)
+    return statistics.median(seconds), peak_memory_gb(device)

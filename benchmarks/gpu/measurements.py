@@ -1,0 +1,77 @@
+"""All measurements by part; parts, and measurements within a part, in the order of their value.
+
+Those that need a GPU differ from another one, which a rehearsal runs, by their arguments.
+"""
+
+from functools import partial
+
+from benchmarks.gpu.common import GPU, Measurement
+from benchmarks.gpu.correctness import decoders, logprobs, one_rank, ratios, resume, sampler
+from benchmarks.gpu.peer import steps
+from benchmarks.gpu.runs import ranks, word_problems
+from benchmarks.gpu.speed import OFF, Load, decode, machine, train
+
+SHORT, LONG = (128, 128), (512, 512)  # completions, tokens of each
+LOADS = [
+    *(Load(size, *SHORT) for size in ("0.5B", "1.5B", "135M")),
+    *(Load(size, *LONG) for size in ("0.5B", "1.5B", "135M")),
+]
+BASE = LOADS[0]
+VARIANTS = {
+    "microbatch-4096": {"microbatch": 4096},
+    "microbatch-65536": {"microbatch": 65536},
+    "checkpointing": {"gradient_checkpointing": True},
+    **{name: {"off": name} for name in OFF},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "compile": {"compile": True},
+}
+NEEDS = {"adamw8bit": ("bitsandbytes", GPU), "compile": (GPU,)}
+
+
+def of_load(load: Load) -> list[Measurement]:
+    """Decoding by each decoder, training, and whole steps beside TRL's."""
+    costs = {"graphs": 40, "pspo": 60, "hf": 90}
+    return [
+        *(Measurement(f"decode-{load}-{decoder}", partial(decode, load=load, decoder=decoder), seconds)
+          for decoder, seconds in costs.items()),
+        Measurement(f"train-{load}", partial(train, load=load)),
+        Measurement(f"trl-{load}", partial(steps, load=load), 150, ("trl",)),
+    ]  # fmt: skip
+
+
+PARTS = {
+    "correctness": [
+        Measurement("decoders", decoders),
+        Measurement("log-probs", logprobs),
+        Measurement("ratios", ratios),
+        Measurement("resume", partial(resume, deterministic=True)),
+        Measurement("sampler", sampler),
+        Measurement("ddp", partial(one_rank, strategy="ddp")),
+        Measurement("fsdp2", partial(one_rank, strategy="fsdp2")),
+        Measurement("decoders-smollm2", partial(decoders, model="SmolLM2-135M"), 90, ("--smollm2", GPU)),
+        Measurement("resume-default", partial(resume, deterministic=False), needs=(GPU,)),
+        Measurement("ratios-compile", partial(ratios, compile=True), 120, (GPU,)),
+    ],
+    "speed": [
+        Measurement("machine", machine, 20),
+        *of_load(BASE),
+        *(Measurement(f"train-{BASE}-{name}", partial(train, load=BASE, **how), 90, NEEDS.get(name, ()))
+          for name, how in VARIANTS.items()),
+        *(measurement for load in LOADS[1:] for measurement in of_load(load)),
+    ],
+    "train": [
+        Measurement(f"{loss}-{seed}", partial(word_problems, surrogate=loss, seed=seed), 90,
+                    ("--smollm2", "--data", *([GPU] if seed else [])))
+        for seed in range(3)
+        for loss in ("PSPO", "Clip", "NoClip")
+    ],
+    "fsdp": [
+        Measurement("ranks-none", partial(ranks, strategy="none"), 120),
+        Measurement("ranks-fsdp2", partial(ranks, strategy="fsdp2"), 120),
+        Measurement("ranks-fsdp2-step", partial(ranks, strategy="fsdp2", gather="step"), 120, (GPU,)),
+        Measurement("ranks-ddp", partial(ranks, strategy="ddp"), 120, (GPU,)),
+    ],
+    "vllm": [
+        Measurement(f"vllm-{load}", partial(steps, load=load, vllm=True), 200, ("trl", "vllm", GPU)) for load in LOADS
+    ],
+}  # fmt: skip

@@ -1,0 +1,173 @@
+"""benchmarks.gpu on a CPU: its rehearsal, what it skips the second time, and measurements that fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks.gpu.__main__ as gpu
+import pspo.train
+from benchmarks.gpu.common import Measurement, Options, row
+from benchmarks.gpu.correctness import SHORT
+from benchmarks.gpu.measurements import PARTS
+
+ROOT = Path(__file__).parents[1]
+
+
+def rehearse(output: Path, *args: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--output", str(output), *args]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read(output: Path) -> dict[str, dict]:
+    return json.loads((output / "results.json").read_text())
+
+
+def values(result: dict) -> dict[str, float]:
+    return {row["what"]: row["value"] for row in result["rows"]}
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs the command in this process."""
+    for name in ("HF_HUB_OFFLINE", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # put back afterwards
+        monkeypatch.setenv(name, "1")
+    return lambda output, *args: gpu.main(["--rehearse", "--output", str(output), *args])
+
+
+def assert_decoders_and_ratios(results: dict[str, dict]) -> None:
+    equal = values(results["decoders"])
+    assert [equal[f"{decoder}: share of tokens equal to hf's"] for decoder in ("pspo", "graphs")] == [1.0, 1.0]
+    assert [*values(results["ratios"]).values()] == [1.0, 1.0, 1.0]
+    for name in ("decoders", "ratios"):
+        assert {row["ok"] for row in results[name]["rows"]} <= {True, None}
+        assert {"torch", "transformers"} <= {*results[name]["environment"]["packages"]}
+        assert results[name]["date"]
+
+
+def test_a_rehearsal_of_two_measurements_is_not_repeated(tmp_path, here, monkeypatch, capsys):
+    said = rehearse(tmp_path, "--part", "correctness", "--only", "decoders", "ratios")
+    assert said.splitlines()[-1].startswith("2 of 2 measured")
+    results = read(tmp_path)
+    assert_decoders_and_ratios(results)
+    table = (tmp_path / "results.md").read_text()
+    assert "| decoders | pspo: share of tokens equal to hf's | 1 |  |  |" in table
+    assert "| ratios | first visit: ratio furthest from 1 | 1 | exactly 1 | yes |" in table
+
+    monkeypatch.setattr(gpu, "measure", None)
+    here(tmp_path, "--part", "correctness", "--only", "decoders", "ratios")
+    assert capsys.readouterr().out.startswith("2 of 2 measured")
+    assert read(tmp_path) == results
+
+
+def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeypatch, capsys):
+    def raises(options):
+        raise RuntimeError("no kernel | image")
+
+    def crashes(options):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def works(options):
+        return [row("seven", 7.0, "s", most=8), row("six", 6, least=7)]
+
+    fails = [Measurement("raises", raises), Measurement("crashes", crashes)]
+    rest = [Measurement("works", works), Measurement("elsewhere", works, needs=("a GPU", "no_such_package"))]
+    late = Measurement("late", works, seconds=10**6)
+    monkeypatch.setitem(PARTS, "speed", [*fails, *rest, late])
+    here(tmp_path, "--part", "speed")
+    results = read(tmp_path)
+    assert [*results] == ["raises", "crashes", "works", "elsewhere"]
+    assert results["raises"]["error"] == "exit code 1: RuntimeError: no kernel | image"
+    assert results["crashes"]["error"] == f"exit code {-signal.SIGKILL}: no output"
+    assert results["elsewhere"]["skipped"] == "needs a GPU and no_such_package"
+    assert [(r["value"], r["goal"], r["ok"]) for r in results["works"]["rows"]] == [
+        (7.0, "at most 8", True),
+        (6, "at least 7", False),
+    ]
+    table = (tmp_path / "results.md").read_text()
+    assert "| raises | error: exit code 1: RuntimeError: no kernel / image |  |  |  |" in table
+    assert "| works | six | 6 | at least 7 | no |" in table
+    assert capsys.readouterr().out.endswith("without values: raises, crashes, elsewhere, late\n")
+
+    monkeypatch.setitem(PARTS, "speed", [Measurement("raises", works), *fails[1:], *rest, Measurement("late", works)])
+    here(tmp_path, "--part", "speed")
+    said = capsys.readouterr().out
+    assert [said.index(f"{name}  ") for name in ("late", "raises", "crashes")] == sorted(
+        said.index(f"{name}  ") for name in ("late", "raises", "crashes")
+    )  # new ones first; what works is not repeated
+    assert "works  " not in said
+    assert "rows" in read(tmp_path)["raises"]
+
+
+def test_an_unknown_name_is_refused(tmp_path, here, monkeypatch):
+    said = []
+    monkeypatch.setattr("argparse.ArgumentParser.error", lambda _, message: said.append(message) or sys.exit(2))
+    with pytest.raises(SystemExit, match="2"):
+        here(tmp_path, "--part", "fsdp", "--only", "decoders")
+    assert said == [f"--only decoders: choose from {', '.join(m.name for m in PARTS['fsdp'])}"]
+
+
+def test_names_are_those_of_one_measurement_each():
+    names = [measurement.name for part in PARTS.values() for measurement in part]
+    assert len({*names}) == len(names)
+    assert not any("/" in name or " " in name for name in names)
+
+
+@pytest.mark.nightly
+def test_a_run_out_of_time_is_saved_and_resumed(tmp_path, here):
+    def train(options):
+        pspo.train.main([*SHORT, "--run.max_steps=200", f"--run.output_dir={options.output / 'run'}"])
+        return [row("trained", True)]
+
+    options, seconds = Options(tmp_path, rehearse=True), 3
+    while "error" in (result := gpu.measure(Measurement("run", train), options, seconds)):
+        assert result["error"].startswith(f"stopped after {seconds} s: ")
+        seconds *= 2
+    assert seconds > 3
+    assert "resuming" in (tmp_path / "logs/run.log").read_text()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["optimizer_steps"] == 200
+
+
+@pytest.mark.nightly
+def test_the_whole_rehearsal(tmp_path):
+    """Everything that a CPU without TRL and vLLM can run: each function of each part."""
+    rehearse(tmp_path, "--part", "all")
+    results = read(tmp_path)
+    assert {result["part"] for result in results.values()} == {*PARTS}
+    assert not [result["error"] for result in results.values() if "error" in result]
+    skipped = {name: result["skipped"] for name, result in results.items() if "skipped" in result}
+    assert all("a GPU" in why or "trl" in why for why in skipped.values())
+    assert {*skipped} == {
+        measurement.name
+        for measurement in (measurement for part in PARTS.values() for measurement in part)
+        if Options(tmp_path, rehearse=True).lacks(measurement.needs)
+    }
+    assert_decoders_and_ratios(results)
+    found = values(results["log-probs"])
+    assert found.pop("log-probs, largest difference to the CPU's in float32") == 0.0  # it is one
+    assert found.pop("gradient, relative difference to the CPU's in float32") == 0.0
+    assert len(found) == 4
+    assert all(0 < value < 2e-5 for value in found.values())
+    assert values(results["resume"]) == {"weights equal, bit for bit": True}
+    ((_, of_ddp),) = values(results["ddp"]).items()
+    ((_, of_fsdp2),) = values(results["fsdp2"]).items()
+    assert of_ddp < 1e-6
+    assert of_fsdp2 < 1e-4
+    assert all(row["ok"] for name in PARTS["correctness"] for row in results[name.name].get("rows", []) if row["goal"])
+
+    step = values(results["decode-0.5B-128x128-graphs"])
+    assert step["step / floor"] == pytest.approx(step["step"] / step["floor"])
+    assert 0 < step["floor"] < 1 < step["completion tokens, prefill included"]
+    update = values(results["train-1.5B-512x512"])
+    assert 0 < update["MFU, of the measured peak"] < 1
+    assert update["microbatches"] == 16384
+    run = values(results["PSPO-0"])
+    assert run["optimizer steps"] == 2
+    assert 0 <= run["accuracy after"] <= 100
+    assert values(results["ranks-fsdp2"])["ranks"] == 1
