@@ -101,19 +101,24 @@ def protocol() -> dict[str, dict[str, pd.DataFrame]]:
     return found
 
 
-@pytest.mark.parametrize("page", ["tiny-protocol/README.md", "../README.md"])
-def test_tiny_protocol(protocol, page):
+def test_tiny_protocol(protocol):
+    """The best and the final models of both tables of tasks; the README has the best."""
     expected = {}
     for model, of_model in protocol.items():
-        table = of_model["Accuracy"]
-        cells = table[table["column"].str.contains(": accuracy")].set_index("row").loc[SELECTED]
-        expected[model] = [f"{100 * c.mean:.1f} [{100 * c.low:.1f}, {100 * c.high:.1f}]" for c in cells.itertuples()]
-    if page == "../README.md":
-        found = {model: cells for model, *cells in rows(page, "| | NoClip, 1 epoch | Clip |")}
-    else:
-        of_page = rows(page, "| method | tiny-base | selected |")
-        found = {"tiny-base": [row[1] for row in of_page], "tiny-math": [row[3] for row in of_page]}
-    assert found == expected
+        for which in ("", "final "):
+            table = of_model["Accuracy"]
+            cells = table[table["column"].str.endswith(f": {which}accuracy (%)")].set_index("row").loc[SELECTED]
+            expected[model, which] = [cell_text(cell, 1) for _, cell in cells.iterrows()]
+    of_page = rows("tiny-protocol/README.md", "| method | tiny-base, best |")
+    columns = {("tiny-base", ""): 1, ("tiny-base", "final "): 2, ("tiny-math", ""): 4, ("tiny-math", "final "): 5}
+    assert {key: [row[i] for row in of_page] for key, i in columns.items()} == expected
+    of_readme = {model: cells for model, *cells in rows("../README.md", "| | NoClip, 1 epoch | Clip |")}
+    assert of_readme == {model: expected[model, ""] for model in protocol}
+    names = ["noclip", "clip", "pspo", "p3o", "sapo", "topr"]
+    for model, i in (("tiny-base", 1), ("tiny-math", 4)):
+        for name, row in zip(names, of_page, strict=True):
+            method_page = (RESULTS.parent / f"docs/methods/{name}.md").read_text(encoding="utf-8")
+            assert row[i] in method_page, (model, name)
 
 
 def test_tiny_protocols_differences(protocol):
@@ -141,17 +146,42 @@ def test_tiny_protocols_differences(protocol):
     assert "of 63 on tiny-math 14, and two after it" in page
 
 
-def test_tiny_comparisons_differences():
+@pytest.fixture(scope="module")
+def off_policy() -> dict[str, pd.DataFrame]:
     runs = read_runs([RESULTS / "tiny-comparisons"])
     of_model = runs.take(list(runs.configs.index[runs.configs["model.name_or_path"] == "tiny-math"]))
-    table = tables(of_model, labels(of_model.configs), ["tiny-math"])["Paired differences"]
-    assert (len(table), (table["holm"] < 0.05).sum()) == (210, 0)
+    return tables(of_model, labels(of_model.configs), ["tiny-math"])
+
+
+def test_off_policy(off_policy):
+    accuracy, course = (off_policy[title].set_index(["row", "column"]) for title in ("Accuracy", "Learning"))
+    expected = []
+    for name in course.index.unique("row"):
+        cells = [accuracy.loc[(name, f"arithmetic test, n = 500: {of}accuracy (%)")] for of in ("final ", "")]
+        reward, untrained = (course.loc[(name, of)] for of in ("final validation reward", "returned untrained (%)"))
+        texts = [
+            cell_text(cells[0], 1),
+            cell_text(reward, 3),
+            cell_text(cells[1], 1),
+            f"{5 * untrained['mean']:.0f} of 5",
+        ]
+        expected.append([name, *texts])
+    assert rows("tiny-comparisons/README.md", "| from tiny-math, 81.0% |") == expected
+
+
+def test_off_policy_differences(off_policy):
+    table = off_policy["Paired differences"]
+    assert (len(table), (table["holm"] < 0.05).sum()) == (270, 0)
     page = " ".join((RESULTS / "tiny-comparisons/README.md").read_text(encoding="utf-8").split())
     found = table[table["low"] * table["high"] > 0]
-    assert len(found) == 8
+    assert len(found) == 13
     for cell in found.itertuples():
-        mean, *sides = (abs(x) for x in (cell.mean, cell.low, cell.high))
-        assert f"{mean:.3f} [{min(sides):.3f}, {max(sides):.3f}]" in page, cell.row
+        percent = cell.column.endswith("(%)")
+        mean, *sides = (abs(100 * x if percent else x) for x in (cell.mean, cell.low, cell.high))
+        digits = 1 if percent else 3
+        assert f"{mean:.{digits}f} [{min(sides):.{digits}f}, {max(sides):.{digits}f}]" in page, (cell.row, cell.column)
+    collapsed = off_policy["Learning"].query("column == 'collapsed (%)' and mean > 0")
+    assert collapsed[["row", "mean"]].to_numpy().tolist() == [["PSPO (alpha=0.4)", 0.2], ["PSPO (alpha=0.5)", 0.2]]
 
 
 def test_smollm2_what_was_learnt():
@@ -382,3 +412,46 @@ def test_the_curve_of_alpha():
     same = plain[["mean", "sem"]].eq(0).all(axis=1)
     assert same[[f"none 0.0 float32 {alpha}" for alpha in (0.1, 0.2, 0.4)]].all()
     assert not same[["none 0.0 float32 0.5", "none 0.0 float32 0.8"]].any()
+
+
+def test_tiny_alpha_and_control():
+    """Every run returned its final model; alpha 0 to 0.4 are one number; the control's differences."""
+    runs = read_runs([RESULTS / "tiny-comparisons"])
+    experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
+    page = " ".join((RESULTS / "tiny-comparisons/README.md").read_text(encoding="utf-8").split())
+    best = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
+    assert (best[experiment.index[experiment != "off-policy"]] == 32).all()
+    assert "all 75 runs returned their final model" in page
+
+    def of(name: str) -> dict[str, pd.DataFrame]:
+        some = runs.take(list(experiment.index[experiment == name]))
+        return tables(some, labels(some.configs), ["tiny-base"])
+
+    alpha = of("alpha")
+    for title in ("Accuracy", "Learning"):
+        cells = alpha[title].pivot(index="column", columns="row", values="mean")
+        assert cells[[f"PSPO (alpha={a})" for a in (0.0, 0.1, 0.2, 0.4)]].nunique(axis=1).eq(1).all(), title
+    accuracy = alpha["Accuracy"].query("column.str.contains(': accuracy')").set_index("row")["mean"]
+    shares = (100 * accuracy[f"PSPO (alpha={a})"] for a in (0.5, 0.8, 0.0))
+    assert "({:.1f} and {:.1f}% greedy accuracy against {:.1f}%)".format(*shares) in page
+
+    control = of("control")["Paired differences"]
+    assert (len(control), (control["low"] * control["high"] > 0).sum(), (control["holm"] < 0.05).sum()) == (210, 46, 0)
+    sgd, adamw = "{}, max_grad_norm={}, optimizer.name=sgd", "lr=3e-05, max_grad_norm={}, optimizer.name=adamw"
+
+    def differences(one: str, other: str) -> pd.DataFrame:
+        return control[control["row"] == f"PSPO ({one}) - NoClip ({other})"].set_index("column")
+
+    def cell(one: str, other: str, column: str, digits: int) -> str:
+        found = differences(one, other)
+        return cell_text(found[found.index.str.contains(column)].iloc[0], digits)
+
+    plain, clipped = sgd.format("lr=0.1", 0.0), sgd.format("lr=0.1", 0.1)
+    for one, other in ((adamw.format(0.0), adamw.format(0.0)), (plain, sgd.format("lr=0.06", 0.0))):
+        assert len(differences(one, other)) == 7
+        assert not differences(one, other)[["mean", "sem"]].to_numpy().any()
+    assert (
+        f"accuracy {cell(plain, plain, ': accuracy', 1)}, area under the curve {cell(plain, plain, 'area', 3)})" in page
+    )
+    assert f"(SGD: {cell(clipped, clipped, ': accuracy', 1)}; " in page
+    assert f"AdamW: {cell(adamw.format(0.1), adamw.format(0.1), ': accuracy', 1)})" in page
