@@ -88,6 +88,15 @@ def test_smollm2_lora(evaluation, said):
     assert percent(found["gold_anywhere"]) in page
 
 
+def test_smollm2_lora_costs():
+    runs = read_runs([RESULTS / "smollm2/lora"])
+    page = " ".join((RESULTS / "smollm2/README.md").read_text(encoding="utf-8").split())
+    spent = (runs.metrics["seconds/generate"] + runs.metrics["seconds/train"]).sum()
+    summary = runs.numbers[runs.numbers["evaluation"] == "summary"].set_index("measure")["value"]
+    assert f"40 steps, {summary['tokens']:,.0f} tokens, {spent:,.0f} s generating" in page
+    assert f"peak {summary['peak_memory_gb']:.1f} GB" in page
+
+
 SELECTED = ["NoClip", "Clip", "PSPO", "P3O", "SAPO", "TOPR"]
 
 
@@ -127,7 +136,11 @@ def test_tiny_protocols_differences(protocol):
         ("tiny-base", "PSPO - Clip", ": accuracy", 1, "{} points {} from Clip"),
         ("tiny-base", "PSPO - NoClip", ": accuracy", 1, "and {} {} from NoClip on tiny-base"),
         ("tiny-base", "SAPO - NoClip", ": accuracy", 1, "(paired: {} points {} and"),
-        ("tiny-base", "TOPR - NoClip", ": accuracy", 1, "and {} {} against NoClip)"),
+        ("tiny-base", "TOPR - NoClip", ": accuracy", 1, "and {} {} against NoClip;"),
+        ("tiny-base", "PSPO - Clip", ": final accuracy", 1, "the final models {} {} and"),
+        ("tiny-base", "PSPO - NoClip", ": final accuracy", 1, "and {} {}. On tiny-math"),
+        ("tiny-base", "SAPO - NoClip", ": final accuracy", 1, "final models {} {} and"),
+        ("tiny-base", "TOPR - NoClip", ": final accuracy", 1, "and {} {}). Their search"),
         ("tiny-base", "PSPO - NoClip", "area", 3, "below NoClip on tiny-base, {} {}, and above"),
         ("tiny-math", "PSPO - NoClip", "area", 3, "above it on tiny-math, {} {}."),
         ("tiny-math", "P3O - NoClip", "area", 3, "above NoClip's, {} {} and"),
@@ -141,9 +154,15 @@ def test_tiny_protocols_differences(protocol):
     for model in ("tiny-base", "tiny-math"):
         table = protocol[model]["Paired differences"]
         counts += [table["p"].count(), (table["low"] * table["high"] > 0).sum(), (table["holm"] < 0.05).sum()]
-    assert counts == [63, 18, 0, 63, 14, 2]
-    assert "Of 63 differences on tiny-base 18 exclude 0 and none after" in page
-    assert "of 63 on tiny-math 14, and two after it" in page
+    assert counts == [81, 27, 1, 81, 15, 2]
+    assert "Of 81 differences on tiny-base 27 exclude 0, and one after" in page
+    assert "Of 81 on tiny-math 15, and two after it" in page
+    table = protocol["tiny-base"]["Paired differences"]
+    (cell,) = table[table["holm"] < 0.05].itertuples()
+    assert (cell.row, "final accuracy" in cell.column) == ("TOPR - Clip", True)
+    assert f"final model is {-100 * cell.mean:.1f} points [{-100 * cell.high:.1f}, {-100 * cell.low:.1f}] below" in page
+    for of_model in protocol.values():
+        assert not of_model["Learning"].query("column == 'returned untrained (%)'")["mean"].any()
 
 
 @pytest.fixture(scope="module")
