@@ -225,9 +225,8 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
 
     Rows that `update` leaves out have zeros.
     """
-    learner = replace(learner, reference=None)
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
-    work = partial(add_fixed_logprobs, learner, minibatches, config, first=0)
+    work = partial(add_fixed_logprobs, replace(learner, reference=None), minibatches, config, first=0)
     retry_in_halves(work, learner, minibatches, config)
     logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)
     for batch in (batch for minibatch in minibatches for batch in minibatch.batches):

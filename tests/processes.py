@@ -139,7 +139,7 @@ def contents(run: Path) -> dict[str, object]:
         elif path.name == "config.yaml":
             content = yaml.safe_load(path.read_text())
             del content["run"]["output_dir"]
-        elif path.name == "waiting.pt":  # equal texts may be one object or two
+        elif path.name.startswith("waiting-"):  # equal texts may be one object or two
             with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
                 content = plain(torch.load(path, weights_only=True))
         elif path.parent.name == "shards":  # whose header is in any order

@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import json
 import math
 import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from processes import assert_same, before, forked, run_command, send
@@ -19,6 +21,7 @@ from pspo.rollout import Experience, group_relative_advantages
 from pspo.rollout.experience import join
 from pspo.rollout.types import Nucleus
 from pspo.run.records import read_jsonl
+from pspo.run.signals import EXIT_STOPPED
 from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
 
@@ -170,7 +173,7 @@ STALE = {
 
 
 @pytest.mark.parametrize(
-    "how", ["decoupled", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("lag", "resample"))]
+    "how", ["lag", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("decoupled", "resample"))]
 )
 def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(how):
     assert train("whole", *STALE[how]) == 0
@@ -186,17 +189,77 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(how):
     assert_same(Path("whole"), Path("out"))
 
 
-def test_a_fork_keeps_what_waits_as_far_as_its_lag_goes():
-    assert train("parent", "--rollout.lag=2", "--run.max_steps=4", "--run.samples=8") == 0
-    for lag in (0, 2, 3):
-        fork = ("--run.fork_from=parent", f"--rollout.lag={lag}", "--run.samples=8")
-        assert train(f"fork-{lag}", *fork) == 0
-    assert train("whole", "--rollout.lag=2", "--run.samples=8") == 0
-    whole, same = (read_jsonl(Path(name) / "metrics.jsonl") for name in ("whole", "fork-2"))
-    assert [line["reward"] for line in same] == [line["reward"] for line in whole if line["step"] > 4]
-    late = read_jsonl(Path("fork-3/metrics.jsonl"))
-    assert [line["reward"] for line in late] == [line["reward"] for line in same]
-    assert read_jsonl(Path("fork-0/metrics.jsonl"))[0]["ratio_max"] >= 1
+def test_a_fork_keeps_what_waits_if_it_can_use_it():
+    assert train("parent", "--rollout.lag=2", "--run.max_steps=4") == 0
+    for name, args in {
+        "same": ("--rollout.lag=2",), "on time": ("--rollout.lag=0",),
+        "other": ("--rollout.lag=2", "--rollout.group_size=5"),
+        "decoupled": ("--rollout.lag=2", *STALE["decoupled"]),
+    }.items():  # fmt: skip
+        assert train(name, "--run.fork_from=parent", *args) == 0
+    assert train("whole", "--rollout.lag=2") == 0
+    whole, same, on_time = (read_jsonl(Path(name) / "metrics.jsonl") for name in ("whole", "same", "on time"))
+    numbers = ("reward", "loss", "grad_norm", "ratio_max", "kl_old_new")
+    assert [[line[n] for n in numbers] for line in same] == [[line[n] for n in numbers] for line in whole[2:]]
+    assert on_time[0]["completion_tokens"] != same[0]["completion_tokens"]  # the two that waited are gone
+    other = read_jsonl(Path("other/metrics.jsonl"))
+    assert [line["step"] for line in other] == [6, 8, 10]
+
+
+def test_a_run_that_is_stopped_while_its_lag_fills_goes_on_there(monkeypatch):
+    """However often it is stopped, each start draws one more rollout."""
+    generate = pspo.train.generate
+    assert train("whole", "--rollout.lag=3") == 0
+
+    def stopped_in_a_rollout(*args):
+        send(signal.SIGTERM)
+        return generate(*args)
+
+    monkeypatch.setattr(pspo.train, "generate", stopped_in_a_rollout)
+    for start in range(1, 4):
+        assert train("out", "--rollout.lag=3") == EXIT_STOPPED
+        state = json.loads(Path("out/checkpoints/step-000000/state.json").read_text())
+        assert state["prompts"] == 2 * start
+    monkeypatch.setattr(pspo.train, "generate", generate)
+    assert train("out", "--rollout.lag=3") == 0
+    assert_same(Path("whole"), Path("out"))
+
+
+def test_out_of_memory_while_log_probs_are_kept_is_remembered(tiny_model, monkeypatch):
+    rollout, advantages = make_rollout()
+    config = make_config(NoClip(), epochs=1)
+    expected = keep_logprobs(make_learner(tiny_model(), config), rollout, advantages, config)
+    learner, logprobs = make_learner(tiny_model(), config), pspo.update.token_logprobs
+
+    def scarce(policy, prompt_ids, *args):
+        if len(prompt_ids) > 2:
+            raise torch.OutOfMemoryError
+        return logprobs(policy, prompt_ids, *args)
+
+    monkeypatch.setattr(pspo.update, "token_logprobs", scarce)
+    kept = keep_logprobs(learner, rollout, advantages, config)
+    assert learner.microbatch_limit is not None
+    torch.testing.assert_close(kept.behaviour_logprobs, expected.behaviour_logprobs, rtol=0, atol=1e-5)
+
+
+class NumpyRewards:
+    """An environment of one turn whose rewards are numpy's."""
+
+    def reset(self, problem):
+        return problem.prompt
+
+    def step(self, text):
+        return "", np.float64(len(text) % 2), True
+
+
+def test_rewards_of_an_environment_wait_in_a_checkpoint():
+    args = (
+        "--rollout.lag=1",
+        "--rollout.environment=test_staleness.NumpyRewards",
+        "--reward.functions=[EnvironmentReward]",
+    )
+    assert train("out", *args, "--run.max_steps=4") == 0
+    assert train("out", *args, "--run.max_steps=6") == 0
 
 
 # ---------------------------------------------------------------- resampling

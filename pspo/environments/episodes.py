@@ -42,7 +42,7 @@ class Episode:
         observation, reward, done = self.environment.step(text)
         if not math.isfinite(reward):
             raise ValueError(f"{type(self.environment).__name__}.step returned {reward!r} as reward; it must be finite")
-        self.text, self.reward, self.terminated = text, self.reward + reward, ended and done
+        self.text, self.reward, self.terminated = text, self.reward + float(reward), ended and done
         return observation if ended and not done else None
 
 

@@ -2,12 +2,13 @@
 
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, or LoRA's adapters in PEFT's,
 ``training.pt`` (optimizer, schedule, torch's random generators), ``state.json`` (`Progress`, the other random
-generators), under --rollout.lag ``waiting.pt`` (rollouts), ``config.yaml``, and ``manifest.json`` with the size and
-SHA-256 of every other file. Under fsdp2 ``shards/`` replaces model and optimizer: every rank writes its own.
+generators), under --rollout.lag ``waiting-0.pt`` (rank 0's rollouts), ``config.yaml``, and ``manifest.json`` with the
+size and SHA-256 of every other file. Under fsdp2 ``shards/`` replaces model and optimizer: every rank writes its own.
 """
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -163,7 +164,7 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
     torch_state = {name: part.state_dict() for name, part in run.stateful.items()}
     torch_state |= {"random": [of_rank.pop("torch") for of_rank in generators]}
     state = vars(run.progress) | {"steps": steps, "random": generators}
-    waiting = dist.gather_objects(state.pop("waiting"))
+    waiting = dist.gather_objects(serialized(list(state.pop("waiting"))))
     folder = run.output / "checkpoints" / f"step-{steps:06d}"
     shards = hidden(folder.with_name(f"{folder.name}-shards"), "new")  # every rank's; rank 0 moves them in
     if dist.is_sharded(policy):
@@ -177,8 +178,8 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
             else:
                 write_model(policy, run.tokenizer, temporary, card)
             torch.save(torch_state, temporary / "training.pt")
-            if any(waiting):
-                torch.save([list(of_rank) for of_rank in waiting], temporary / "waiting.pt")
+            for rank, of_rank in enumerate(waiting if run.config.rollout.lag else []):
+                (temporary / f"waiting-{rank}.pt").write_bytes(of_rank)
             (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
             shutil.copyfile(run.output / "config.yaml", temporary / "config.yaml")
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
@@ -189,6 +190,13 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
             remove(old)
 
     dist.run_on_main(save)
+
+
+def serialized(value: Any) -> bytes:
+    """What `torch.save` writes, in which views of one tensor share its memory."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device) -> tuple[int, Progress]:
@@ -203,10 +211,9 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
     steps, generators = state.pop("steps"), state.pop("random")
     if len(generators) == dist.world_size():
         restore_random_state(generators[dist.rank()] | {"torch": torch_state["random"][dist.rank()]}, device)
-        if (folder / "waiting.pt").exists():
+        if (waiting := folder / f"waiting-{dist.rank()}.pt").exists():
             with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
-                waiting = torch.load(folder / "waiting.pt", map_location=device, weights_only=True)
-            state["waiting"] = deque(waiting[dist.rank()])
+                state["waiting"] = deque(torch.load(waiting, map_location=device, weights_only=True))
     return steps, Progress(**state)
 
 

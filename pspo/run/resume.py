@@ -77,6 +77,7 @@ def changes_since(folder: Path, resolved: str) -> dict[str, tuple[Any, Any]]:
     config = read_config(folder / "config.yaml")
     config["run"] = {"fork_from": None} | config["run"]  # version 0.1.0 had no forks, only float32 and no LoRA
     config["model"] = {"dtype": ModelConfig.dtype, "lora": asdict(LoraConfig())} | config["model"]
+    config["rollout"] = {"lag": 0, "resample": 0} | config["rollout"]
     changes = differences(config, yaml.safe_load(resolved))
     return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
 
@@ -212,6 +213,8 @@ def restore(
         changes = changes_since(checkpoint, resolved)
     if "run.fork_from" in changes:  # the checkpoint is the parent's
         progress = of_fork(progress, fresh)
+        if any(name.startswith(("rollout.", "reward.", "algorithm.")) for name in changes.keys() - {"rollout.lag"}):
+            progress.waiting.clear()  # drawn and scored otherwise
     known = progress.problems.keys() & fresh.problems  # validation may be steered
     if any(progress.problems[split] != fresh.problems[split] for split in known):
         raise ValueError(f"--run.output_dir {run} has other problems under the same name: choose another folder")
@@ -228,7 +231,8 @@ def restore(
         dist.seed_generators(config.run.seed, learner.steps)
     if 0 < progress.ranks != dist.world_size():
         dist.seed_generators(config.run.seed, learner.steps)
-        said = f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on"
+        dropped = ", and rollouts that waited for --rollout.lag are dropped" if config.rollout.lag else ""
+        said = f"the checkpoint is from {progress.ranks} ranks: other tokens are drawn from here on{dropped}"
         dist.run_on_main(lambda: print(said, file=sys.stderr))
     return progress
 

@@ -68,7 +68,7 @@ class Run:
         while len(self.progress.waiting) > self.config.rollout.lag:  # of a fork's parent
             self.progress.waiting.popleft()
         resumed = self.progress.before is not None
-        self.stopped, self.saved_step = False, self.learner.steps if resumed else None
+        self.stopped, self.saved = False, self.position if resumed else None
         if not resumed:
             self.progress.before = self.test(self.learner.policy, "before")
             if self.config.run.validate_every:
@@ -83,6 +83,11 @@ class Run:
             vars(self).update(self.progress.unvalidated)
             self.validate_if_due()
             self.save_if_due()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Optimizer steps taken and prompts drawn: under --rollout.lag rollouts are drawn before the first step."""
+        return self.learner.steps, self.progress.prompts
 
     @property
     def limit_reached(self) -> bool:
@@ -105,6 +110,7 @@ class Run:
     def delay(self, experience: Experience) -> Experience | None:
         """Keep a rollout; return the one drawn --rollout.lag rollouts before it, None if there is none yet."""
         self.progress.prompts, waiting = self.drawn, self.progress.waiting
+        self.progress.ranks = dist.world_size()
         waiting.append(experience)
         return waiting.popleft() if len(waiting) > self.config.rollout.lag else None
 
@@ -168,7 +174,7 @@ class Run:
         drawn_rewards = list(chain(*(values for _, values, _ in of_ranks)))
         progress, learner = self.progress, self.learner
         progress.tokens += sum(tokens for tokens, _, _ in of_ranks)
-        progress.ranks, progress.microbatch_limit = dist.world_size(), learner.microbatch_limit
+        progress.microbatch_limit = learner.microbatch_limit
         self.steps = steps
         self.line = {"step": learner.steps, "tokens": progress.tokens}
         self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy one
@@ -342,10 +348,10 @@ class Run:
         return validation
 
     def save_checkpoint(self, random: dict[str, Any] | None = None) -> None:
-        """Save a checkpoint, once per step; ``random`` as for `pspo.run.checkpoint.save_checkpoint`."""
-        if self.saved_step != self.learner.steps:
+        """Save a checkpoint, once per position; ``random`` as for `pspo.run.checkpoint.save_checkpoint`."""
+        if self.saved != self.position:
             save_checkpoint(self, random)
-            self.saved_step = self.learner.steps
+            self.saved = self.position
 
     def card(self) -> str:
         """The model card of the policy as it is now."""
