@@ -253,11 +253,7 @@ class NumpyRewards:
 
 
 def test_rewards_of_an_environment_wait_in_a_checkpoint():
-    args = (
-        "--rollout.lag=1",
-        "--rollout.environment=test_staleness.NumpyRewards",
-        "--reward.functions=[EnvironmentReward]",
-    )
+    args = ("--rollout.lag=1", "--rollout.environment=test_staleness.NumpyRewards")
     assert train("out", *args, "--run.max_steps=4") == 0
     assert train("out", *args, "--run.max_steps=6") == 0
 
