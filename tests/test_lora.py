@@ -227,7 +227,10 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("start", [False, True], ids=["new adapters", "adapters to start from"])
+@pytest.mark.parametrize("start", [
+    pytest.param(False, id="new adapters"),
+    pytest.param(True, marks=pytest.mark.nightly, id="adapters to start from"),
+])  # fmt: skip
 def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, start):
     monkeypatch.chdir(tmp_path)
     args = ["--algorithm.beta=0.1", "--algorithm.minibatches=2", "--optimizer.warmup_steps=2"]
@@ -323,7 +326,7 @@ def two_steps(strategy: str, dtype: str) -> dict[str, torch.Tensor]:
     return adapters(policy)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_two_ranks_take_the_steps_of_one(tmp_path, dtype):
     def work() -> None:
         dist.init("ddp", 60)
@@ -340,7 +343,8 @@ def test_two_ranks_take_the_steps_of_one(tmp_path, dtype):
             torch.testing.assert_close(of_strategy[name], value, rtol=0, atol=moved * rough)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_that_are_killed_resume_to_the_last_bit(tmp_path, strategy):
     def start(output: Path, fault=lambda: None) -> list[int]:
         def rank() -> None:

@@ -112,6 +112,7 @@ def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
         filled(1e12)
 
 
+@pytest.mark.nightly
 def test_a_run_with_auto_keeps_its_numbers_when_it_is_resumed(tmp_path, monkeypatch, capsys):
     def train(run: str, steps: int, max_rows: int | str, microbatch_tokens: int | str) -> dict:
         tiny = ["--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.test_limit=0", "--data.limit=20"]

@@ -1,5 +1,6 @@
 """The tables of a results page hold the numbers of its table of runs, to the last digit that they show."""
 
+import functools
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -306,6 +307,7 @@ MEASURES = {
 NAMES = ["PSPO 0.1", "PSPO 0.4", "NoClip, 2 epochs", "Clip", "NoClip, 1 epoch"]
 
 
+@functools.cache
 def control_runs() -> pd.DataFrame:
     """Of every run of the toy control and of each measure, the value, with what the setting is and the seed."""
     runs = read_runs([RESULTS / "tiny-control"])

@@ -463,7 +463,8 @@ STEER = ("--optimizer.lr=2e-4", "--algorithm.beta=0.1", "--optimizer.max_grad_no
          "--run.validate_every=2", "--run.samples=1")  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.nightly), 5])
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", [3, 5])
 def test_a_steered_run_is_itself_resumed_to_the_last_bit(step):
     """Changed from step 2 on, and killed again before or after the next save."""
     assert forked(killed_at_step(3)) == -signal.SIGKILL

@@ -51,8 +51,7 @@ def here(tmp_path, monkeypatch) -> None:
 # ---------------------------------------------------------------- lag
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("ratio_to", ["behaviour", "proximal"])
+@pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
     generate, update = pspo.train.generate, pspo.train.update
@@ -87,17 +86,6 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
     assert sum(unmoved) >= lag + 1
     assert all(unmoved[: lag + 1])
     assert not any(unmoved[lag + 2 :]) or lag == 3
-
-
-def test_the_first_rollouts_are_the_initial_policy_s():
-    """With lag 2, three of them: those of a run that hardly moves."""
-    assert train("stale", "--rollout.lag=2", "--run.samples=8") == 0
-    assert train("still", "--optimizer.lr=1e-12", "--run.samples=8") == 0
-    stale, still = (read_jsonl(Path(name) / "samples.jsonl") for name in ("stale", "still"))
-    assert [line["step"] for line in stale] == [line["step"] for line in still]
-    same = [a["completion"] == b["completion"] for a, b in zip(stale, still, strict=True)]
-    assert all(same[:6])
-    assert not all(same[6:])
 
 
 @pytest.mark.parametrize("surrogate", [NoClip(), PSPO(0.3), GSPO(0.2, 0.2)], ids=repr)
@@ -325,7 +313,7 @@ def test_join_keeps_every_kind_of_field():
 
 
 def test_resampling_is_bounded_and_counted():
-    longer = ("--run.max_steps=20", "--rollout.prompts=4", "--data.limit=50", "--run.save_every=0")
+    longer = ("--run.max_steps=12", "--rollout.prompts=4", "--data.limit=50", "--run.save_every=0")
     args = ("--rollout.resample=3", "--algorithm.epochs=1", *longer)
     assert train("out", *args) == 0
     assert train("plain", "--algorithm.epochs=1", *longer) == 0
