@@ -4,12 +4,13 @@ import functools
 import re
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from pspo.report.runs import labels, methods, read_runs
-from pspo.report.tables import add_holm, compared, over_seeds, tables
+from pspo.report.tables import add_holm, compared, over_seeds, tables, with_interval
 from pspo.run import results
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -149,8 +150,8 @@ def test_tiny_protocols_differences(protocol):
     ):
         table = protocol[model]["Paired differences"]
         (cell,) = table[(table["row"] == row) & table["column"].str.contains(column)].itertuples()
-        mean, low, high = (f"{(100 if digits == 1 else 1) * x:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
-        assert said.format(mean, f"[{low}, {high}]") in page, (row, column, mean, low, high)
+        mean, _, interval = with_interval(cell, 100 if digits == 1 else 1, digits).partition(" ")
+        assert said.format(mean, interval) in page, (row, column, mean, interval)
     counts = []
     for model in ("tiny-base", "tiny-math"):
         table = protocol[model]["Paired differences"]
@@ -326,9 +327,8 @@ def control_runs() -> pd.DataFrame:
 
 
 def cell_text(cell, digits: int) -> str:
-    factor = 100 if digits == 1 else 1
-    mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in cell[["mean", "low", "high"]])
-    return f"{mean} [{low}, {high}]" + ("*" if cell.get("holm", 1) < 0.05 else "")
+    numbers = SimpleNamespace(**cell[["mean", "low", "high"]])
+    return with_interval(numbers, 100 if digits == 1 else 1, digits) + ("*" if cell.get("holm", 1) < 0.05 else "")
 
 
 def control_tables() -> dict[str, list[list[str]]]:
