@@ -61,7 +61,8 @@ def plain_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 def gradients(model, logprobs, seed=3):
     """Gradient of a random linear function of the log-probs, for all parameters in one vector."""
     weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed)).to(logprobs.dtype)
-    grads = torch.autograd.grad((weights * logprobs).sum(), list(model.parameters()))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad((weights * logprobs).sum(), trained, materialize_grads=True)  # 0 for unused ones
     return torch.cat([grad.flatten() for grad in grads])
 
 
@@ -443,30 +444,6 @@ def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_mo
     assert len(graphs) == before
     token_logprobs(compiled, *make_rows())
     assert compiled.base_model._compiled_call_impl is not None
-
-
-@pytest.mark.parametrize(("name", "setting"), [("Granite", "logits_scaling"), ("Cohere", "logit_scale")])
-def test_unknown_logit_processing_is_refused(tiny_model, model_folder, load, name, setting):
-    settings = {"pad_token_id": 0, "initializer_range": 0.02}
-    load(model_folder(tiny_model(name, **{setting: 1.0}, **settings)))
-    with pytest.raises(ValueError, match=f"^{name}ForCausalLM does more to its logits") as error:
-        load(model_folder(tiny_model(name, **{setting: 4.0}, **settings)))
-    assert "\n" not in str(error.value)
-
-
-def test_a_changed_forward_is_refused(monkeypatch):
-    from transformers import Qwen2ForCausalLM
-
-    original = Qwen2ForCausalLM.forward
-
-    def shifted(self, *args, **kwargs):
-        out = original(self, *args, **kwargs)
-        out.logits = out.logits + 0.1 * torch.arange(out.logits.shape[-1])
-        return out
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", shifted)
-    with pytest.raises(ValueError, match="does more to its logits"):
-        load_policy(ModelConfig(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

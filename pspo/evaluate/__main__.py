@@ -28,6 +28,7 @@ from pspo.rollout import Prompts, Sampling, load_prompts, make_sampling
 from pspo.run import records
 from pspo.run.cli import memory_errors, parse, user_errors
 from pspo.run.evaluation import evaluate
+from pspo.run.exactness import check_exactness
 from pspo.run.failures import UserCodeFailed
 from pspo.run.prepare import room_for_prompts
 from pspo.run.resume import problems_hash
@@ -61,6 +62,7 @@ def prepare(
     policy = load_policy(config.model, device)
     decoder, rows = "pspo" if shares_prompts(policy) else "hf", config.eval.max_tokens  # which is the limit here
     sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder, play=player(environment))
+    check_exactness(policy, tokenizer, prompts.ids, sampling)
     about = fingerprint(policy, prompts)
     dist.run_on_main(lambda: begin(output, resolved, about, device))
     return policy, tokenizer, prompts, sampling

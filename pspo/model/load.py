@@ -22,7 +22,6 @@ from pspo.hub.models import (
 )
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
-from pspo.model.logprobs import head_logits
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
@@ -38,13 +37,13 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
-    Raises ValueError for a model that cannot be found, or that makes its logits in a way `head_logits` does not know.
+    Raises ValueError for a model that cannot be found. Whether it computes what the trainer takes it to compute, is
+    for `pspo.run.exactness` to check.
     """
     device, config = device or dist.local_device(), resolve_adapters(config)
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
     if uses_adapters(config):
         fill_adapters(policy, config.lora.name_or_path)
-    check_head(policy)
     if config.compile:
         policy.base_model.compile(dynamic=True)
     return policy
@@ -115,17 +114,3 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-@dist.gathers_weights
-@torch.no_grad()
-def check_head(policy: PreTrainedModel) -> None:
-    """Raise ValueError if the logits are made in a way that `token_logprobs` does not know."""
-    ids = torch.arange(4, device=policy.device)[None]
-    hidden = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    logits = head_logits(policy, hidden)  # first: the model's own forward leaves a sharded head resharded
-    if not torch.allclose(logits, policy(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3):
-        raise ValueError(
-            f"{type(policy).__name__} does more to its logits than its output embedding and softcapping; "
-            "pspo.model.logprobs.head_logits must learn it before this architecture can be trained"
-        )

@@ -82,7 +82,7 @@ def generate(
     prompt_ids, prompt_mask = (to_device(part, model.device) for part in left_pad(prompts, sampling.pad_id))
     at_a_time = max(1, sampling.max_rows // group_size)
     pieces = []
-    with _inference(model):
+    with inference(model):
         for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
             unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
             inputs = (ids[:, unpadded:], mask[:, unpadded:].long())
@@ -137,7 +137,7 @@ def _complete(
 
 
 @contextlib.contextmanager
-def _inference(model: PreTrainedModel) -> Iterator[None]:
+def inference(model: PreTrainedModel) -> Iterator[None]:
     """Hide the model's generation config, training mode and compiled body, and restore them.
 
     transformers fills unset fields from the model's generation config, and refuses a KV cache in training mode with

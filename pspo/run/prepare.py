@@ -19,6 +19,7 @@ from pspo.model import StartingAdapters, has_adapters, load_model_config, load_p
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
+from pspo.run.exactness import check_exactness
 from pspo.run.memory import auto_switches, largest_that_fit, replace_switches, say_needs
 from pspo.run.records import check_output, environment, flat, read_config, to_yaml, write_json, write_text
 from pspo.run.resume import (
@@ -81,6 +82,8 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         "play": player(make_environment),
     }
     sampling = make_sampling(policy, tokenizer, config.rollout, synced=config.distributed.rollout == "synced", **more)
+    with dist.unsharded(policy, config.distributed.rollout):
+        check_exactness(policy, tokenizer, prompts["train"].ids, sampling)
     reference = None
     if config.algorithm.beta > 0:
         lora = has_adapters(policy)  # then no second copy of the model
@@ -106,9 +109,14 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
 def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
     """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
 
-    Raises ValueError, naming the switch, if none fit.
+    LongRoPE's positions end where it would switch to other frequencies, for all rows of a batch at once. Raises
+    ValueError, naming the switch, if none fit.
     """
-    positions = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
+    text_config = load_model_config(config).get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        positions = rope["original_max_position_embeddings"]
     if positions is not None and positions <= max_completion_tokens:
         raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
     return math.inf if positions is None else positions - max_completion_tokens

@@ -1,0 +1,109 @@
+"""Models are exact or refused: log-probs of padded batches, and decoded tokens, are those of each row alone."""
+
+import pytest
+import torch
+from architectures import OUTCOMES, tiny
+from processes import run_command
+from test_model import gradients, make_groups, make_rows, plain_logprobs
+from transformers import Qwen2ForCausalLM
+
+import pspo.evaluate.__main__
+import pspo.train
+from pspo.config import ModelConfig, RolloutConfig
+from pspo.model import load_policy, shares_prompts, token_logprobs
+from pspo.rollout import generate, make_sampling
+from pspo.run.exactness import check_exactness
+from pspo.run.prepare import room_for_prompts
+
+IN_CI = (
+    "bart bloom cohere deepseek_v3 electra falcon gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral "
+    "mistral openai-gpt phi3 qwen3_next rwkv"
+)
+PROMPTS = [list(range(20, 70)), [7, 8, 9]]
+
+
+def check(policy, tokenizer):
+    """`check_exactness` with the decoder that the model takes; returns the sampling."""
+    decoder = "pspo" if shares_prompts(policy) else "hf"
+    sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder=decoder, max_completion_tokens=12))
+    check_exactness(policy, tokenizer, PROMPTS, sampling)
+    return sampling
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [
+        pytest.param(name, outcome, marks=() if name in IN_CI.split() else pytest.mark.nightly)
+        for outcome, names in OUTCOMES.items()
+        for name in names
+    ],
+)
+def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
+    policy = load(model_folder(tiny(name)))
+    if outcome not in ("pspo", "hf"):
+        with pytest.raises(ValueError, match=rf"^--model.name_or_path: {type(policy).__name__} {outcome}") as error:
+            check(policy, tokenizer)
+        assert "\n" not in str(error.value)
+        return
+    sampling = check(policy, tokenizer)
+    assert sampling.decoder == outcome
+    drawn = generate(policy, tokenizer, [[60, 61, 62, 63, 64, 65, 66, 67, 68], [5]], sampling.greedy(), group_size=2)
+    for prompt_mask, prompt_ids, mask, ids in zip(
+        drawn.prompt_mask, drawn.prompt_ids, drawn.completion_mask, drawn.completion_ids, strict=True
+    ):
+        row = torch.cat([prompt_ids[prompt_mask], ids[mask]])
+        with torch.no_grad():
+            logits = policy(input_ids=row[None]).logits[0, -1 - len(ids[mask]) : -1]
+        torch.testing.assert_close(logits.gather(1, ids[mask][:, None])[:, 0], logits.amax(dim=1), rtol=1e-4, atol=1e-3)
+    for rows in (make_groups((9, 3, 6)), make_rows((30, 12, 3, 40), (20, 1, 30, 9))):
+        rows = [rows[0] + 10, rows[1], rows[2] + 10, rows[3]]  # no special tokens
+        actual, expected = token_logprobs(policy, *rows), plain_logprobs(policy, *rows)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
+        slope = gradients(policy, expected)
+        torch.testing.assert_close(gradients(policy, actual), slope, rtol=0, atol=1e-3 * slope.abs().max().item())
+
+
+def test_a_changed_forward_is_refused(monkeypatch, tokenizer):
+    policy = load_policy(ModelConfig(), torch.device("cpu"))
+    check(policy, tokenizer)
+    original = Qwen2ForCausalLM.forward
+
+    def shifted(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        out.logits = out.logits + 0.1 * torch.arange(out.logits.shape[-1])
+        return out
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", shifted)
+    with pytest.raises(ValueError, match="does more to its logits"):
+        check(policy, tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids", "past_key_values"])
+def test_a_body_that_ignores_an_input_is_refused(monkeypatch, tokenizer, dtype, ignored):
+    policy = load_policy(ModelConfig(), torch.device("cpu")).to(dtype)
+    check(policy, tokenizer)
+    original = policy.base_model.forward
+    monkeypatch.setattr(
+        policy.base_model, "forward", lambda *args, **kwargs: original(*args, **kwargs | {ignored: None})
+    )
+    with pytest.raises(ValueError, match=r"other log-probs in a padded batch|fails on a small batch"):
+        check(policy, tokenizer)
+
+
+def test_refused_before_a_run_begins(model_folder, tmp_path, capsys):
+    folder, output = model_folder(tiny("bart")), tmp_path / "run"
+    switches = ("--model.name_or_path", str(folder), "--run.output_dir", str(output), "--run.quiet")
+    for command in (pspo.train.main, pspo.evaluate.__main__.main):
+        assert run_command(command, *switches) == 2
+        error = capsys.readouterr().err
+        assert "BartForCausalLM gives a row other log-probs in a padded batch than alone: off by " in error
+        assert error.count("\n") == 1
+        assert not output.exists()
+
+
+def test_positions_end_where_longrope_switches(model_folder):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+    model = tiny("phi3", original_max_position_embeddings=64, rope_parameters=rope)
+    assert room_for_prompts(ModelConfig(str(model_folder(model))), 20, "rollout.max_completion_tokens") == 44
+    assert room_for_prompts(ModelConfig(str(model_folder(tiny("phi3")))), 20, "") == 236
