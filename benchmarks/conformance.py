@@ -133,7 +133,8 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
     return trainer._generate_and_score_completions([{"prompt": "w3 w4"} for _ in range(ROWS)])
 
 
-def trl(beta: float = 0.0, correction: str = "none", **arguments: Any) -> Loss:
+def trl(beta: float = 0.0, correction: str = "none", tokens: int = COUNTS.tokens, **arguments: Any) -> Loss:
+    """``tokens``: of all minibatches of the rollout."""
     trainer = make_trainer(arguments, beta, correction)
     weights = None
     if correction != "none":
@@ -148,7 +149,7 @@ def trl(beta: float = 0.0, correction: str = "none", **arguments: Any) -> Loss:
         inputs = {
             "prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids,
             "completion_mask": b["mask"].long(), "advantages": b["advantages"][:, 0], "old_per_token_logps": b["old"],
-            "ref_per_token_logps": b["ref"], "num_items_in_batch": torch.tensor(COUNTS.tokens),
+            "ref_per_token_logps": b["ref"], "num_items_in_batch": torch.tensor(tokens),
             "importance_sampling_ratio": None if weights is None else weights[first : first + rows],
         }  # fmt: skip
         first = (first + rows) % ROWS
@@ -339,7 +340,11 @@ def namesakes() -> list[Namesake]:
                  (kl, trl(0.5, loss_type="grpo", use_bias_correction_kl=False))),
         Namesake("token mean, TRL's bnpo", "the mean of the microbatches' means: the split matters",
                  (clip, trl(loss_type="bnpo")), "loss_type=dapo", (clip, trl(loss_type="dapo"))),
-        Namesake("token mean, verl", "the same, if batch_num_tokens is not given",
+        Namesake("token mean, TRL", "divided by the mean number of tokens of a rollout's minibatches (shown: 2, the "
+                 "other of 16 tokens); here by each minibatch's own",
+                 (clip, trl(tokens=COUNTS.tokens + 16, loss_type="dapo", steps_per_generation=4)),
+                 "one minibatch", (clip, trl(loss_type="dapo"))),
+        Namesake("token mean, verl", "as bnpo, if batch_num_tokens is not given",
                  (dual, verl("vanilla", "dapo", scale=0.5, global_batch_info=local)), "batch_num_tokens",
                  (dual, verl("vanilla", "dapo"))),
         Namesake("sequence mean, verl", "without global_batch_size, rows that are masked out do not count",

@@ -1,5 +1,7 @@
 """Models are exact or refused: log-probs of padded batches, and decoded tokens, are those of each row alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from architectures import OUTCOMES, tiny
@@ -61,6 +63,14 @@ def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
         slope = gradients(policy, expected)
         torch.testing.assert_close(gradients(policy, actual), slope, rtol=0, atol=1e-3 * slope.abs().max().item())
+
+
+def test_the_guide_counts_them():
+    text = " ".join((Path(__file__).parents[1] / "docs/guide/models.md").read_text().split())
+    pspo, hf, *refused = (len(names) for names in OUTCOMES.values())
+    assert f"of {pspo + hf + sum(refused)} architectures" in text
+    assert f"{pspo} are exact with pspo's decoder and {hf} with" in text
+    assert f"{sum(refused)} are refused" in text
 
 
 def test_a_changed_forward_is_refused(monkeypatch, tokenizer):

@@ -5,7 +5,8 @@ Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`
 masked. Means over tokens live in `pspo.losses.aggregate`, never here.
 
 `log_ratio` holds the one numerical rule: 0 under the mask and clamped to +-20 elsewhere, so that no finite input gives
-inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out.
+inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out. Only the gradient
+of float16 log-probs can overflow (r above 65,504, the largest float16): call ``.float()`` on them first.
 """
 
 import math
