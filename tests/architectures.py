@@ -1,4 +1,4 @@
-"""Tiny random models of 159 architectures that transformers can train causally, and what pspo does with each."""
+"""Tiny random models of 157 architectures that transformers can train causally, and what pspo does with each."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
