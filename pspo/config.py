@@ -239,6 +239,8 @@ class RolloutConfig:
         repetition_penalty: 1 for none
         max_rows: completions decoded at a time; lower it to save memory; auto for as many as fit the memory
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
+        engine: what draws rollouts: transformers, or vllm in a process of its own (pip install 'pspo[vllm]')
+        engine_memory: with vllm, share of the GPU's memory for its weights and cache
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout so many rollouts after it was drawn: exactly the staleness of asynchronous training
@@ -257,6 +259,8 @@ class RolloutConfig:
     repetition_penalty: float = number(1.0, "above 0")
     max_rows: int | Literal["auto"] = number(256, "above 0")
     decoder: Decoder = "pspo"
+    engine: Literal["transformers", "vllm"] = "transformers"
+    engine_memory: float = number(0.3, "in (0, 1]")
     environment: str | None = None
     max_turns: int = number(4, "above 0")
     lag: int = number(0, "at least 0")
@@ -284,7 +288,7 @@ class AlgorithmConfig:
         mask_truncated: exclude completions that hit the token limit from the loss
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
-        correction: weigh losses by old / sampler probability of a token or sequence; beyond the cap truncate or mask
+        correction: truncate or mask weights old / sampler probability; unset, token_truncate with vllm, else none
         correction_cap: largest correction weight
     """
 
@@ -298,7 +302,7 @@ class AlgorithmConfig:
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    correction: Correction = "none"
+    correction: Correction | None = None
     correction_cap: float = number(3.0, "above 0")
 
     def __post_init__(self) -> None:
@@ -420,10 +424,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.optimizer.lr is None:
             object.__setattr__(self, "optimizer", replace(self.optimizer, lr=default_lr(self.model)))
+        external = self.rollout.engine != "transformers"
+        if self.algorithm.correction is None:
+            default = "token_truncate" if external and self.rollout.environment is None else "none"
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
         require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
-        library = self.rollout.decoder == "hf" or self.rollout.repetition_penalty != 1
+        library = not external and (self.rollout.decoder == "hf" or self.rollout.repetition_penalty != 1)
         available = not library and self.distributed.rollout != "synced" and self.rollout.environment is None
         for name, off in (("correction", "none"), ("nucleus", "ignore")):
             rule = (
@@ -432,6 +440,8 @@ class TrainConfig:
             )
             value = getattr(self.algorithm, name)
             require(value == off or available, f"algorithm.{name}", rule, value)
+        rule = "must be ignore with rollout.engine vllm, which does not tell what it kept"
+        require(self.algorithm.nucleus == "ignore" or not external, "algorithm.nucleus", rule, self.algorithm.nucleus)
         cut = self.rollout.top_p < 1 or self.rollout.top_k > 0
         rule = "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing"
         require(self.algorithm.nucleus == "ignore" or cut, "algorithm.nucleus", rule, self.algorithm.nucleus)

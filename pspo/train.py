@@ -19,7 +19,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.distributed import run_main
-from pspo.rollout import Experience, Prompts, Rollout, generate, group_relative_advantages, sampling_context
+from pspo.rollout import Experience, Prompts, Rollout, generate, group_relative_advantages
 from pspo.run.api import train_from_python
 from pspo.run.command import train_command
 from pspo.run.state import Run
@@ -68,7 +68,7 @@ def draw_groups(run: Run, n: int) -> Experience:
     """Complete and score the next n prompts, all ranks' together."""
     config, learner, group_size = run.config, run.learner, run.config.rollout.group_size
     indices, prompts = run.next_prompts(n)
-    with run.phase("generate"), sampling_context(learner.policy, config.model.autocast, config.distributed.rollout):
+    with run.phase("generate"), run.sampling_context(learner.policy, run.sampling):
         rollout = generate(learner.policy, run.tokenizer, prompts.ids, run.sampling, group_size, prompts.problems)
     with run.phase("reward"), run.saved_on_error():
         rewards, by_name = score(rollout, prompts, config, learner.steps)  # (B,)

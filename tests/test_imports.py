@@ -18,7 +18,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"losses", "tasks"},
     {"model"},
     {"rollout"},
-    {"environments"},
+    {"environments", "engines"},
     {"config"},  # its fields are types from below; model and rollout name it in annotations alone
     {"optimizers"},
     {"update"},

@@ -69,7 +69,7 @@ def run_main(main: Callable[[], None]) -> None:
     """
     if not under_torchrun():
         return main()
-    die_with_launcher()
+    die_with_parent()
     code = 0
     try:
         main()
@@ -87,8 +87,8 @@ def run_main(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def die_with_launcher() -> None:
-    """On Linux, kill this process as soon as torchrun is killed; else it would train on, or wait for the others."""
+def die_with_parent() -> None:
+    """On Linux, kill this process as soon as its parent is killed: a rank would train on without its torchrun."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -5,6 +5,7 @@ train: rollouts, log-probs and gradients run the same layers.
 """
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,35 @@ from pspo import distributed as dist
 
 if TYPE_CHECKING:
     from pspo.config import ModelConfig
+
+
+def has_adapters(policy: PreTrainedModel) -> bool:
+    return getattr(policy, "_hf_peft_config_loaded", False)
+
+
+class StartingAdapters:
+    """Reference model of a policy with adapters, in a `with` block: the same model with the adapters it has now."""
+
+    def __init__(self, policy: PreTrainedModel):
+        self.policy = policy
+        self.adapters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.start = [parameter.detach().clone() for parameter in self.adapters]
+
+    def __enter__(self) -> PreTrainedModel:
+        self.swap()
+        return self.policy
+
+    def __exit__(self, *_: object) -> None:
+        self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the policy's adapters and the kept ones."""
+        for adapter, other in zip(self.adapters, self.start, strict=True):
+            kept = adapter.clone()
+            adapter.copy_(other)
+            other.copy_(kept)
+        torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
 
 
 def add_adapters(policy: PreTrainedModel, config: "ModelConfig") -> None:
@@ -70,6 +100,17 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
     saved = {name_in_file(name): weights[name] for name in trained}
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     policy.peft_config["default"].save_pretrained(folder)
+
+
+def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of a model, tied ones under each name; with adapters, of the model that they make merged."""
+    for name, weight in policy.named_parameters(remove_duplicate=False):
+        if ".lora_" in name:
+            continue
+        owner, has_adapters, kind = name.rpartition(".base_layer.")
+        if has_adapters and kind == "weight":
+            weight = weight + policy.get_submodule(owner).get_delta_weight("default").to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
 
 
 def name_in_file(name: str) -> str:

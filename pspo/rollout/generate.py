@@ -78,19 +78,13 @@ def generate(
     """
     if sampling.play is not None:
         return sampling.play(partial(generate, model, tokenizer), tokenizer, prompts, problems, sampling, group_size)
-    check_decoder(model, sampling.decoder)
     prompt_ids, prompt_mask = (to_device(part, model.device) for part in left_pad(prompts, sampling.pad_id))
-    at_a_time = max(1, sampling.max_rows // group_size)
-    pieces = []
-    with inference(model):
-        for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
-            unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
-            inputs = (ids[:, unpadded:], mask[:, unpadded:].long())
-            pieces.append(_complete(model, tokenizer, *inputs, sampling, group_size))
-
+    if sampling.served_by is not None:
+        completion_ids, logprobs, nucleus = sampling.served_by.complete(prompts, sampling, group_size)
+    else:
+        completion_ids, logprobs, nucleus = complete(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
     prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
-    completion_ids = cat_padded([ids for ids, _, _ in pieces], sampling.pad_id)
-    width = completion_ids.shape[1]
+    completion_ids, width = completion_ids.to(model.device), completion_ids.shape[1]
     is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=model.device))
     if sampling.stop_strings:
         ends = StopStrings(tokenizer, sampling.stop_strings)
@@ -100,9 +94,32 @@ def generate(
     completion_mask = torch.arange(width, device=model.device) < lengths[:, None]
     tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    logprobs = cat_padded([part for _, part, _ in pieces]).where(completion_mask, 0.0) if sampling.logprobs else None
-    nucleus = Nucleus.join([part for _, _, part in pieces]) if sampling.nucleus else None
+    logprobs = logprobs.to(model.device).where(completion_mask, 0.0) if sampling.logprobs else None
     return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    sampling: Sampling,
+    group_size: int,
+) -> tuple[Tensor, Tensor | None, Nucleus | None]:
+    """(N, P) prompts to (N * group_size, T) completions by transformers, `Sampling.max_rows` at a time."""
+    check_decoder(model, sampling.decoder)
+    at_a_time, pieces = max(1, sampling.max_rows // group_size), []
+    with inference(model):
+        for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
+            unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
+            inputs = (ids[:, unpadded:], mask[:, unpadded:].long())
+            pieces.append(_complete(model, tokenizer, *inputs, sampling, group_size))
+    ids, logprobs, nuclei = zip(*pieces, strict=True)
+    return (
+        cat_padded(ids, sampling.pad_id),
+        cat_padded(logprobs) if sampling.logprobs else None,
+        Nucleus.join(nuclei) if sampling.nucleus else None,
+    )
 
 
 class StopStrings(StopStringCriteria):

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 Decoder = Literal["pspo", "graphs", "hf"]
 
@@ -21,6 +21,18 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
+
+
+class Engine(Protocol):
+    """Draws completions in place of transformers, with weights of its own; `pspo.engines` has them."""
+
+    def push(self, policy: PreTrainedModel, version: int) -> None:
+        """Take over the policy's weights; a version is pushed once."""
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: "Sampling", group_size: int
+    ) -> "tuple[Tensor, Tensor | None, Nucleus | None]":
+        """(N * group_size, T) completions, as `pspo.rollout.decode.decode`'s."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class Sampling:
     stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
     max_rows: int = 256  # decoded at a time
     decoder: Decoder = "pspo"
+    served_by: Engine | None = None  # draws in place of a decoder
     logprobs: bool = False  # keep those that the tokens were sampled with; not with the library's own loop
     nucleus: bool = False  # keep the tokens that each was drawn from; log-probs kept are renormalised over them
     synced: bool = False  # all ranks decode until the last one's rows have ended, by the library's own loop
@@ -49,7 +62,8 @@ class Sampling:
     max_turns: int = 4  # of so many turns; max_completion_tokens then limits an episode, observations included
 
     def __post_init__(self) -> None:
-        if (self.logprobs or self.nucleus) and (self.library or self.play):
+        library = self.library and self.served_by is None
+        if (self.logprobs or self.nucleus) and (library or self.play):
             why = "decoder=hf, a repetition_penalty or an environment"
             raise ValueError(f"logprobs and nucleus are unavailable with {why}")
 
@@ -60,7 +74,9 @@ class Sampling:
 
     def greedy(self) -> "Sampling":
         """Greedy decoding of the plain model, with the same limit and stop tokens."""
-        return replace(self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0, nucleus=False)
+        return replace(
+            self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0, nucleus=False, served_by=None
+        )
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0

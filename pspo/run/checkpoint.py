@@ -186,8 +186,7 @@ def save_checkpoint(run: "Run", random: dict[str, Any] | None = None) -> None:
             write_json(temporary / "manifest.json", {str(p.relative_to(temporary)): describe(p) for p in paths})
             for records in run.output.glob("*.jsonl"):  # which a resumed run cuts back to this step
                 sync(records)
-        for old in checkpoints(run.output)[run.config.run.keep :]:
-            remove(old)
+        prune(run.output, run.config.run.keep)
 
     dist.run_on_main(save)
 
@@ -243,6 +242,12 @@ def checkpoints(run: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints."""
+    for old in checkpoints(run)[keep:]:
+        remove(old)
 
 
 def describe(path: Path) -> dict[str, Any]:

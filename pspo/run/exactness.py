@@ -46,6 +46,29 @@ def check_exactness(
             raise ValueError(f"--model.name_or_path: {name} {what}: off by {size:.2g} nats")
 
 
+@torch.no_grad()
+def check_engine(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> tuple[float, float]:
+    """Mean and largest difference, in nats, of an engine's log-probs and the policy's of tokens that the engine draws.
+
+    Raises ValueError if they are not of one model.
+    """
+    sampling.served_by.push(policy, 0)
+    with torch.random.fork_rng(devices=[]):
+        drawn = generate(policy, tokenizer, prompts, replace(sampling, logprobs=True, play=None), group_size=2)
+    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
+    error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
+    mean, largest = error.mean().item(), error.max().item()
+    if not mean <= 0.1:
+        what = f"{mean:.2g} nats on average, {largest:.2g} at most"
+        raise ValueError(
+            f"--rollout.engine: its log-probs differ from the policy's by {what}: they are not of one model. "
+            "Use --rollout.engine transformers for this model"
+        )
+    return mean, largest
+
+
 def differences(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> Iterator[tuple[str, Tensor]]:

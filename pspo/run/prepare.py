@@ -13,13 +13,14 @@ import yaml
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
+from pspo.engines import make_engine
 from pspo.environments import player
 from pspo.hub.models import token_ids
 from pspo.model import StartingAdapters, has_adapters, load_model_config, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.rollout import check_decoder, load_prompts, make_sampling
 from pspo.run.checkpoint import Progress, checkpoints
-from pspo.run.exactness import check_exactness
+from pspo.run.exactness import check_engine, check_exactness
 from pspo.run.memory import auto_switches, largest_that_fit, replace_switches, say_needs
 from pspo.run.records import check_output, environment, flat, read_config, to_yaml, write_json, write_text
 from pspo.run.resume import (
@@ -80,10 +81,16 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         "logprobs": config.algorithm.correction != "none",
         "nucleus": config.algorithm.nucleus == "replay",
         "play": player(make_environment),
+        "served_by": make_engine(config, longest + config.rollout.max_completion_tokens, device),
     }
     sampling = make_sampling(policy, tokenizer, config.rollout, synced=config.distributed.rollout == "synced", **more)
     with dist.unsharded(policy, config.distributed.rollout):
         check_exactness(policy, tokenizer, prompts["train"].ids, sampling)
+    if sampling.served_by is not None:
+        mean, largest = check_engine(policy, tokenizer, prompts["train"].ids[:8], sampling)
+        if dist.is_main() and not config.run.quiet:
+            print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
+                  f"{largest:.1g} at most")  # fmt: skip
     reference = None
     if config.algorithm.beta > 0:
         lora = has_adapters(policy)  # then no second copy of the model

