@@ -1,0 +1,67 @@
+"""Completion tokens per second of pspo's decoder, of vLLM and of transformers' generate, drawn in turns.
+
+    python -m benchmarks.engines --models tiny-base smollm2 --rows 16 64 256 --turns 3
+
+In an environment with vLLM (docs/guide/models.md). Groups of 4 from prompts of the embedded task, 128 tokens at most:
+"even", every completion has 128, and "uneven", they end where the model ends them. float32, OMP_NUM_THREADS threads
+each. Medians over wall-clock times [min, max], after one draw of each that is not counted.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from pspo.config import DataConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.engines import VLLM
+from pspo.model import load_policy, load_tokenizer
+from pspo.rollout import Sampling, generate, load_prompts, make_sampling
+
+TOKENS, GROUP = 128, 4
+
+
+def measure(model: str, rows: int, turns: int, engine: VLLM, policy, tokenizer) -> None:
+    prompts = load_prompts(DataConfig(), tokenizer, "train", limit=rows // GROUP).ids
+    uneven = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=TOKENS, max_rows=rows))
+    for lengths, sampling in (("even", replace(uneven, min_completion_tokens=TOKENS)), ("uneven", uneven)):
+        samplings: dict[str, Sampling] = {
+            "pspo": sampling,
+            "vllm": replace(sampling, served_by=engine),
+            "hf": replace(sampling, decoder="hf"),
+        }
+        speeds: dict[str, list[float]] = {name: [] for name in samplings}
+        for turn in range(turns + 1):
+            for name, how in samplings.items():
+                torch.manual_seed(turn)
+                began = time.perf_counter()
+                drawn = generate(policy, tokenizer, prompts, how, GROUP)
+                if turn > 0:
+                    speeds[name].append(int(drawn.completion_mask.sum()) / (time.perf_counter() - began))
+        cells = [f"{statistics.median(of):,.0f} [{min(of):,.0f}, {max(of):,.0f}]" for of in speeds.values()]
+        ratio = statistics.median(speeds["vllm"]) / statistics.median(speeds["pspo"])
+        print(f"| {model} | {rows} | {lengths} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["tiny-base"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256, 512])
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    print("| model | rows | lengths | pspo tok/s | vLLM tok/s | transformers tok/s | vLLM / pspo |")
+    print("|---|---|---|---|---|---|---|")
+    for model in options.models:
+        rollout = RolloutConfig(engine="vllm", max_rows=max(options.rows))
+        config = TrainConfig(model=ModelConfig(model), rollout=rollout)
+        policy, tokenizer = load_policy(config.model), load_tokenizer(config.model)
+        engine = VLLM(config, 512, policy.device)
+        engine.push(policy, 0)
+        for rows in options.rows:
+            measure(model, rows, options.turns, engine, policy, tokenizer)
+        engine.process.kill()
+
+
+if __name__ == "__main__":
+    main()
