@@ -431,6 +431,12 @@ class TrainConfig:
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
         require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
+        rule = "must be gathered with rollout.engine vllm, which needs no weights of the policy's to sample"
+        require(not external or self.distributed.rollout == "gathered", "distributed.rollout", rule, "synced")
+        rule = "must be 0 with rollout.engine vllm and stop_tokens: it would mask the model's own as well"
+        shortest = self.rollout.min_completion_tokens
+        named = self.rollout.stop_tokens is not None
+        require(not (external and named and shortest), "rollout.min_completion_tokens", rule, shortest)
         library = not external and (self.rollout.decoder == "hf" or self.rollout.repetition_penalty != 1)
         available = not library and self.distributed.rollout != "synced" and self.rollout.environment is None
         for name, off in (("correction", "none"), ("nucleus", "ignore")):

@@ -68,7 +68,7 @@ def draw_groups(run: Run, n: int) -> Experience:
     """Complete and score the next n prompts, all ranks' together."""
     config, learner, group_size = run.config, run.learner, run.config.rollout.group_size
     indices, prompts = run.next_prompts(n)
-    with run.phase("generate"), run.sampling_context(learner.policy, run.sampling):
+    with run.phase("generate"), run.weights_to_sample(learner.policy, run.sampling):
         rollout = generate(learner.policy, run.tokenizer, prompts.ids, run.sampling, group_size, prompts.problems)
     with run.phase("reward"), run.saved_on_error():
         rewards, by_name = score(rollout, prompts, config, learner.steps)  # (B,)

@@ -12,11 +12,12 @@ import torch
 from processes import assert_same, at_call, before, forked, run_command, send
 from scipy.stats import chisquare
 
+import pspo.run.prepare
 import pspo.train
 from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
-from pspo.engines import VLLM
+from pspo.engines import VLLM, EngineError
 from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.rollout import generate, load_prompts, make_sampling
+from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 from pspo.rollout.decode import in_nucleus
 
 CPU = torch.device("cpu")
@@ -29,12 +30,60 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, tmp_path, foun
         version = found
 
     there = [Distribution] if found else []
+    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)  # nothing expensive comes first
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: there)
     assert run_command(pspo.train.main, "--rollout.engine=vllm", f"--run.output_dir={tmp_path}/run") == 2
     error = capsys.readouterr().err
     assert error.startswith("pspo.train: error: --rollout.engine vllm needs vllm 0.32.x, " + what)
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("switches", "named"),
+    [
+        (("--distributed.strategy=fsdp2", "--distributed.rollout=synced"), "distributed.rollout must be gathered"),
+        (("--algorithm.nucleus=replay",), "algorithm.nucleus must be ignore with rollout.engine vllm"),
+        (("--rollout.stop_tokens=[<|im_end|>]", "--rollout.min_completion_tokens=2"), "rollout.min_completion_tokens"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(capsys, switches, named):
+    assert run_command(pspo.train.main, "--rollout.engine=vllm", *switches) == 2
+    error = capsys.readouterr().err
+    assert f"--{named}" in error
+    assert error.count("\n") == 1
+
+
+def test_greedy_decoding_is_not_by_the_engine():
+    sampling = Sampling(stop_ids=[1], pad_id=0, decoder="hf", logprobs=True, served_by=object())
+    assert sampling.greedy().served_by is None
+    assert not sampling.greedy().logprobs
+
+
+class DeadEngine:
+    def push(self, policy, version): ...
+
+    def complete(self, prompts, sampling, group_size):
+        raise EngineError("its process has died")
+
+    def close(self): ...
+
+
+def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(pspo.run.prepare, "check_vllm", lambda: None)
+    monkeypatch.setattr(pspo.run.prepare, "check_engine", lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(pspo.run.prepare, "make_engine", lambda *_: DeadEngine())
+    for validate_every in (0, 1):
+        switches = (
+            "--rollout.engine=vllm",
+            f"--run.validate_every={validate_every}",
+            "--run.test_limit=0",
+            "--run.quiet",
+        )
+        assert run_command(pspo.train.main, *switches, f"--run.output_dir={tmp_path}/run-{validate_every}") == 1
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("pspo.train: the engine failed: its process has died; the same command")
+        assert "\n" not in error
 
 
 def test_corrections_are_on_with_an_engine():
@@ -52,7 +101,7 @@ def served(request):
     engine = VLLM(config, 256, CPU)
     engine.push(policy, 0)
     yield policy, tokenizer, make_sampling(policy, tokenizer, config.rollout, served_by=engine, logprobs=True)
-    engine.process.kill()
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +225,12 @@ def test_killed_and_resumed_it_ends_as_undisturbed(tmp_path, monkeypatch):
     assert forked(killed) == -signal.SIGKILL
     assert forked(lambda: train("out")) == 0
     assert_same(Path("whole"), Path("out"))
+
+
+@needs_vllm
+def test_a_prompt_that_leaves_no_room_raises(served):
+    policy, tokenizer, sampling = served
+    with pytest.raises(EngineError, match="no room"):
+        generate(policy, tokenizer, [[5] * 200], replace(sampling, min_completion_tokens=128))
+    with pytest.raises(EngineError, match="process has died"):  # from then on
+        generate(policy, tokenizer, [[5] * 20], sampling)

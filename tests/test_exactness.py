@@ -71,6 +71,8 @@ def test_the_guide_counts_them():
     assert f"of {pspo + hf + sum(refused)} architectures" in text
     assert f"{pspo} are exact with pspo's decoder and {hf} with" in text
     assert f"{sum(refused)} are refused" in text
+    changes = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    assert f"{pspo + hf} architectures are exact, {sum(refused)} are refused" in changes
 
 
 def test_a_changed_forward_is_refused(monkeypatch, tokenizer):
@@ -88,6 +90,13 @@ def test_a_changed_forward_is_refused(monkeypatch, tokenizer):
         check(policy, tokenizer)
 
 
+@pytest.mark.parametrize(("name", "setting"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
+def test_scaled_logits_are_refused(model_folder, load, tokenizer, name, setting):
+    check(load(model_folder(tiny(name, **{setting: 1.0}))), tokenizer)
+    with pytest.raises(ValueError, match="does more to its logits"):
+        check(load(model_folder(tiny(name, **{setting: 4.0}))), tokenizer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids", "past_key_values"])
 def test_a_body_that_ignores_an_input_is_refused(monkeypatch, tokenizer, dtype, ignored):
@@ -97,7 +106,8 @@ def test_a_body_that_ignores_an_input_is_refused(monkeypatch, tokenizer, dtype, 
     monkeypatch.setattr(
         policy.base_model, "forward", lambda *args, **kwargs: original(*args, **kwargs | {ignored: None})
     )
-    with pytest.raises(ValueError, match=r"other log-probs in a padded batch|fails on a small batch"):
+    found = "fails on a small batch" if ignored == "past_key_values" else "other log-probs in a padded batch"
+    with pytest.raises(ValueError, match=found):
         check(policy, tokenizer)
 
 

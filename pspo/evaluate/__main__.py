@@ -62,7 +62,7 @@ def prepare(
     policy = load_policy(config.model, device)
     decoder, rows = "pspo" if shares_prompts(policy) else "hf", config.eval.max_tokens  # which is the limit here
     sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder, play=player(environment))
-    check_exactness(policy, tokenizer, prompts.ids, sampling)
+    check_exactness(policy, tokenizer, prompts.ids, sampling, config.model.autocast)
     about = fingerprint(policy, prompts)
     dist.run_on_main(lambda: begin(output, resolved, about, device))
     return policy, tokenizer, prompts, sampling

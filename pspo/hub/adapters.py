@@ -102,13 +102,16 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
     policy.peft_config["default"].save_pretrained(folder)
 
 
+@torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of a model, tied ones under each name; with adapters, of the model that they make merged."""
     for name, weight in policy.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
-        owner, has_adapters, kind = name.rpartition(".base_layer.")
-        if has_adapters and kind == "weight":
+        owner, is_wrapped, kind = name.rpartition(".base_layer.")
+        if is_wrapped and kind not in ("weight", "bias"):
+            raise ValueError(f"--model.lora: {name} has adapters that cannot be merged")
+        if is_wrapped and kind == "weight":
             weight = weight + policy.get_submodule(owner).get_delta_weight("default").to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 

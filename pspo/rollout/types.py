@@ -26,6 +26,8 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
 class Engine(Protocol):
     """Draws completions in place of transformers, with weights of its own; `pspo.engines` has them."""
 
+    tolerance: float  # nats by which its log-probs may differ from the policy's on average
+
     def push(self, policy: PreTrainedModel, version: int) -> None:
         """Take over the policy's weights; a version is pushed once."""
 
@@ -33,6 +35,8 @@ class Engine(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: "Sampling", group_size: int
     ) -> "tuple[Tensor, Tensor | None, Nucleus | None]":
         """(N * group_size, T) completions, as `pspo.rollout.decode.decode`'s."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,9 @@ class Sampling:
         return self.decoder == "hf" or self.repetition_penalty != 1 or self.synced
 
     def greedy(self) -> "Sampling":
-        """Greedy decoding of the plain model, with the same limit and stop tokens."""
-        return replace(
-            self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0, nucleus=False, served_by=None
-        )
+        """Greedy decoding of the plain model by the decoder, with the same limit and stop tokens."""
+        kept = {"logprobs": False, "nucleus": False, "served_by": None}
+        return replace(self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0, **kept)
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from pspo import distributed as dist
+from pspo.engines import EngineError
 from pspo.losses import SurrogateError
 from pspo.model import is_out_of_memory
 from pspo.run.checkpoint import RunFailed
@@ -20,7 +21,7 @@ def fail_together() -> Iterator[None]:
     failure = None
     try:
         yield
-    except UserCodeFailed:  # on all ranks already
+    except (RunFailed, EngineError):  # no fault of the user's code, or on all ranks already
         raise
     except Exception as error:  # a user's code may raise anything
         if is_out_of_memory(error):

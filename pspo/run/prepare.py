@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
-from pspo.engines import make_engine
+from pspo.engines import check_vllm, make_engine
 from pspo.environments import player
 from pspo.hub.models import token_ids
 from pspo.model import StartingAdapters, has_adapters, load_model_config, load_policy, load_tokenizer
@@ -51,6 +52,8 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     output, resumed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer.name)
+    if config.rollout.engine == "vllm":
+        check_vllm()
     make_environment = load_environment(config.rollout.environment)
 
     tokenizer = load_tokenizer(config.model)
@@ -81,12 +84,15 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         "logprobs": config.algorithm.correction != "none",
         "nucleus": config.algorithm.nucleus == "replay",
         "play": player(make_environment),
-        "served_by": make_engine(config, longest + config.rollout.max_completion_tokens, device),
     }
     sampling = make_sampling(policy, tokenizer, config.rollout, synced=config.distributed.rollout == "synced", **more)
     with dist.unsharded(policy, config.distributed.rollout):
-        check_exactness(policy, tokenizer, prompts["train"].ids, sampling)
-    if sampling.served_by is not None:
+        check_exactness(policy, tokenizer, prompts["train"].ids, sampling, config.model.autocast)
+    if config.rollout.engine != "transformers":
+        room = max(len(ids) for split in prompts.values() for ids in split.ids) + config.rollout.max_completion_tokens
+        engine = make_engine(config, room, device)
+        lock.callback(engine.close)
+        sampling = replace(sampling, served_by=engine)
         mean, largest = check_engine(policy, tokenizer, prompts["train"].ids[:8], sampling)
         if dist.is_main() and not config.run.quiet:
             print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "

@@ -27,7 +27,7 @@ from pspo.update import Learner
 # Changes that a resumed run may make; any other would make another experiment of it and is refused.
 FREE = {  # changes no number of the run
     "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
-    "reward.timeout", "reward.workers", "run.keep", "run.quiet", "run.tracker",
+    "reward.timeout", "reward.workers", "rollout.engine_memory", "run.keep", "run.quiet", "run.tracker",
 }  # fmt: skip
 STEERED = {  # how far a step goes, and what is written when; not what is optimized, nor on which samples
     "algorithm.beta", "optimizer.lr", "optimizer.max_grad_norm", "run.samples", "run.save_every", "run.validate_every",

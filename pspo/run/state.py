@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
+from pspo.engines import EngineError
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Experience, Prompts, Rollout, Sampling, prompt_order, sampling_context
 from pspo.run.card import model_card
@@ -108,11 +109,15 @@ class Run:
         return indices, self.prompts["train"].take(indices)
 
     @contextlib.contextmanager
-    def sampling_context(self, policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
-        """Weights to sample from: pushed to the engine that draws, otherwise unsharded under autocast."""
+    def weights_to_sample(self, policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
+        """Push the weights to the engine that draws, RunFailed if it fails; else unshard them, under autocast."""
         if sampling.served_by is not None:
-            sampling.served_by.push(policy, self.learner.steps)
-            yield
+            try:
+                sampling.served_by.push(policy, self.learner.steps)
+                yield
+            except EngineError as error:
+                again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
+                raise RunFailed(f"the engine failed: {error}; {again}") from error
             return
         with sampling_context(policy, self.config.model.autocast, self.config.distributed.rollout):
             yield
@@ -338,7 +343,7 @@ class Run:
         """One completion of each prompt; the ranks share the prompts evenly, unless they must decode in step."""
         prompts, bar = self.prompts[split], "" if self.config.run.quiet else bar
         rows = math.inf if sampling.synced else math.ceil(len(prompts) / dist.world_size())
-        with self.sampling_context(policy, sampling):
+        with self.weights_to_sample(policy, sampling):
             how = {"step": self.learner.steps, "max_rows": rows, "bar": bar}
             return evaluate(policy, self.tokenizer, prompts, sampling, self.config.reward, **how)
 

@@ -1,5 +1,6 @@
 """A process killed at every single point where it touches the disk."""
 
+import importlib
 import json
 import shutil
 import signal
@@ -74,6 +75,7 @@ MODES = {  # switches, and every how many of its file events a run is killed
 def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_is_left(tmp_path, monkeypatch, mode):
     monkeypatch.chdir(tmp_path)
     switches, stride = MODES[mode]
+    importlib.import_module("peft")  # its files would be opened in every process
     small = (
         "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.max_steps=4", "--run.validate_every=2",
         "--run.validation_limit=2", "--run.test_limit=2", "--run.save_every=2", "--run.keep=1", "--data.limit=5",
