@@ -60,7 +60,7 @@ def main() -> None:
         engine.push(policy, 0)
         for rows in options.rows:
             measure(model, rows, options.turns, engine, policy, tokenizer)
-        engine.process.kill()
+        engine.close()
 
 
 if __name__ == "__main__":
