@@ -288,7 +288,7 @@ class AlgorithmConfig:
         mask_truncated: exclude completions that hit the token limit from the loss
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
-        correction: truncate or mask weights old / sampler probability; unset, token_truncate with vllm, else none
+        correction: truncate or mask weights old / sampler probability; unset, token_truncate with vllm on time
         correction_cap: largest correction weight
     """
 
@@ -426,7 +426,8 @@ class TrainConfig:
             object.__setattr__(self, "optimizer", replace(self.optimizer, lr=default_lr(self.model)))
         external = self.rollout.engine != "transformers"
         if self.algorithm.correction is None:
-            default = "token_truncate" if external and self.rollout.environment is None else "none"
+            needed = external and self.rollout.environment is None and not self.ratios_to_engine
+            default = "token_truncate" if needed else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
@@ -467,6 +468,13 @@ class TrainConfig:
             require("8bit" not in kept, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", kept)
             rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
             require(not (whole and self.model.dtype == "bfloat16"), "model.dtype", rule, self.model.dtype)
+
+    @property
+    def ratios_to_engine(self) -> bool:
+        """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
+        rollout = self.rollout
+        by_engine = rollout.engine != "transformers" and rollout.environment is None
+        return by_engine and rollout.lag > 0 and self.algorithm.ratio_to == "behaviour"
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""

@@ -14,12 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig
 from pspo.distributed import run_main
-from pspo.rollout import Experience, Prompts, Rollout, generate, group_relative_advantages
+from pspo.rollout import Drawing, Experience, generate, group_relative_advantages
 from pspo.run.api import train_from_python
 from pspo.run.command import train_command
 from pspo.run.state import Run
@@ -50,41 +48,44 @@ def train(run: Run) -> dict[str, Any]:
 def draw(run: Run) -> Experience:
     """Draw and score a rollout; up to --rollout.resample times, groups without signal give way to fresh prompts'."""
     config = run.config
-    experience = draw_groups(run, config.rollout.prompts)
+    experience = score(run, run.drawn_ahead() or complete(run, config.rollout.prompts))
     run.check_rewards(experience.rewards)
     for _ in range(config.rollout.resample):
         missing = dist.max_over_ranks(experience.signal.count(False))
         if missing == 0:
             break
-        experience = experience.refill(draw_groups(run, missing * dist.world_size()), config.algorithm.advantage_scale)
+        fresh = score(run, complete(run, missing * dist.world_size()))
+        experience = experience.refill(fresh, config.algorithm.advantage_scale)
     if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
         with run.phase("train"):
             rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
         experience = replace(experience, rollout=rollout)
+    if run.draws_ahead:
+        run.begin_to_draw(config.rollout.prompts)
     return experience
 
 
-def draw_groups(run: Run, n: int) -> Experience:
-    """Complete and score the next n prompts, all ranks' together."""
-    config, learner, group_size = run.config, run.learner, run.config.rollout.group_size
-    indices, prompts = run.next_prompts(n)
-    with run.phase("generate"), run.weights_to_sample(learner.policy, run.sampling):
-        rollout = generate(learner.policy, run.tokenizer, prompts.ids, run.sampling, group_size, prompts.problems)
-    with run.phase("reward"), run.saved_on_error():
-        rewards, by_name = score(rollout, prompts, config, learner.steps)  # (B,)
-        advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
-    return Experience(indices, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens)
+def complete(run: Run, n: int) -> Drawing:
+    """Complete the next n prompts, all ranks' together."""
+    policy, (indices, prompts) = run.learner.policy, run.next_prompts(n)
+    how = run.sampling, run.config.rollout.group_size, prompts.problems
+    with run.phase("generate"), run.weights_to_sample(policy, run.sampling):
+        return Drawing(indices, generate(policy, run.tokenizer, prompts.ids, *how))
 
 
-def score(rollout: Rollout, prompts: Prompts, config: TrainConfig, step: int) -> tuple[Tensor, dict[str, list[float]]]:
-    """Total rewards (B,) float64, NaN if unknown (--reward.on_error none), and each function's own by name."""
-    problems = [problem for problem in prompts.problems for _ in range(config.rollout.group_size)]
+def score(run: Run, drawing: Drawing) -> Experience:
+    """Rewards of a rollout, NaN if unknown (--reward.on_error none), and its advantages."""
+    config, group_size, rollout = run.config, run.config.rollout.group_size, drawing.rollout
+    problems = [run.prompts["train"].problems[i] for i in drawing.prompts for _ in range(group_size)]
     limit = config.rollout.max_completion_tokens
-    totals, by_name = total_rewards(
-        completions=rollout.texts, problems=problems, step=step, max_completion_tokens=limit,
-        **vars(config.reward), **rollout.scored,
-    )  # fmt: skip
-    return torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device), by_name
+    with run.phase("reward"), run.saved_on_error():
+        totals, by_name = total_rewards(
+            completions=rollout.texts, problems=problems, step=run.learner.steps, max_completion_tokens=limit,
+            **vars(config.reward), **rollout.scored,
+        )  # fmt: skip
+        rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
+        advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
+    return Experience(drawing.prompts, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens)
 
 
 class CallableModule(ModuleType):

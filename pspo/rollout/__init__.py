@@ -1,7 +1,7 @@
 """From problems to rollouts and advantages."""
 
 from pspo.rollout.advantages import group_relative_advantages
-from pspo.rollout.experience import Experience
+from pspo.rollout.experience import Drawing, Experience
 from pspo.rollout.generate import check_decoder, generate, inference, left_pad, make_sampling, sampling_context
 from pspo.rollout.prompts import Prompts, encode_prompts, load_prompts, prompt_order
 from pspo.rollout.types import Batch, Rollout, Sampling, to_device

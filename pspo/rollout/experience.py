@@ -11,6 +11,19 @@ from pspo.rollout.advantages import AdvantageScale, group_relative_advantages
 from pspo.rollout.types import Nucleus, Rollout, cat_padded
 
 
+@dataclass
+class Drawing:
+    """A rollout that is not scored yet.
+
+    Attributes:
+        prompts: index of each group's training prompt.
+        rollout: B rows; None while an engine draws them.
+    """
+
+    prompts: list[int]
+    rollout: Rollout | None = None
+
+
 @dataclass(frozen=True)
 class Experience:
     """A rollout, scored.

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
+
+if TYPE_CHECKING:
+    from pspo.engines import Engine
 
 Decoder = Literal["pspo", "graphs", "hf"]
 
@@ -21,22 +24,6 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
-
-
-class Engine(Protocol):
-    """Draws completions in place of transformers, with weights of its own; `pspo.engines` has them."""
-
-    tolerance: float  # nats by which its log-probs may differ from the policy's on average
-
-    def push(self, policy: PreTrainedModel, version: int) -> None:
-        """Take over the policy's weights; a version is pushed once."""
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: "Sampling", group_size: int
-    ) -> "tuple[Tensor, Tensor | None, Nucleus | None]":
-        """(N * group_size, T) completions, as `pspo.rollout.decode.decode`'s."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ class Sampling:
     stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
     max_rows: int = 256  # decoded at a time
     decoder: Decoder = "pspo"
-    served_by: Engine | None = None  # draws in place of a decoder
+    served_by: "Engine | None" = None  # draws in place of a decoder
     logprobs: bool = False  # keep those that the tokens were sampled with; not with the library's own loop
     nucleus: bool = False  # keep the tokens that each was drawn from; log-probs kept are renormalised over them
     synced: bool = False  # all ranks decode until the last one's rows have ended, by the library's own loop

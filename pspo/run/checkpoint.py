@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.hub.adapters import save_adapters
 from pspo.model import has_adapters
-from pspo.rollout import Experience, Rollout
+from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.records import write_json
 
@@ -58,7 +58,7 @@ class Progress:
     best: dict[str, Any] = field(default_factory=dict)  # the best of these, of the model in ``best/``
     best_trained: dict[str, Any] = field(default_factory=dict)  # the best but for step 0's
     unvalidated: dict[str, Any] = field(default_factory=dict)  # the last rollout's record while it is validated
-    waiting: deque[Experience] = field(default_factory=deque)  # this rank's rollouts that are not trained on yet
+    waiting: deque[Experience | Drawing] = field(default_factory=deque)  # this rank's that are not trained on yet
 
     def validations(self, steps: int) -> dict[str, dict[str, Any]]:
         """Those of a run that has ended after so many steps; {} where there is none."""
@@ -211,7 +211,7 @@ def load_checkpoint(folder: Path, stateful: dict[str, Any], device: torch.device
     if len(generators) == dist.world_size():
         restore_random_state(generators[dist.rank()] | {"torch": torch_state["random"][dist.rank()]}, device)
         if (waiting := folder / f"waiting-{dist.rank()}.pt").exists():
-            with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
+            with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
                 state["waiting"] = deque(torch.load(waiting, map_location=device, weights_only=True))
     return steps, Progress(**state)
 

@@ -88,7 +88,7 @@ def largest_that_fit(config: TrainConfig, prompt_tokens: int, device: torch.devi
 
     Raises ValueError if the model cannot be measured.
     """
-    switches, there = auto_switches(config), available_memory(device)
+    switches, there = auto_switches(config), available_memory(config, device)
     config = replace_switches(config, dict.fromkeys(switches, 1))
     try:
         planner = Planner(config.model, prompt_tokens, device)
@@ -188,11 +188,12 @@ def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, in
     return rows * row, rows
 
 
-def available_memory(device: torch.device) -> float:
-    """Bytes of a GPU's memory that are free; of a CPU's all, divided by the ranks that share it."""
+def available_memory(config: TrainConfig, device: torch.device) -> float:
+    """Bytes of a GPU's memory that are free, less an engine's; of a CPU's all, divided by the ranks that share it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        return free - (config.rollout.engine_memory * total if config.rollout.engine != "transformers" else 0)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -203,7 +204,7 @@ def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> 
         found = planner.needs(config)
     except Exception:  # of an architecture whose layers cannot be cut off: the run itself may be fine
         return
-    there, sizes = available_memory(device), {phase: sum(parts.values()) / GB for phase, parts in found.items()}
+    there, sizes = available_memory(config, device), {phase: sum(parts.values()) / GB for phase, parts in found.items()}
     most, has = max(sizes, key=sizes.get), f"{there / GB:.1f} GB of {device.type} memory"
     if sizes[most] <= USABLE * there / GB:
         training = max(sizes["training"], sizes["step"])

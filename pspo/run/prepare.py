@@ -81,7 +81,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     policy = load_policy(config.model, device, sharded)
     check_decoder(policy, config.rollout.decoder)
     more = {
-        "logprobs": config.algorithm.correction != "none",
+        "logprobs": config.algorithm.correction != "none" or config.ratios_to_engine,
         "nucleus": config.algorithm.nucleus == "replay",
         "play": player(make_environment),
     }

@@ -21,7 +21,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.engines import EngineError
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.rollout import Experience, Prompts, Rollout, Sampling, prompt_order, sampling_context
+from pspo.rollout import Drawing, Experience, Prompts, Rollout, Sampling, generate, prompt_order, sampling_context
 from pspo.run.card import model_card
 from pspo.run.checkpoint import (
     Progress,
@@ -110,23 +110,59 @@ class Run:
 
     @contextlib.contextmanager
     def weights_to_sample(self, policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
-        """Push the weights to the engine that draws, RunFailed if it fails; else unshard them, under autocast."""
+        """Push the weights to the engine that draws; else unshard them, under autocast."""
         if sampling.served_by is not None:
-            try:
+            self.drawn_ahead()
+            with self.engine_at_work():
                 sampling.served_by.push(policy, self.learner.steps)
                 yield
-            except EngineError as error:
-                again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
-                raise RunFailed(f"the engine failed: {error}; {again}") from error
             return
         with sampling_context(policy, self.config.model.autocast, self.config.distributed.rollout):
             yield
+
+    @contextlib.contextmanager
+    def engine_at_work(self) -> Iterator[None]:
+        """RunFailed if the engine fails."""
+        try:
+            yield
+        except EngineError as error:
+            again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
+            raise RunFailed(f"the engine failed: {error}; {again}") from error
+
+    @property
+    def draws_ahead(self) -> bool:
+        """True if an engine draws the next rollout while one is trained on."""
+        rollout = self.config.rollout
+        alone = rollout.environment is None and rollout.resample == 0  # else it answers to the turns, or to the rewards
+        return self.sampling.served_by is not None and rollout.lag > 0 and alone
+
+    def begin_to_draw(self, n: int) -> None:
+        """Have the engine begin to complete the next n prompts, for `delay` to keep."""
+        indices, prompts = self.next_prompts(n)
+        with self.phase("generate"), self.weights_to_sample(self.learner.policy, self.sampling):
+            self.sampling.served_by.begin(prompts.ids, self.sampling, self.config.rollout.group_size)
+        self.ahead = Drawing(indices)
+
+    def drawn_ahead(self) -> Drawing | None:
+        """What the engine drew during the last update, once it has; None if it did not."""
+        waiting = self.progress.waiting
+        if not (waiting and isinstance(waiting[-1], Drawing)):
+            return None
+        if waiting[-1].rollout is None:
+            prompts, group_size = self.prompts["train"].take(waiting[-1].prompts), self.config.rollout.group_size
+            with self.phase("generate"), self.engine_at_work():
+                waiting[-1].rollout = generate(
+                    self.learner.policy, self.tokenizer, prompts.ids, self.sampling, group_size
+                )
+        return waiting[-1]
 
     def delay(self, experience: Experience) -> Experience | None:
         """Keep a rollout; return the one drawn --rollout.lag rollouts before it, None if there is none yet."""
         self.progress.prompts, waiting = self.drawn, self.progress.waiting
         self.progress.ranks = dist.world_size()
-        waiting.append(experience)
+        if self.drawn_ahead():
+            waiting.pop()  # it is this one
+        waiting += [experience, self.ahead] if self.draws_ahead else [experience]
         return waiting.popleft() if len(waiting) > self.config.rollout.lag else None
 
     @contextlib.contextmanager
@@ -365,6 +401,7 @@ class Run:
     def save_checkpoint(self, random: dict[str, Any] | None = None) -> None:
         """Save a checkpoint, once per position; ``random`` as for `pspo.run.checkpoint.save_checkpoint`."""
         if self.saved != self.position:
+            self.drawn_ahead()
             save_checkpoint(self, random)
             self.saved = self.position
 

@@ -16,21 +16,36 @@ from typing import Any
 from pspo.tasks.failures import WorkerError, user_traceback
 
 
+def start_python(module: str, *arguments: int) -> tuple[subprocess.Popen, Connection]:
+    """A process that calls ``serve(connection, *arguments)`` of a module, and our end of the connection.
+
+    It is no fork: it starts with none of this process's memory, and without its ``__main__``.
+    """
+    ours, theirs = Pipe()
+    call = ", ".join(map(str, (f"Connection({theirs.fileno()})", *arguments)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {module} import Connection, serve; serve({call})"],
+        pass_fds=[theirs.fileno()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is the trainer's
+    )
+    theirs.close()
+    return process, ours
+
+
+def tie_to_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends (Linux only), and no scheduler before."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may be sent to all; the trainer saves first
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Worker:
-    """A Python process that waits for calls. It is no fork: it starts with none of this process's memory."""
+    """A Python process that waits for calls."""
 
     def __init__(self, memory: int) -> None:
-        self.connection, theirs = Pipe()
-        code = f"from pspo.tasks.workers import serve; serve({theirs.fileno()}, {memory})"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the trainer's
-        )
-        theirs.close()
+        self.process, self.connection = start_python(__name__, memory)
         self.deadline = float("inf")
 
     def kill(self) -> None:
@@ -89,14 +104,11 @@ def receive(worker: Worker, timeout: float) -> tuple[bool, Any]:
     return kind != "began", WorkerError(value) if kind == "failed" else value
 
 
-def serve(descriptor: int, memory: int) -> None:
-    """Answer calls until the other end is closed; die with the process that started this one."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler may send it to all; the trainer saves first
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def serve(connection: Connection, memory: int) -> None:
+    """Answer calls until the other end is closed."""
+    tie_to_parent()
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    connection = Connection(descriptor)
     while wait([connection]):
         try:
             function, call = connection.recv()  # imports the function's module
