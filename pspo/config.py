@@ -288,7 +288,7 @@ class AlgorithmConfig:
         mask_truncated: exclude completions that hit the token limit from the loss
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
-        correction: truncate or mask weights old / sampler probability; unset, token_truncate with vllm on time
+        correction: truncate or mask weights old / sampler probability; unset, token_truncate if vllm needs it
         correction_cap: largest correction weight
     """
 
@@ -429,6 +429,11 @@ class TrainConfig:
             needed = external and self.rollout.environment is None and not self.ratios_to_engine
             default = "token_truncate" if needed else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
+        rule = (
+            "must be none with rollout.engine vllm, rollout.lag and ratio_to behaviour: ratios are to vllm's log-probs"
+        )
+        given = self.algorithm.correction
+        require(given == "none" or not self.ratios_to_engine, "algorithm.correction", rule, given)
         minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
         rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
         require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
@@ -475,6 +480,13 @@ class TrainConfig:
         rollout = self.rollout
         by_engine = rollout.engine != "transformers" and rollout.environment is None
         return by_engine and rollout.lag > 0 and self.algorithm.ratio_to == "behaviour"
+
+    @property
+    def draws_ahead(self) -> bool:
+        """True if an engine draws the next rollout while one is trained on."""
+        rollout = self.rollout
+        alone = rollout.environment is None and rollout.resample == 0  # else it answers to the turns, or to the rewards
+        return rollout.engine != "transformers" and rollout.lag > 0 and alone
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""

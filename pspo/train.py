@@ -60,8 +60,6 @@ def draw(run: Run) -> Experience:
         with run.phase("train"):
             rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
         experience = replace(experience, rollout=rollout)
-    if run.draws_ahead:
-        run.begin_to_draw(config.rollout.prompts)
     return experience
 
 

@@ -381,7 +381,8 @@ def test_another_number_of_ranks_resumes(whole, tmp_path, capfd):
     assert (metrics[2]["step"], metrics[2]["lr"]) == (6, expected[2]["lr"])
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_fork_and_steer(whole, tmp_path, strategy):
     expected = contents(whole[strategy])["metrics.jsonl"][2:]
     parent, (same, slower) = whole[strategy] / "checkpoints/step-000004", (tmp_path / "same", tmp_path / "slower")

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import signal
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from pspo.hub.adapters import weights_of_files
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 from pspo.rollout.decode import in_nucleus
+from pspo.run.records import read_jsonl
 from pspo.tasks import Reward
 
 CPU = torch.device("cpu")
@@ -48,6 +50,7 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, tmp_path, foun
     ("switches", "named"),
     [
         (("--distributed.strategy=fsdp2", "--distributed.rollout=synced"), "distributed.rollout must be gathered"),
+        (("--rollout.lag=1", "--algorithm.correction=token_mask"), "algorithm.correction must be none"),
         (("--algorithm.nucleus=replay",), "algorithm.nucleus must be ignore with rollout.engine vllm"),
         (("--rollout.stop_tokens=[<|im_end|>]", "--rollout.min_completion_tokens=2"), "rollout.min_completion_tokens"),
     ],
@@ -136,18 +139,20 @@ def killed(step: int, output: str, *args: str) -> int:
     return forked(start)
 
 
+@pytest.mark.parametrize("kills", [(), pytest.param((3,), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(engine, tmp_path, monkeypatch, lag):
+def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(
+    engine, tmp_path, monkeypatch, lag, kills
+):
     """Also if the run is killed while it draws."""
     monkeypatch.chdir(tmp_path)
     engine(partial(Copy, eager=True))
     assert train("eager", f"--rollout.lag={lag}") == 0
     engine(Copy)
+    for step in kills:
+        assert killed(step, "late", f"--rollout.lag={lag}") == -signal.SIGKILL
     assert train("late", f"--rollout.lag={lag}") == 0
     assert_same(Path("eager"), Path("late"))
-    assert killed(3, "killed", f"--rollout.lag={lag}") == -signal.SIGKILL
-    assert train("killed", f"--rollout.lag={lag}") == 0
-    assert_same(Path("eager"), Path("killed"))
 
 
 def test_an_engine_draws_during_each_update_with_the_weights_before_it(engine, tmp_path, monkeypatch):
@@ -156,8 +161,8 @@ def test_an_engine_draws_during_each_update_with_the_weights_before_it(engine, t
     began, events = Copy.begin, []
     engine(Copy)
     monkeypatch.setattr(Copy, "begin", lambda self, *asked: events.append(self.version) or began(self, *asked))
-    before("update", lambda learner, rollout, *_: events.append(("update", learner.steps, rollout)))
     monkeypatch.setattr(pspo.train, "update", pspo.train.update)  # undone at the end
+    before("update", lambda learner, rollout, *_: events.append(("update", learner.steps, rollout)))
     assert train("out", "--rollout.lag=1", "--run.validate_every=0", "--algorithm.epochs=1") == 0
     steps = [event if isinstance(event, int) else event[:2] for event in events[1:]]  # but for the check at the start
     assert steps == [0, 0, ("update", 0), *(part for n in range(1, 6) for part in (n, ("update", n)))]
@@ -168,6 +173,45 @@ def test_an_engine_draws_during_each_update_with_the_weights_before_it(engine, t
         own = token_logprobs(policy, *rollout.token_ids, 1.0)
         close = torch.allclose(own, rollout.sampler_logprobs, atol=1e-4)
         assert close == (i < 2)
+
+
+class Dying(Copy):
+    """Dies in its last draw, which nothing needs any more."""
+
+    def complete(self, *asked):
+        if self.version >= 4:
+            raise EngineError("its process has died")
+        return super().complete(*asked)
+
+
+def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = ("--rollout.lag=1", "--run.validate_every=0", "--run.save_every=50")
+    engine(Dying)
+    assert train("out", *args) == 0  # it has all the steps it needs
+    assert [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))] == [2, 4, 6]
+    state = json.loads(Path("out/checkpoints/step-000006/state.json").read_text())
+    assert state["prompts"] == 12  # the four it did not complete are drawn again
+    assert train("out", *args, "--run.max_steps=8") == 1
+    assert "the engine failed: its process has died" in capsys.readouterr().err
+
+
+def test_on_a_cpu_trainer_and_engine_share_the_threads(engine, tmp_path):
+    found, own = [], torch.get_num_threads()
+
+    def refuse(_: TrainConfig) -> None:
+        found.append(torch.get_num_threads())
+        raise ValueError
+
+    engine(refuse)
+    try:
+        torch.set_num_threads(4)
+        for lag in (0, 1):
+            assert train(f"{tmp_path}/{lag}", f"--rollout.lag={lag}") == 2
+            assert torch.get_num_threads() == 4  # given back
+    finally:
+        torch.set_num_threads(own)
+    assert found == [4, 2]
 
 
 class Failing(Reward):
@@ -182,6 +226,7 @@ class Failing(Reward):
         return [len(text) % 3 for text in completions]
 
 
+@pytest.mark.nightly
 def test_a_reward_that_raises_for_what_was_drawn_ahead_loses_nothing(engine, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     engine(Copy)
@@ -194,19 +239,13 @@ def test_a_reward_that_raises_for_what_was_drawn_ahead_loses_nothing(engine, tmp
     assert_same(Path("whole"), Path("out"))
 
 
-def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(engine, capsys, tmp_path):
+@pytest.mark.parametrize("validate_every", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(engine, capsys, tmp_path, validate_every):
     engine(DeadEngine, check=lambda *_: (0.0, 0.0))
-    for validate_every in (0, 1):
-        switches = (
-            "--rollout.engine=vllm",
-            f"--run.validate_every={validate_every}",
-            "--run.test_limit=0",
-            "--run.quiet",
-        )
-        assert run_command(pspo.train.main, *switches, f"--run.output_dir={tmp_path}/run-{validate_every}") == 1
-        error = capsys.readouterr().err.strip()
-        assert error.startswith("pspo.train: the engine failed: its process has died; the same command")
-        assert "\n" not in error
+    assert train(f"{tmp_path}/run", f"--run.validate_every={validate_every}") == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("pspo.train: the engine failed: its process has died; the same command")
+    assert "\n" not in error
 
 
 def test_corrections_are_on_with_an_engine():
@@ -229,6 +268,7 @@ def served(request):
     engine.push(policy, 0)
     yield policy, tokenizer, make_sampling(policy, tokenizer, config.rollout, served_by=engine, logprobs=True)
     engine.close()
+    assert engine.process.poll() is not None
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ def assert_decoders_and_ratios(results: dict[str, dict]) -> None:
         assert results[name]["date"]
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_of_two_measurements_is_not_repeated(tmp_path, here, monkeypatch, capsys):
     said = rehearse(tmp_path, "--part", "correctness", "--only", "decoders", "ratios")
     assert said.splitlines()[-1].startswith("2 of 2 measured")

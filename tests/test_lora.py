@@ -227,10 +227,10 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("start", [
-    pytest.param(False, id="new adapters"),
-    pytest.param(True, marks=pytest.mark.nightly, id="adapters to start from"),
-])  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "start", [pytest.param(False, id="new adapters"), pytest.param(True, id="adapters to start from")]
+)
 def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, start):
     monkeypatch.chdir(tmp_path)
     args = ["--algorithm.beta=0.1", "--algorithm.minibatches=2", "--optimizer.warmup_steps=2"]

@@ -65,7 +65,7 @@ def train(output: str, *args: str) -> int:
     return run_command(pspo.train.main, *SMALL, f"--run.output_dir={output}", *args)
 
 
-BY_NIGHT = ("adamw8bit", "paged_adamw8bit, bfloat16", "sgd, bfloat16")
+BY_NIGHT = ("bfloat16", "adamw8bit", "paged_adamw8bit, bfloat16", "sgd, bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pspo.hub.models import locate, resolve_adapters
 from pspo.model import casts_to_bf16
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
-from pspo.tasks.workers import start_python, tie_to_parent
+from pspo.tasks.workers import start_python
 
 if TYPE_CHECKING:
     from pspo.config import TrainConfig
@@ -68,13 +68,14 @@ class VLLM:
             "enforce_eager": device.type == "cpu",
             "gpu_memory_utilization": config.rollout.engine_memory,
         }
-        self.process, self.connection = start_python(__name__)
-        self._send((options, device))
+        self.process, self.connection = start_python(__name__, OMP_NUM_THREADS=str(torch.get_num_threads()))
         self.version, self.begun = None, False
         self.tolerance = 0.03 if options["dtype"].itemsize == 2 else 0.003
         try:
+            self._send((options, device))
             self._answer()
         except EngineError as error:
+            self.close()
             raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
 
     def push(self, policy: PreTrainedModel, version: int) -> None:
@@ -120,6 +121,7 @@ class VLLM:
         self.begun = False
         version, rows = self._answer()
         if version != self.version:
+            self.close()
             raise EngineError(f"the engine drew with weights {version}, not {self.version}")
         ids, logprobs = ([torch.tensor(row[part]) for row in rows] for part in (0, 1))
         padded = pad_sequence(ids, batch_first=True, padding_value=sampling.pad_id)
@@ -151,7 +153,6 @@ class VLLM:
 
 def serve(connection: Connection) -> None:
     """Answer `VLLM` until the trainer is gone."""
-    tie_to_parent()
     options, device = connection.recv()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun
         os.environ.pop(name, None)

@@ -193,7 +193,7 @@ def available_memory(config: TrainConfig, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return free - (config.rollout.engine_memory * total if config.rollout.engine != "transformers" else 0)
+        return max(0.0, free - (config.rollout.engine_memory * total if config.rollout.engine != "transformers" else 0))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

@@ -47,8 +47,15 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     ``resolved`` is the configuration as YAML, for the folder. Raises ValueError for anything the user can mend, before
     anything expensive happens if possible.
     """
+    with contextlib.ExitStack() as lock:
+        run = prepare_in(lock, config, resolved)
+        run.lock = lock.pop_all()
+    return run
+
+
+def prepare_in(lock: contextlib.ExitStack, config: TrainConfig, resolved: str) -> Run:
+    """`prepare`, with what must be released if it fails in ``lock``."""
     dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-    lock = contextlib.ExitStack()
     output, resumed = dist.run_on_main(lambda: find_output(config, resolved, lock))
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer.name)
@@ -90,6 +97,9 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         check_exactness(policy, tokenizer, prompts["train"].ids, sampling, config.model.autocast)
     if config.rollout.engine != "transformers":
         room = max(len(ids) for split in prompts.values() for ids in split.ids) + config.rollout.max_completion_tokens
+        if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+            lock.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         engine = make_engine(config, room, device)
         lock.callback(engine.close)
         sampling = replace(sampling, served_by=engine)

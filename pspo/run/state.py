@@ -112,7 +112,6 @@ class Run:
     def weights_to_sample(self, policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
         """Push the weights to the engine that draws; else unshard them, under autocast."""
         if sampling.served_by is not None:
-            self.drawn_ahead()
             with self.engine_at_work():
                 sampling.served_by.push(policy, self.learner.steps)
                 yield
@@ -122,47 +121,51 @@ class Run:
 
     @contextlib.contextmanager
     def engine_at_work(self) -> Iterator[None]:
-        """RunFailed if the engine fails."""
+        """RunFailed, on all ranks, if an engine fails."""
+        failure = None
         try:
             yield
         except EngineError as error:
+            failure = error
+        errors = list(filter(None, dist.gather_objects(failure and str(failure))))
+        if errors:
             again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
-            raise RunFailed(f"the engine failed: {error}; {again}") from error
+            raise RunFailed(f"the engine failed: {errors[0]}; {again}") from failure
 
-    @property
-    def draws_ahead(self) -> bool:
-        """True if an engine draws the next rollout while one is trained on."""
-        rollout = self.config.rollout
-        alone = rollout.environment is None and rollout.resample == 0  # else it answers to the turns, or to the rewards
-        return self.sampling.served_by is not None and rollout.lag > 0 and alone
-
-    def begin_to_draw(self, n: int) -> None:
-        """Have the engine begin to complete the next n prompts, for `delay` to keep."""
-        indices, prompts = self.next_prompts(n)
+    def begin_to_draw(self) -> Drawing:
+        """Have the engine begin to complete the next prompts."""
+        indices, prompts = self.next_prompts(self.config.rollout.prompts)
         with self.phase("generate"), self.weights_to_sample(self.learner.policy, self.sampling):
             self.sampling.served_by.begin(prompts.ids, self.sampling, self.config.rollout.group_size)
-        self.ahead = Drawing(indices)
+        return Drawing(indices)
 
     def drawn_ahead(self) -> Drawing | None:
-        """What the engine drew during the last update, once it has; None if it did not."""
-        waiting = self.progress.waiting
+        """What the engine drew during the last update, once it has; None if it did not.
+
+        If it has failed, that is for its next use to say: what is trained must be saved first.
+        """
+        waiting, rollout = self.progress.waiting, self.config.rollout
         if not (waiting and isinstance(waiting[-1], Drawing)):
             return None
         if waiting[-1].rollout is None:
-            prompts, group_size = self.prompts["train"].take(waiting[-1].prompts), self.config.rollout.group_size
-            with self.phase("generate"), self.engine_at_work():
-                waiting[-1].rollout = generate(
-                    self.learner.policy, self.tokenizer, prompts.ids, self.sampling, group_size
-                )
+            prompts, how = self.prompts["train"].take(waiting[-1].prompts), (self.sampling, rollout.group_size)
+            try:
+                with self.phase("generate"), self.engine_at_work():
+                    waiting[-1].rollout = generate(self.learner.policy, self.tokenizer, prompts.ids, *how)
+            except RunFailed:
+                waiting.pop()
+                self.progress.prompts -= rollout.prompts
+                return None
         return waiting[-1]
 
     def delay(self, experience: Experience) -> Experience | None:
         """Keep a rollout; return the one drawn --rollout.lag rollouts before it, None if there is none yet."""
-        self.progress.prompts, waiting = self.drawn, self.progress.waiting
-        self.progress.ranks = dist.world_size()
+        waiting = self.progress.waiting
+        ahead = [self.begin_to_draw()] if self.config.draws_ahead else []
         if self.drawn_ahead():
             waiting.pop()  # it is this one
-        waiting += [experience, self.ahead] if self.draws_ahead else [experience]
+        waiting += [experience, *ahead]
+        self.progress.prompts, self.progress.ranks = self.drawn, dist.world_size()
         return waiting.popleft() if len(waiting) > self.config.rollout.lag else None
 
     @contextlib.contextmanager
@@ -207,6 +210,7 @@ class Run:
 
     def record(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Count a rollout that was trained on and describe it, of all ranks: metrics, a few samples."""
+        self.drawn_ahead()  # before the engine is asked for a validation's, and the checkpoint written
         rollout, group_size = experience.rollout, self.config.rollout.group_size
         problems = self.prompts["train"].problems
         of_rank = {

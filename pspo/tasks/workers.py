@@ -16,17 +16,19 @@ from typing import Any
 from pspo.tasks.failures import WorkerError, user_traceback
 
 
-def start_python(module: str, *arguments: int) -> tuple[subprocess.Popen, Connection]:
+def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
     """A process that calls ``serve(connection, *arguments)`` of a module, and our end of the connection.
 
-    It is no fork: it starts with none of this process's memory, and without its ``__main__``.
+    It is no fork: it starts with none of this process's memory, and without its ``__main__``. ``variables`` are of the
+    environment.
     """
     ours, theirs = Pipe()
     call = ", ".join(map(str, (f"Connection({theirs.fileno()})", *arguments)))
+    tie = "from pspo.tasks.workers import Connection, tie_to_parent; tie_to_parent()"  # before imports that take long
     process = subprocess.Popen(
-        [sys.executable, "-c", f"from {module} import Connection, serve; serve({call})"],
+        [sys.executable, "-c", f"{tie}; from {module} import serve; serve({call})"],
         pass_fds=[theirs.fileno()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} | variables,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the trainer's
     )
@@ -36,7 +38,8 @@ def start_python(module: str, *arguments: int) -> tuple[subprocess.Popen, Connec
 
 def tie_to_parent() -> None:
     """Have the kernel kill this process when the one that started it ends (Linux only), and no scheduler before."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may be sent to all; the trainer saves first
+    for number in (signal.SIGTERM, signal.SIGINT):  # which it may send to all; the trainer saves first
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -106,7 +109,6 @@ def receive(worker: Worker, timeout: float) -> tuple[bool, Any]:
 
 def serve(connection: Connection, memory: int) -> None:
     """Answer calls until the other end is closed."""
-    tie_to_parent()
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     while wait([connection]):
