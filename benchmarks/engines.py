@@ -2,8 +2,8 @@
 
     python -m benchmarks.engines --models tiny-base smollm2 --rows 16 64 256 --turns 3
 
-In an environment with vLLM (docs/guide/models.md). Groups of 4 from prompts of the embedded task, 128 tokens at most:
-"even", every completion has 128, and "uneven", they end where the model ends them. float32, OMP_NUM_THREADS threads
+In an environment with vLLM (docs/guide/models.md). Groups of 4 from prompts of the embedded task, --tokens at most:
+"even", every completion has as many, and "uneven", they end where the model ends them. float32, OMP_NUM_THREADS threads
 each. Medians over wall-clock times [min, max], after one draw of each that is not counted.
 """
 
@@ -19,13 +19,13 @@ from pspo.engines import VLLM
 from pspo.model import load_policy, load_tokenizer
 from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 
-TOKENS, GROUP = 128, 4
+GROUP = 4
 
 
-def measure(model: str, rows: int, turns: int, engine: VLLM, policy, tokenizer) -> None:
+def measure(model: str, rows: int, tokens: int, turns: int, engine: VLLM, policy, tokenizer) -> None:
     prompts = load_prompts(DataConfig(), tokenizer, "train", limit=rows // GROUP).ids
-    uneven = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=TOKENS, max_rows=rows))
-    for lengths, sampling in (("even", replace(uneven, min_completion_tokens=TOKENS)), ("uneven", uneven)):
+    uneven = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=tokens, max_rows=rows))
+    for lengths, sampling in (("even", replace(uneven, min_completion_tokens=tokens)), ("uneven", uneven)):
         samplings: dict[str, Sampling] = {
             "pspo": sampling,
             "vllm": replace(sampling, served_by=engine),
@@ -48,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny-base"])
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256, 512])
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     print("| model | rows | lengths | pspo tok/s | vLLM tok/s | transformers tok/s | vLLM / pspo |")
@@ -59,7 +60,7 @@ def main() -> None:
         engine = VLLM(config, 512, policy.device)
         engine.push(policy, 0)
         for rows in options.rows:
-            measure(model, rows, options.turns, engine, policy, tokenizer)
+            measure(model, rows, options.tokens, options.turns, engine, policy, tokenizer)
         engine.close()
 
 

@@ -197,21 +197,21 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(engine, tmp_pa
 
 
 def test_on_a_cpu_trainer_and_engine_share_the_threads(engine, tmp_path):
-    found, own = [], torch.get_num_threads()
+    found = []
 
     def refuse(_: TrainConfig) -> None:
         found.append(torch.get_num_threads())
         raise ValueError
 
-    engine(refuse)
-    try:
+    def start() -> None:
         torch.set_num_threads(4)
         for lag in (0, 1):
             assert train(f"{tmp_path}/{lag}", f"--rollout.lag={lag}") == 2
             assert torch.get_num_threads() == 4  # given back
-    finally:
-        torch.set_num_threads(own)
-    assert found == [4, 2]
+        assert found == [4, 2]
+
+    engine(refuse)
+    assert forked(start) == 0  # threads would stay, and the next fork have none
 
 
 class Failing(Reward):

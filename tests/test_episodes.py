@@ -357,6 +357,7 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_is_the_same(run, tmp_path):
     part = tmp_path / "part"
     pspo.train.main([*RUN, "--run.max_steps=4", f"--run.output_dir={part}"])

@@ -425,6 +425,7 @@ def test_alphas_stand_beside_the_papers(make_run, tmp_path):
     assert cells[2] == ["tiny, sums, 1", mean[0], "–", mean[1], "–", "–"]
 
 
+@pytest.mark.nightly
 def test_the_packed_results_are_shown_as_other_models(tmp_path):
     rows, text = against([Path(__file__).parents[1] / "results/tiny-protocol"], tmp_path)
     assert len([row for row in rows if row[3].startswith("ours, 5 seeds")]) == 12

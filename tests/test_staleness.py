@@ -177,6 +177,7 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(how):
     assert_same(Path("whole"), Path("out"))
 
 
+@pytest.mark.nightly
 def test_a_fork_keeps_what_waits_if_it_can_use_it():
     assert train("parent", "--rollout.lag=2", "--run.max_steps=4") == 0
     for name, args in {
