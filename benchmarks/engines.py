@@ -4,7 +4,7 @@
 
 In an environment with vLLM (docs/guide/models.md). Groups of 4 from prompts of the embedded task, --tokens at most:
 "even", every completion has as many, and "uneven", they end where the model ends them. float32, OMP_NUM_THREADS threads
-each. Medians over wall-clock times [min, max], after one draw of each that is not counted.
+each. Medians over wall-clock times [min, max], after one group drawn by each that is not counted.
 """
 
 import argparse
@@ -22,21 +22,23 @@ from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 GROUP = 4
 
 
-def measure(model: str, rows: int, tokens: int, turns: int, engine: VLLM, policy, tokenizer) -> None:
+def measure(model: str, rows: int, options: argparse.Namespace, engine: VLLM, policy, tokenizer) -> None:
     prompts = load_prompts(DataConfig(), tokenizer, "train", limit=rows // GROUP).ids
-    uneven = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=tokens, max_rows=rows))
-    for lengths, sampling in (("even", replace(uneven, min_completion_tokens=tokens)), ("uneven", uneven)):
+    rollout = RolloutConfig(max_completion_tokens=options.tokens, max_rows=rows)
+    for lengths in options.lengths:
+        at_least = options.tokens if lengths == "even" else 0
+        sampling = replace(make_sampling(policy, tokenizer, rollout), min_completion_tokens=at_least)
         samplings: dict[str, Sampling] = {
             "pspo": sampling,
             "vllm": replace(sampling, served_by=engine),
             "hf": replace(sampling, decoder="hf"),
         }
         speeds: dict[str, list[float]] = {name: [] for name in samplings}
-        for turn in range(turns + 1):
+        for turn in range(options.turns + 1):
             for name, how in samplings.items():
                 torch.manual_seed(turn)
                 began = time.perf_counter()
-                drawn = generate(policy, tokenizer, prompts, how, GROUP)
+                drawn = generate(policy, tokenizer, prompts if turn > 0 else prompts[:1], how, GROUP)
                 if turn > 0:
                     speeds[name].append(int(drawn.completion_mask.sum()) / (time.perf_counter() - began))
         cells = [f"{statistics.median(of):,.0f} [{min(of):,.0f}, {max(of):,.0f}]" for of in speeds.values()]
@@ -48,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny-base"])
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256, 512])
+    parser.add_argument("--lengths", nargs="+", choices=("even", "uneven"), default=("even", "uneven"))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
@@ -60,7 +63,7 @@ def main() -> None:
         engine = VLLM(config, 512, policy.device)
         engine.push(policy, 0)
         for rows in options.rows:
-            measure(model, rows, options.tokens, options.turns, engine, policy, tokenizer)
+            measure(model, rows, options, engine, policy, tokenizer)
         engine.close()
 
 

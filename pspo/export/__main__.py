@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pspo.config import LoraConfig, ModelConfig, require
-from pspo.hub.models import resolve_adapters
+from pspo.hub.models import resolve_adapters, save_pretrained
 from pspo.model import load_policy, load_tokenizer
 from pspo.run.cli import parse, user_errors
 
@@ -42,7 +42,7 @@ def export(config: ExportConfig) -> None:
     merged = PeftModel.from_pretrained(base, model.lora.name_or_path).merge_and_unload()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as temporary:  # on the same disk
-        merged.save_pretrained(f"{temporary}/merged")
+        save_pretrained(merged, Path(temporary, "merged"))
         tokenizer.save_pretrained(f"{temporary}/merged")
         Path(temporary, "merged").rename(output)
     print(f"merged: {output}")

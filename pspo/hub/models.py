@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import jinja2
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from pspo.hub import is_offline
 
@@ -138,6 +146,16 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
         what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
         raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
     return pad
+
+
+def save_pretrained(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Save a model with its generation config as it was loaded, which the library itself may refuse to save."""
+    loaded, policy.generation_config = policy.generation_config, GenerationConfig()
+    try:
+        policy.save_pretrained(folder, state_dict=weights)
+    finally:
+        policy.generation_config = loaded
+    loaded.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def weight_files(config: "ModelConfig") -> list[Path]:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.hub.adapters import save_adapters
+from pspo.hub.models import save_pretrained
 from pspo.model import has_adapters
 from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
@@ -130,7 +131,7 @@ def write_model(
     if has_adapters(policy):
         save_adapters(policy, folder, weights)
     else:
-        policy.save_pretrained(folder, state_dict=weights)
+        save_pretrained(policy, folder, weights)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
