@@ -2,9 +2,10 @@
 
     python -m benchmarks.engines --models tiny-base smollm2 --rows 16 64 256 --turns 3
 
-In an environment with vLLM (docs/guide/models.md). Groups of 4 from prompts of the embedded task, --tokens at most:
-"even", every completion has as many, and "uneven", they end where the model ends them. float32, OMP_NUM_THREADS threads
-each. Medians over wall-clock times [min, max], after one group drawn by each that is not counted.
+In an environment with vLLM (docs/guide/models.md); `--engines pspo hf` needs none. Groups of 4 from prompts of the
+embedded task, --tokens at most: "even", every completion has as many, and "uneven", they end where the model ends them.
+float32, OMP_NUM_THREADS threads each. Medians over wall-clock times [min, max], after one group drawn by each that is
+not counted.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 GROUP = 4
 
 
-def measure(model: str, rows: int, options: argparse.Namespace, engine: VLLM, policy, tokenizer) -> None:
+def measure(model: str, rows: int, options: argparse.Namespace, engine: VLLM | None, policy, tokenizer) -> None:
     prompts = load_prompts(DataConfig(), tokenizer, "train", limit=rows // GROUP).ids
     rollout = RolloutConfig(max_completion_tokens=options.tokens, max_rows=rows)
     for lengths in options.lengths:
@@ -33,38 +34,41 @@ def measure(model: str, rows: int, options: argparse.Namespace, engine: VLLM, po
             "vllm": replace(sampling, served_by=engine),
             "hf": replace(sampling, decoder="hf"),
         }
-        speeds: dict[str, list[float]] = {name: [] for name in samplings}
+        speeds: dict[str, list[float]] = {name: [] for name in options.engines}
         for turn in range(options.turns + 1):
-            for name, how in samplings.items():
+            for name in options.engines:
+                how = samplings[name]
                 torch.manual_seed(turn)
                 began = time.perf_counter()
                 drawn = generate(policy, tokenizer, prompts if turn > 0 else prompts[:1], how, GROUP)
                 if turn > 0:
                     speeds[name].append(int(drawn.completion_mask.sum()) / (time.perf_counter() - began))
         cells = [f"{statistics.median(of):,.0f} [{min(of):,.0f}, {max(of):,.0f}]" for of in speeds.values()]
-        ratio = statistics.median(speeds["vllm"]) / statistics.median(speeds["pspo"])
-        print(f"| {model} | {rows} | {lengths} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
+        print(f"| {model} | {rows} | {lengths} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=("pspo", "vllm", "hf"), default=("pspo", "vllm", "hf"))
     parser.add_argument("--models", nargs="+", default=["tiny-base"])
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256, 512])
     parser.add_argument("--lengths", nargs="+", choices=("even", "uneven"), default=("even", "uneven"))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    print("| model | rows | lengths | pspo tok/s | vLLM tok/s | transformers tok/s | vLLM / pspo |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| model | rows | lengths | {' | '.join(f'{name} tok/s' for name in options.engines)} |")
+    print("|---" * (3 + len(options.engines)) + "|")
     for model in options.models:
         rollout = RolloutConfig(engine="vllm", max_rows=max(options.rows))
         config = TrainConfig(model=ModelConfig(model), rollout=rollout)
         policy, tokenizer = load_policy(config.model), load_tokenizer(config.model)
-        engine = VLLM(config, 512, policy.device)
-        engine.push(policy, 0)
+        engine = VLLM(config, 512, policy.device) if "vllm" in options.engines else None
+        if engine is not None:
+            engine.push(policy, 0)
         for rows in options.rows:
             measure(model, rows, options, engine, policy, tokenizer)
-        engine.close()
+        if engine is not None:
+            engine.close()
 
 
 if __name__ == "__main__":
