@@ -1,16 +1,14 @@
 """Rollouts by vLLM, in a process of its own: token ids and weights go in, token ids and their log-probs come out.
 
 The process does without the trainer's ranks, threads and torch settings, and dies with it. Weights are streamed tensor
-by tensor through host memory; LoRA's adapters go as a PEFT folder. Log-probs are of the engine's own logits at the
-temperature, before processors and nucleus, as those of `pspo.rollout.decode`.
+by tensor through host memory. Log-probs are of the engine's own logits at the temperature, before processors and
+nucleus, as those of `pspo.rollout.decode`.
 """
 
 import importlib.metadata
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from pspo import distributed as dist
-from pspo.hub.adapters import adapter_rank, save_adapters, weights_of_files
+from pspo.hub.adapters import weights_of_files
 from pspo.hub.models import locate, resolve_adapters
 from pspo.model import casts_to_bf16
 from pspo.model.load import weights_dtype
@@ -71,33 +68,19 @@ class VLLM:
             "enforce_eager": device.type == "cpu",
             "gpu_memory_utilization": config.rollout.engine_memory,
         }
+        self.process, self.connection = start_python(__name__, OMP_NUM_THREADS=str(torch.get_num_threads()))
         self.version, self.begun = None, False
         self.tolerance = 0.03 if options["dtype"].itemsize == 2 else 0.003
-        rank = adapter_rank(model) if options["dtype"].itemsize == 2 else 0  # merging them is exact only in float32
-        power_of_2 = 1 << (max(rank, 8) - 1).bit_length()
-        lora = {"load_format": "auto", "enable_lora": True, "max_lora_rank": power_of_2}
-        for self.adapters in [True, False] if rank else [False]:  # merged, too, if vLLM does not take them
-            self.process, self.connection = start_python(__name__, OMP_NUM_THREADS=str(torch.get_num_threads()))
-            try:
-                self._send((options | (lora if self.adapters else {}), device))
-                self._answer()
-                break
-            except EngineError as error:
-                self.close()
-                failure = error
-        else:
-            raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {failure}") from failure
+        try:
+            self._send((options, device))
+            self._answer()
+        except EngineError as error:
+            self.close()
+            raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
 
     def push(self, policy: PreTrainedModel, version: int) -> None:
-        """Give the engine the policy's weights, or its adapters alone, unless it has this version."""
+        """Give the engine the policy's weights, with adapters merged, unless it has this version."""
         if version == self.version:
-            return
-        if self.adapters:
-            trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
-            with tempfile.TemporaryDirectory() as folder:
-                save_adapters(policy, Path(folder), {name: dist.full_tensor(trained[name]) for name in trained})
-                self._send(("adapters", version, folder))
-                self.version = self._answer()
             return
         self._send(("push", version))
         for name, tensor in weights_of_files(policy):
@@ -185,11 +168,10 @@ def serve(connection: Connection) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[device.index or 0] if visible[0] else str(device.index or 0)
     try:
         from vllm import LLM, SamplingParams
-        from vllm.lora.request import LoRARequest
 
         llm = LLM(**options)
         runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        version, temperature, lora = None, 1.0, None
+        version, temperature = None, 1.0
         if not hasattr(runner.sampler, "compute_logprobs"):
             raise RuntimeError(f"{type(runner.sampler).__module__} does not tell log-probs at a temperature")
         runner.sampler.compute_logprobs = lambda logits: (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
@@ -201,11 +183,6 @@ def serve(connection: Connection) -> None:
                 llm.reset_prefix_cache()
                 [version] = rest
                 connection.send(version)
-            elif what == "adapters":
-                version, folder = rest
-                lora = LoRARequest(f"version {version}", version + 1, folder)
-                llm.llm_engine.add_lora(lora)
-                connection.send(version)
             else:
                 prompts, seeds, values = rest
                 temperature = values["temperature"]
@@ -213,7 +190,6 @@ def serve(connection: Connection) -> None:
                     [{"prompt_token_ids": prompt} for prompt in prompts],
                     [SamplingParams(seed=seed, **values) for seed in seeds],
                     use_tqdm=False,
-                    lora_request=lora,
                 )
                 drawn = [one for output in outputs for one in sorted(output.outputs, key=lambda one: one.index)]
                 if any(one.finish_reason == "length" and len(one.token_ids) < values["max_tokens"] for one in drawn):

@@ -27,15 +27,6 @@ def has_adapters(policy: PreTrainedModel) -> bool:
     return getattr(policy, "_hf_peft_config_loaded", False)
 
 
-def adapter_rank(config: "ModelConfig") -> int:
-    """The rank of a model's adapters, 0 without any."""
-    if config.lora.name_or_path is None:
-        return config.lora.rank
-    from peft import LoraConfig
-
-    return LoraConfig.from_pretrained(config.lora.name_or_path).r
-
-
 class StartingAdapters:
     """Reference model of a policy with adapters, in a `with` block: the same model with the adapters it has now."""
 

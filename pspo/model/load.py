@@ -90,9 +90,9 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
 
 def ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
-    if softcap and policy.config._attn_implementation == "sdpa":  # older transformers would leave out the cap
-        rule = f"must be eager for {config.name_or_path}, which caps the logits of attention"
-        raise ValueError(f"--model.attn_implementation sdpa {rule}")
+    if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
+        what = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
+        raise ValueError(f"--model.attn_implementation sdpa {what}: set it to eager")
     if uses_adapters(config):
         add_adapters(policy, config)
     policy.eval()
