@@ -196,6 +196,7 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(engine, tmp_pa
     assert "the engine failed: its process has died" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_on_a_cpu_trainer_and_engine_share_the_threads(engine, tmp_path):
     found = []
 
