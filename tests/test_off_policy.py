@@ -269,9 +269,8 @@ def test_off_policy_page_is_of_its_runs(tmp_path):
 def test_off_policy_sentence():
     """What the page says in bold of what eight rollouts of lag leave."""
     text = (PAGE / "README.md").read_text(encoding="utf-8").partition("**In a sentence: ")[2].partition("**")[0]
-    cost = {key[1:4]: -cell[1] for key, cell in family("lag").items() if key[1].startswith("1 ") and key[2] == 8}
-    clipped = max(cost.pop((grid, 8, name)) for grid, _, name in list(cost) if name in ("GSPO", "LUSPO"))
-    most = max(cost.values())
+    cost = [(key[3], -cell[1]) for key, cell in family("lag").items() if key[1].startswith("1 ") and key[2] == 8]
+    most, clipped = (max(x for name, x in cost if (name in ("GSPO", "LUSPO")) == is_in) for is_in in (False, True))
     worst = grid_runs().query("grid == '4 epochs, lr 1e-4' and lag == 8")
     final = worst.groupby("method")["final"].mean()
     between, fallen = final.pop("SAPO"), [final.pop(name) for name in ("NoClip", "PSPO", "P3O", "CISPO", "REINFORCE")]
