@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks.trl_loss_parity import make_model, make_tokenizer
@@ -89,27 +89,35 @@ def loss_and_gradient(loss: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS
     return total, leaf.grad
 
 
-def ours(surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0) -> Loss:
+def ours(
+    surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3"
+) -> Loss:
     def loss(b: Batch) -> Tensor:
         losses = surrogate(b["new"], b["old"], b["advantages"], b["mask"])
         if correction != "none":
             losses = losses * correction_weights(b["old"], b["sampler"], b["mask"], correction, CAP)
         if beta:
-            losses = losses + beta * kl_estimate(b["new"], b["ref"], b["mask"])
+            losses = losses + beta * kl_estimate(b["new"], b["ref"], b["mask"], kl)
         return scale * aggregate(losses, b["mask"], how, COUNTS)
 
     return loss
+
+
+def moved(loss: Loss, **distances: float) -> Loss:
+    """The loss where these log-probs are so far from the policy's: old=0.0 is a first visit."""
+    return lambda b: loss(b | {name: b["new"].detach() + distance for name, distance in distances.items()})
 
 
 # ---------------------------------------------------------------- TRL
 
 
 def make_trainer(arguments: dict[str, Any], beta: float = 0.0, correction: str = "none") -> GRPOTrainer:
-    kinds = (GMPOTrainer, GMPOConfig) if arguments.get("loss_type") == "gmpo" else (GRPOTrainer, GRPOConfig)
+    own = {"gmpo": (GMPOTrainer, GMPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+    kinds = own.get(arguments.get("loss_type"), (GRPOTrainer, GRPOConfig))
     config = kinds[1](
         output_dir="build/conformance", per_device_train_batch_size=MICROBATCH, num_generations=4, use_cpu=True,
         gradient_accumulation_steps=ROWS // MICROBATCH, max_completion_length=LIMIT, beta=0.0, bf16=False,
-        report_to="none", **{name: value for name, value in arguments.items() if value != "gmpo"},
+        report_to="none", **{name: value for name, value in arguments.items() if value not in own},
     )  # fmt: skip
     trainer = kinds[0](
         model=make_model(), args=config, processing_class=make_tokenizer(),
@@ -128,7 +136,11 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
     lengths = b["mask"].sum(dim=1).tolist()
     ids = [[5] * length for length in lengths]
     sampled = [row[:length].tolist() for row, length in zip(b["sampler"], lengths, strict=True)]
-    trainer._generate = lambda prompts: ([[3, 4]] * ROWS, ids, None, [""] * ROWS, sampled, {}, None, None)
+    short, whole = (
+        ([[3, 4]] * ROWS, ids, [""] * ROWS),
+        ([[3, 4]] * ROWS, ids, None, [""] * ROWS, sampled, {}, None, None),
+    )
+    trainer._generate = lambda prompts: short if isinstance(trainer, RLOOTrainer) else whole
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["old"], None, None)
     return trainer._generate_and_score_completions([{"prompt": "w3 w4"} for _ in range(ROWS)])
 
@@ -150,6 +162,7 @@ def trl(beta: float = 0.0, correction: str = "none", tokens: int = COUNTS.tokens
             "prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids,
             "completion_mask": b["mask"].long(), "advantages": b["advantages"][:, 0], "old_per_token_logps": b["old"],
             "ref_per_token_logps": b["ref"], "num_items_in_batch": torch.tensor(tokens),
+            "old_logps": (b["old"] * b["mask"]).sum(dim=1),
             "importance_sampling_ratio": None if weights is None else weights[first : first + rows],
         }  # fmt: skip
         first = (first + rows) % ROWS
@@ -206,7 +219,9 @@ def verl_weights(b: Batch, correction: str) -> Tensor:
     ]
 
 
-def verl(name: str, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, **values: Any) -> Loss:
+def verl(
+    name: str, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3", **values: Any
+) -> Loss:
     """``name`` as registered; ``how`` as here, or verl's own name."""
 
     def loss(b: Batch) -> Tensor:
@@ -216,8 +231,8 @@ def verl(name: str, how: str, beta: float = 0.0, correction: str = "none", scale
         function = CORE.get_policy_loss_fn(name) if name != "reinforce" else CORE.compute_policy_loss_reinforce
         total, _ = function(b["old"], b["new"], advantages, mask, how_, config, weights)
         if beta:
-            kl = CORE.kl_penalty(b["new"], b["ref"], "low_var_kl")
-            total = total + beta * CORE.agg_loss(kl, mask, how_, **config.global_batch_info)
+            estimate = CORE.kl_penalty(b["new"], b["ref"], kl)
+            total = total + beta * CORE.agg_loss(estimate, mask, how_, **config.global_batch_info)
         return scale * total
 
     return loss
@@ -266,8 +281,9 @@ def same() -> list[Case]:
              trl(correction="sequence_mask", loss_type="grpo", **sequence)),
         *(Case("Clip(0.2, delta=3)", how, "verl", f"vanilla, {VERL_HOW[how]}", ours(Clip(0.2, delta=3.0), how),
                verl("vanilla", how)) for how in three),
-        Case("Clip(0.2, delta=3), k3, beta 0.1", "dapo", "verl", "vanilla, low_var_kl",
-             ours(Clip(0.2, delta=3.0), "dapo", 0.1), verl("vanilla", "dapo", 0.1)),
+        *(Case(f"Clip(0.2, delta=3), {kl}, beta 0.1", "dapo", "verl", f"vanilla, {there}",
+               ours(Clip(0.2, delta=3.0), "dapo", 0.1, kl=kl), verl("vanilla", "dapo", 0.1, kl=there))
+          for kl, there in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3"))),
         Case("SAPO(1, 1.05)", "grpo", "verl", "sapo", ours(SAPO(1.0, 1.05), "grpo"), verl("sapo", "grpo")),
         *(Case("REINFORCE()", how, "verl", f"gpg, {VERL_HOW[how]}", ours(REINFORCE(), how), verl("gpg", how))
           for how in three),
@@ -279,11 +295,11 @@ def same() -> list[Case]:
                verl("gspo", how, **halves)) for how in three),
         Case("GMPO(0.2)", "grpo", "verl", "geo_mean, microbatches of one size", ours(GMPO(0.2), "grpo"),
              verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)),
-        *(Case(f'DPPO("{name}", 0.05)', "dr_grpo", "verl", f"dppo_{name}, clip_ratio_c=1e4",
-               ours(DPPO(name, 0.05), "dr_grpo"),
-               verl(f"dppo_{name}", "dr_grpo", clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=1e4),
+        *(Case(f'DPPO("{name}", 0.05)', how, "verl", f"dppo_{name}, {VERL_HOW[how]}, clip_ratio_c=1e4",
+               ours(DPPO(name, 0.05), how),
+               verl(f"dppo_{name}", how, clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=1e4),
                "log π there, r here")
-          for name in ("tv", "kl")),
+          for name in ("tv", "kl") for how in three),
         *(Case(f"Clip(0.2, delta=3), {mode}", "dapo", "verl", f"rollout_is={mode.partition('_')[0]}, threshold "
                f"{'1.5' if mode.endswith('truncate') else '1e-30_1.5'}",
                ours(Clip(0.2, delta=3.0), "dapo", correction=mode), verl("vanilla", "dapo", correction=mode))
@@ -313,6 +329,13 @@ def namesakes() -> list[Namesake]:
     cispo, gspo, sapo = trl(loss_type="cispo", epsilon_high=1.2), verl("gspo", "grpo"), trl(loss_type="sapo")
     low, geo_mean = verl("vanilla", "dapo", clip_ratio_c=1.3), verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    k1, k3 = (ours(Clip(0.2, delta=3.0), "dapo", 0.5, kl=kl) for kl in ("k1", "k3"))
+    far, near = (
+        {name: moved(loss, ref=distance) for name, loss in (("here", k3), ("there", verl("vanilla", "dapo", 0.5)))}
+        for distance in (3.0, 1.0)
+    )
+    rloo = trl(loss_type="rloo")
+    by_row = lambda b: rloo(b) * MICROBATCH / ROWS  # noqa: E731 (accelerate's division)
 
     def corrected(surrogate: Surrogate, how: str, mode: str, **arguments: Any) -> tuple[Loss, Loss]:
         return ours(surrogate, how, correction=mode), trl(correction=mode, **arguments)
@@ -338,6 +361,18 @@ def namesakes() -> list[Namesake]:
                  (ours(DPPO(epsilon=0.2), "dr_grpo"), verl("dppo_tv", "dr_grpo", clip_ratio_c=1e4))),
         Namesake("KL, TRL", "k3 times the ratio", (kl, trl(0.5, loss_type="grpo")), "use_bias_correction_kl=False",
                  (kl, trl(0.5, loss_type="grpo", use_bias_correction_kl=False))),
+        Namesake("KL k1, verl", "k1's own gradient, which the reference does not enter; here k2's, the KL's",
+                 (k1, verl("vanilla", "dapo", 0.5, kl="k1")), "k1+", (k1, verl("vanilla", "dapo", 0.5, kl="k1+"))),
+        Namesake("KL k3, verl", "at most 10, without a gradient there (shown: the reference 3 nats above)",
+                 (far["here"], far["there"]), "nearer references (shown: 1 nat)", (near["here"], near["there"])),
+        Namesake("RLOO, TRL", "a trainer that clips a completion's product of ratios; here an advantage scale",
+                 (ours(Clip(0.2), "dr_grpo", scale=LIMIT), by_row), "r = 1, `dr_grpo` x 16",
+                 (moved(ours(Clip(0.2), "dr_grpo", scale=LIMIT), old=0.0), moved(by_row, old=0.0))),
+        Namesake("GMPO with token corrections, verl", "a row's weights are averaged, geometrically; here each acts on "
+                 "its token", (ours(GMPO(0.2), "grpo", correction="token_truncate"),
+                           verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="token_truncate")),
+                 "sequence corrections", (ours(GMPO(0.2), "grpo", correction="sequence_truncate"),
+                           verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="sequence_truncate"))),
         Namesake("token mean, TRL's bnpo", "the mean of the microbatches' means: the split matters",
                  (clip, trl(loss_type="bnpo")), "loss_type=dapo", (clip, trl(loss_type="dapo"))),
         Namesake("token mean, TRL", "divided by the mean number of tokens of a rollout's minibatches (shown: 2, the "
@@ -382,6 +417,8 @@ def advantage_table() -> list[tuple[str, float]]:
         trainer = make_trainer({"scale_rewards": scale})
         theirs = trl_scored(trainer, everyone)["advantages"]
         add(f"`{scale}`: TRL, scale_rewards={scale}", group_relative_advantages(rewards, 4, scale), theirs)
+    theirs = trl_scored(make_trainer({"loss_type": "rloo"}), everyone)["advantages"]
+    add("`rloo`: TRL, RLOOTrainer", group_relative_advantages(rewards, 4, "rloo"), theirs)
     grpo, rloo = CORE.compute_grpo_outcome_advantage, CORE.compute_rloo_outcome_advantage
     for name, scale, function in (
         ("grpo, norm_adv_by_std_in_grpo=False", "none", partial(grpo, norm_adv_by_std_in_grpo=False)),

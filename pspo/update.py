@@ -23,6 +23,7 @@ from pspo.losses import (
     Counts,
     aggregate,
     check_loss,
+    correction_ratios,
     correction_weights,
     diagnose,
     diagnose_correction,
@@ -114,7 +115,7 @@ def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> t
     Returns:
         Loss and KL to the reference, scalars; and (4, N) of the N unmasked tokens in the microbatches: log-probs, old
         log-probs, advantages and the surrogate's weights dL/dlogprob; with a correction (6, N): the sampler's log-probs
-        and the correction weights as well. All without gradient.
+        and the correction's ratios as well. All without gradient.
     """
     algorithm, (counts, batches), device = config.algorithm, minibatch, learner.policy.device
     loss, kl_reference, tokens = torch.zeros((), device=device), torch.zeros((), device=device), []
@@ -131,8 +132,7 @@ def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> t
         values = [logprobs, batch.old_logprobs, row_advantages, weights]
         if algorithm.correction != "none":
             sampler = batch.rollout.sampler_logprobs
-            how = (algorithm.correction, algorithm.correction_cap)
-            values += [sampler, correction_weights(batch.old_logprobs, sampler, mask, *how)]
+            values += [sampler, correction_ratios(batch.old_logprobs, sampler, mask, algorithm.correction)]
         tokens.append(torch.stack([value.expand_as(mask)[mask] for value in values]))  # (4, n)
     return loss, kl_reference, torch.cat(tokens, dim=1)
 

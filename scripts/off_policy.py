@@ -23,6 +23,8 @@ ARMS = ["coupled", "none", "token_truncate", "sequence_mask", "replay", "top-p 1
 SWITCHES = {"model": MODEL, "epochs": "algorithm.epochs", "lr": "optimizer.lr", "lag": "rollout.lag", "seed": SEED,
             "aggregation": "algorithm.aggregation", "ratio_to": "algorithm.ratio_to",
             "correction": "algorithm.correction", "nucleus": "algorithm.nucleus", "top_p": "rollout.top_p"}  # fmt: skip
+RATIOS = {"ess": "ess", "KL(old to new)": "kl_old_new", "r, percentile 1": "ratio_p1", "r, percentile 99": "ratio_p99",
+          "tokens without weight": "zero_weight_share"}  # fmt: skip
 CELL = ["model", "epochs", "lr", "grid", "method", "lag", "arm"]  # runs of one cell differ in their seeds
 CLAIMS = {  # of configs/sweep/off-policy.yaml: the family of differences, and those of it that a claim is about
     "1: PSPO, Clip, P3O, REINFORCE, CISPO, DPPO are NoClip at lag 0 in 1 epoch": (
@@ -58,7 +60,7 @@ def read(folder: Path) -> pd.DataFrame:
         experiment=runs.configs["experiment"].map(lambda path: Path(path).name),
         final=measured["final validation reward"],
         peak=measured["peak reward"],
-        ess=measured["ess"],
+        **measured[list(RATIOS.values())],
         seconds=runs.numbers[runs.numbers["measure"] == "seconds"].set_index("run")["value"],
     )
     rates = found["lr"].map("{:.0e}".format).str.replace("e-0", "e-")
@@ -179,6 +181,16 @@ def drops(study: Study) -> str:
     return of_models({model: pd.DataFrame(of).fillna("–") for model, of in texts.items()})
 
 
+def ratios(study: Study) -> str:
+    """Final rewards at lag 8 beside means of what the runs' ratios did, in the mildest and the harshest grid."""
+    shown = study["grid"].query("lag == 8 and grid in [@GRID[0], @GRID[-1]]")
+    found = shown.groupby(CELL, sort=False)[["final", *RATIOS.values()]].mean().reset_index()
+    found = found.assign(row=found["grid"] + ": " + found["method"]).set_index("row").rename_axis(None)
+    columns = {"final": "final reward"} | {value: name for name, value in RATIOS.items()}
+    return of_models({model: of[list(columns)].rename(columns=columns).map("{:.3f}".format)
+                      for model, of in found.groupby("model")})  # fmt: skip
+
+
 def budget(study: Study) -> str:
     groups = {**dict(list(study["runs"].groupby("experiment"))), "all": study["runs"]}
     found = {name: [f"{len(of)}", f"{of['seed'].nunique()}", f"{of['seconds'].sum() / 3600:.2f}"]
@@ -264,6 +276,7 @@ def main() -> None:
         "against NoClip": against_noclip(study),
         "lag 8 minus lag 0": tables(study["lag"].query("lag == 8"), "{method}", "{grid}", study["lag"]),
         "ess at the drop": drops(study),
+        "ratios at lag 8": ratios(study),
         "decoupled minus coupled": tables(study["decoupled"], *arms, study["decoupled"]),
         "corrected minus uncorrected": tables(study["corrected"], *arms, study["corrected"]),
         "nucleus minus ignore": tables(study["nucleus"], *arms, study["nucleus"]),

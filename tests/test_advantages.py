@@ -1,6 +1,7 @@
 """Group-relative advantages against the scalar oracle; groups of equal rewards get exactly 0."""
 
 import random
+import statistics
 
 import pytest
 import reference
@@ -100,6 +101,20 @@ def test_maxrl_weighs_the_successes_of_a_group_by_their_inverse_number():
     assert group_relative_advantages(rewards / 8, 4, "maxrl").tolist() == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match=r"--algorithm\.advantage_scale maxrl divides"):
         group_relative_advantages(rewards - 0.5, 4, "maxrl")
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch", "maxrl"])
+def test_unknown_rewards_count_neither_in_means_nor_in_deviations(scale):
+    nan = float("nan")
+    rewards = torch.tensor([1.0, 0, nan, nan, 3, 1, 2, nan, 1, nan, nan, nan] + [nan] * 4, dtype=torch.float64)
+    advantages = group_relative_advantages(rewards, 4, scale)
+    known = torch.tensor([0, 1, 4, 5, 6])
+    std = statistics.stdev([1, 0, 3, 1, 2, 1]) + 1e-4 if scale == "batch" else 1
+    of_groups = (([1.0, 0], 2), ([3.0, 1, 2], 3))
+    alone = [reference.group_relative_advantages(*of, "none" if scale == "batch" else scale) for of in of_groups]
+    assert advantages[known].tolist() == pytest.approx([a / std for a in [*alone[0], *alone[1]]], rel=1e-12)
+    advantages[known] = 0.0
+    assert torch.equal(advantages, torch.zeros_like(advantages))
 
 
 def test_rloo_leaves_out_the_own_reward_and_unknown_ones():

@@ -7,7 +7,7 @@ import reference
 import torch
 
 from pspo.config import AlgorithmConfig, DistributedConfig, RolloutConfig, TrainConfig
-from pspo.losses import correction_weights, diagnose_correction
+from pspo.losses import correction_ratios, correction_weights, diagnose_correction
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -45,11 +45,13 @@ def test_values_worked_by_hand(mode):
     weights = correction_weights(old, sampler, mask, mode, 3.0)
     assert weights[0].tolist() == pytest.approx(expected, rel=1e-12)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
-    stats = diagnose_correction(old, sampler, weights, mask, 3.0)
+    ratios = correction_ratios(old, sampler, mask, mode)
+    stats = diagnose_correction(old, sampler, ratios, mask, 3.0)
     assert stats["kl_sampler_old"] == pytest.approx(kl, rel=1e-12)
     assert stats["sampler_ratio_max"] == pytest.approx(4, rel=1e-12)
     assert stats["corrected_share"] == (0.5 if mode.startswith("token") else 1.0)
-    nothing = diagnose_correction(old, sampler, weights, mask & False, 3.0)
+    assert diagnose_correction(old, old, ratios / ratios, mask, 1.0)["corrected_share"] == 0.0  # at the cap
+    nothing = diagnose_correction(old, sampler, ratios, mask & False, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 
 
@@ -60,6 +62,9 @@ def test_finite_and_bounded_at_extreme_ratios(mode, distance):
     weights = correction_weights(old, old + distance, old == 0, mode, 3.0)
     assert weights.isfinite().all()
     assert weights.max() <= 3.0
+    ratios = correction_ratios(old, old + distance, old == 0, mode)
+    stats = diagnose_correction(old, old + distance, ratios, old == 0, 3.0)
+    assert stats["corrected_share"] == (distance < 0)  # a product that underflows is below the cap
 
 
 def test_unknown_mode():

@@ -30,6 +30,7 @@ from pspo.config import (
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
+from pspo.rollout.types import Nucleus
 from pspo.run.checkpoint import checkpoints, damage
 from pspo.run.records import read_jsonl
 from pspo.run.signals import EXIT_STOPPED
@@ -70,8 +71,11 @@ CASES = {
     "of sequences": make_config(GMPO(), "grpo", epochs=2, correction="sequence_truncate", correction_cap=1.3),
     "DPPO": make_config(DPPO(epsilon=1e-3), "dr_grpo", epochs=2),
     "stale": make_config(GSPO(0.1, 0.2), "grpo", epochs=2, minibatches=2),
+    "decoupled": make_config(NoClip(), "dapo", epochs=2, ratio_to="proximal", correction="sequence_truncate"),
+    "replayed": make_config(Clip(), "dapo", epochs=2, minibatches=2, nucleus="replay", beta=0.1),
 }
-CASES["stale"] = replace(CASES["stale"], rollout=replace(CASES["stale"].rollout, lag=1))
+for name in ("stale", "decoupled"):
+    CASES[name] = replace(CASES[name], rollout=replace(CASES[name].rollout, lag=1))
 
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
@@ -82,14 +86,22 @@ def make_rows() -> tuple[Rollout, torch.Tensor]:
     ids = torch.randint(5, 500, (8, 12), generator=generator).repeat_interleave(4, dim=0)
     advantages = torch.randn(32, generator=generator)
     advantages[4:8] = advantages[28:] = 0
+    completions, mask = torch.randint(5, 500, (32, 20), generator=generator), torch.arange(20) < lengths[:, None]
+    kept = (completions[..., None] + torch.arange(3)).flatten(1)  # of each token, itself and the next two
+    nucleus = Nucleus(
+        [ids[: 3 * n] for ids, n in zip(kept, lengths, strict=True)],
+        3 * mask,
+        mask * (0.8 + 0.2 * torch.rand(32, 20, generator=generator)),
+    )
     return Rollout(
         ids,
         torch.arange(12) >= 12 - prompts[:, None],
-        torch.randint(5, 500, (32, 20), generator=generator),
-        torch.arange(20) < lengths[:, None],
+        completions,
+        mask,
         lengths < 20,
         [""] * 32,
         -6.3 + 0.3 * torch.randn(32, 20, generator=generator),
+        nucleus=nucleus,
     ), advantages
 
 

@@ -12,7 +12,7 @@ from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConf
 from pspo.losses import GSPO, Clip, NoClip
 from pspo.model import backward_in_one_pass, token_logprobs
 from pspo.rollout import Sampling, generate
-from pspo.update import Learner, update
+from pspo.update import Learner, keep_logprobs, update
 
 TEMPERATURE, TOP_P = 0.7, 0.8
 PROMPTS = [[7, 8, 9, 10], [11, 12], [13, 14, 15]]
@@ -87,9 +87,9 @@ def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, d
             assert completion[t] in kept
             own = math.log(probs[completion[t]] / math.fsum(probs[token] for token in kept))
             assert rollout.sampler_logprobs[i, t].item() == pytest.approx(own, abs=1e-5)
+            mass = math.fsum(probs[token] for token in kept)
+            assert rollout.nucleus.mass[i, t].item() == pytest.approx(mass, abs=1e-5)
             if not cut.get("top_k") and not banned:
-                mass = math.fsum(probs[token] for token in kept)
-                assert rollout.nucleus.mass[i, t].item() == pytest.approx(mass, abs=1e-5)
                 assert mass >= cut.get("top_p", TOP_P) - 1e-6
             sizes.append(len(kept))
     assert min(sizes) < max(sizes) < 64
@@ -228,6 +228,17 @@ def test_with_a_correction_the_samplers_logprobs_are_renormalised_too(policy, ro
     _, metrics = steps(policy, rollout, make_config(NoClip(), correction="sequence_mask"))
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics[0]["corrected_share"] == 0
+
+
+def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, rollout):
+    """The old ones, of the policy that drew the rollout, are the sampler's; so are the reference's."""
+    config = make_config(NoClip(), epochs=1, minibatches=3, beta=0.1)
+    learner = Learner(copy.deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=0.0), reference=policy)
+    kept = keep_logprobs(learner, rollout, torch.ones(len(rollout)), config).behaviour_logprobs
+    torch.testing.assert_close(kept.float(), rollout.sampler_logprobs, rtol=0, atol=1e-5)
+    for metrics in update(learner, rollout, torch.ones(len(rollout)), config):
+        assert metrics["ratio_min"] == pytest.approx(1) == metrics["ratio_max"]
+        assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
 
 
 def test_what_cannot_be_replayed_is_refused(policy, rollout):

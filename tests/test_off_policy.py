@@ -22,31 +22,35 @@ WHERE = ["model", "grid", "lag", "method", "arm"]
 
 @functools.cache
 def runs_of_study() -> pd.DataFrame:
-    """Final and peak reward, mean ess and seconds of every finished run, with what it is."""
-    settings = yaml.safe_load((PAGE / "settings.yaml").read_text(encoding="utf-8"))
-    seconds = pd.read_parquet(PAGE / "summaries.parquet").query("measure == 'seconds'")
-    seconds = seconds.set_index(["experiment", "setting", "seed"])["value"]
-    found = []
-    for key, of_run in pd.read_parquet(PAGE / "runs.parquet").groupby(["experiment", "setting", "seed"]):
-        if key not in seconds.index:  # not finished
-            continue
-        assert len(of_run) == 24, key
-        of_experiment = settings["experiments"][key[0]]
-        switches = settings["shared"] | of_experiment["shared"] | of_experiment["settings"][key[1]]
-        method = switches["algorithm.surrogate.class_path"].rpartition(".")[2]
-        by_sum = (method, switches["algorithm.aggregation"]) == ("GSPO", "dr_grpo")
-        arm = switches["algorithm.correction"] if switches["algorithm.ratio_to"] == "proximal" else "coupled"
-        arm = "replay" if switches["algorithm.nucleus"] == "replay" else arm
-        epochs, rate = switches["algorithm.epochs"], {3e-5: "3e-5", 1e-4: "1e-4"}[float(switches["optimizer.lr"])]
-        of_run = of_run.sort_values("step")
-        found.append({
-            "experiment": key[0], "seed": key[2], "model": switches["model.name_or_path"],
-            "grid": f"{epochs} epoch{'s' if epochs > 1 else ''}, lr {rate}", "lag": switches["rollout.lag"],
-            "method": "LUSPO" if by_sum else method, "arm": "top-p 1" if switches["rollout.top_p"] == 1 else arm,
-            "final": of_run["validation_reward"].iloc[-1], "peak": of_run["reward"].rolling(3).mean().max(),
-            "ess": of_run["ess"].mean(), "seconds": seconds[key],
-        })  # fmt: skip
-    return pd.DataFrame(found)
+    """Final and peak reward, means of diagnostics and seconds of every finished run, with what it is."""
+    settings = yaml.load((PAGE / "settings.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+    key = ["experiment", "setting", "seed"]
+    seconds = pd.read_parquet(PAGE / "summaries.parquet").query("measure == 'seconds'").set_index(key)["value"]
+    rollouts = pd.read_parquet(PAGE / "runs.parquet").sort_values("step")
+    by_run = rollouts.groupby(key)
+    found = by_run[["ess", "kl_old_new", "ratio_p1", "ratio_p99", "zero_weight_share"]].mean()
+    found["final"] = by_run.tail(1).set_index(key)["validation_reward"]
+    found["peak"] = by_run["reward"].rolling(3).mean().groupby(key).max()
+    assert set(by_run.size()[seconds.index]) == {24}
+    found = found.join(seconds.rename("seconds"), how="inner").reset_index()  # finished ones
+    places = [what_it_is(settings, *of) for of in found[["experiment", "setting"]].itertuples(index=False)]
+    return found.join(pd.DataFrame(places))
+
+
+def what_it_is(settings: dict, experiment: str, setting: str) -> dict[str, str | int]:
+    """A run's place in the study by its switches."""
+    of_experiment = settings["experiments"][experiment]
+    switches = settings["shared"] | of_experiment["shared"] | of_experiment["settings"][setting]
+    method = switches["algorithm.surrogate.class_path"].rpartition(".")[2]
+    by_sum = (method, switches["algorithm.aggregation"]) == ("GSPO", "dr_grpo")
+    arm = switches["algorithm.correction"] if switches["algorithm.ratio_to"] == "proximal" else "coupled"
+    arm = "replay" if switches["algorithm.nucleus"] == "replay" else arm
+    epochs, rate = switches["algorithm.epochs"], {3e-5: "3e-5", 1e-4: "1e-4"}[float(switches["optimizer.lr"])]
+    return {
+        "model": switches["model.name_or_path"], "grid": f"{epochs} epoch{'s' if epochs > 1 else ''}, lr {rate}",
+        "lag": switches["rollout.lag"], "method": "LUSPO" if by_sum else method,
+        "arm": "top-p 1" if switches["rollout.top_p"] == 1 else arm,
+    }  # fmt: skip
 
 
 def grid_runs() -> pd.DataFrame:
@@ -190,6 +194,19 @@ def test_off_policy_ess_at_the_drop():
         if text != "–"
     }
     assert shown == expected
+
+
+def test_off_policy_ratios():
+    names = ["final", "ess", "kl_old_new", "ratio_p1", "ratio_p99", "zero_weight_share"]
+    expected = {
+        (model, f"{grid}: {method}"): [of[name].mean() for name in names]
+        for (model, grid, lag, method, _), of in cells_of(grid_runs()).items()
+        if lag == 8 and grid in ("1 epoch, lr 3e-5", "4 epochs, lr 1e-4")
+    }
+    tables = block("ratios at lag 8")[0].items()
+    shown = {(model, row): [float(x) for x in texts] for model, table in tables for row, texts in table.iterrows()}
+    assert shown.keys() == expected.keys()
+    assert all(shown[key] == pytest.approx(expected[key], abs=5.01e-4) for key in shown)
 
 
 @pytest.mark.parametrize(

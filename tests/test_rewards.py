@@ -11,8 +11,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import reference
 import torch
+from processes import run_command
 
+import pspo.train
 from pspo.config import RewardConfig, TrainConfig
 from pspo.run.cli import parse
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
@@ -201,6 +204,34 @@ def test_none_leaves_the_function_out_of_the_sum():
     totals, by_name = total_rewards(functions, [10.0, 1.0], ["a", "b", "c"], [Problem("?")] * 3)
     assert totals == pytest.approx([1.0, 23.0, math.nan], nan_ok=True)
     assert by_name["Returns"] == pytest.approx([math.nan, 2.0, math.nan], nan_ok=True)
+
+
+def test_what_a_run_makes_of_its_rewards(monkeypatch, tmp_path, tokenizer):
+    """Rewards hear which completions hit the limit, and advantages are made of them as the switch says."""
+    scored, update, seen = pspo.train.total_rewards, pspo.train.update, []
+
+    def scoring(**told):
+        seen.append((told["truncated"], scored(**told)[0]))
+        return scored(**told)
+
+    def training(learner, rollout, advantages, config):
+        truncated, totals = seen[-1]
+        rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
+        assert truncated == [len(ids) == 18 and ids[-1] != tokenizer.eos_token_id for ids in rows]
+        expected = reference.group_relative_advantages(totals, 4, "rloo")
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        return update(learner, rollout, advantages, config)
+
+    monkeypatch.setattr(pspo.train, "total_rewards", scoring)
+    monkeypatch.setattr(pspo.train, "update", training)
+    switches = (
+        "--rollout.prompts=8", "--rollout.max_completion_tokens=18", "--algorithm.advantage_scale=rloo",
+        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0",
+        f"--run.output_dir={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert run_command(pspo.train.main, *switches) == 0
+    assert {True, False} == set(seen[0][0])
+    assert len(set(seen[0][1])) > 1
 
 
 def test_math_reward_names_an_answer_that_is_no_number():

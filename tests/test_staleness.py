@@ -182,15 +182,17 @@ def test_a_fork_keeps_what_waits_if_it_can_use_it():
     assert train("parent", "--rollout.lag=2", "--run.max_steps=4") == 0
     for name, args in {
         "same": ("--rollout.lag=2",), "on time": ("--rollout.lag=0",),
-        "other": ("--rollout.lag=2", "--rollout.group_size=5"),
+        "other": ("--rollout.lag=2", "--rollout.group_size=5"), "fresher": ("--rollout.lag=1",),
         "decoupled": ("--rollout.lag=2", *STALE["decoupled"]),
     }.items():  # fmt: skip
         assert train(name, "--run.fork_from=parent", *args) == 0
     assert train("whole", "--rollout.lag=2") == 0
-    whole, same, on_time = (read_jsonl(Path(name) / "metrics.jsonl") for name in ("whole", "same", "on time"))
+    names = ("whole", "same", "on time", "fresher")
+    whole, same, on_time, fresher = (read_jsonl(Path(name) / "metrics.jsonl") for name in names)
     numbers = ("reward", "loss", "grad_norm", "ratio_max", "kl_old_new")
     assert [[line[n] for n in numbers] for line in same] == [[line[n] for n in numbers] for line in whole[2:]]
     assert on_time[0]["completion_tokens"] != same[0]["completion_tokens"]  # the two that waited are gone
+    assert fresher[0]["completion_tokens"] == same[1]["completion_tokens"] != same[0]["completion_tokens"]  # the older
     other = read_jsonl(Path("other/metrics.jsonl"))
     assert [line["step"] for line in other] == [6, 8, 10]
 
@@ -264,12 +266,12 @@ def test_groups_without_signal_give_way():
     unknown = [math.nan] * G
     first, second = scored(drawn, flat + mixed + unknown + flat, 10), scored(fresh, mixed + flat + mixed, 20)
     assert (first.signal, second.signal) == ([False, True, False, False], [True, False, True])
-    filled = first.refill(second, "none")
+    filled = first.refill(second, "rloo")
     assert filled.prompts == [20, 11, 22, 13]
     assert filled.signal == [True, True, True, False]
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens
     assert len(filled.drawn_rewards) == 7 * G
-    assert torch.equal(filled.advantages, group_relative_advantages(filled.rewards.float(), G))
+    assert torch.equal(filled.advantages, group_relative_advantages(filled.rewards.float(), G, "rloo"))
     sources = [(fresh, 0), (drawn, 1), (fresh, 2), (drawn, 3)]
     for row in range(4 * G):
         source, group = sources[row // G]

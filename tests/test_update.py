@@ -306,6 +306,8 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(math.exp(max(log_r)), rel=1e-6)
     assert metrics[0]["corrected_share"] == pytest.approx(np.mean(corrected), rel=1e-6)
     assert 0.1 < metrics[0]["corrected_share"] < 0.9  # both happen
+    for name in ("kl_sampler_old", "sampler_ratio_max", "corrected_share"):  # of old log-probs: in each epoch the same
+        assert metrics[2][name] == metrics[0][name]
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])

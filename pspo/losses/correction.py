@@ -31,9 +31,11 @@ def correction_weights(
     """
     if mode not in get_args(Correction)[1:]:
         raise ValueError(f"unknown correction {mode!r}: choose one of {', '.join(get_args(Correction)[1:])}")
-    log_weights = log_ratio(old_logprobs, sampler_logprobs, mask)
-    if mode.startswith("sequence"):
-        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(mask)
-    weights = log_weights.exp()
-    weights = weights.clamp(max=cap) if mode.endswith("truncate") else weights.where(weights <= cap, 0.0)
-    return masked(weights, mask)
+    ratios = correction_ratios(old_logprobs, sampler_logprobs, mask, mode)
+    return masked(ratios.clamp(max=cap) if mode.endswith("truncate") else ratios.where(ratios <= cap, 0.0), mask)
+
+
+def correction_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction) -> Tensor:
+    """What `correction_weights` caps: old / sampler, (B, T)."""
+    log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
+    return (log_r.sum(dim=1, keepdim=True).expand_as(mask) if mode.startswith("sequence") else log_r).exp()

@@ -16,7 +16,7 @@ def group_relative_advantages(
     """A = R - mean of its group (Dwyer et al. 2026, section 2), optionally scaled.
 
     Args:
-        rewards: (B,), the rows of one prompt adjacent. NaN is an unknown reward: left out of its group's mean, A = 0.
+        rewards: (B,), the rows of one prompt adjacent. NaN is an unknown reward: in no mean or deviation, A = 0.
         group_size: completions per prompt; must divide B and be at least 2.
         scale: "none" (the paper); "group" (GRPO, Shao et al. 2024) or "batch" divide by the standard deviation of the
             group or of all rewards, over all ranks, ddof = 1; "rloo" (Ahmadian et al. 2024) is R - mean of the others,
@@ -36,13 +36,12 @@ def group_relative_advantages(
     unknown = groups.isnan()
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)
-    groups = groups.where(~unknown, groups.nanmean(dim=1, keepdim=True).nan_to_num())  # leaves the mean as it is
-    mean = groups.mean(dim=1, keepdim=True)  # (B / G, 1)
+    mean = groups.nanmean(dim=1, keepdim=True)  # (B / G, 1)
     advantages = groups - mean
     if scale == "group":
-        advantages = advantages / (groups.std(dim=1, keepdim=True) + eps)
+        advantages = advantages / (_std(groups) + eps)
     elif scale == "batch":
-        advantages = advantages / (dist.concat_over_ranks(groups).std() + eps)
+        advantages = advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
     elif scale == "rloo":
         known = (~unknown).sum(dim=1, keepdim=True).to(groups.dtype)  # n
         advantages = advantages * (known / (known - 1).clamp(min=1))
@@ -53,3 +52,9 @@ def group_relative_advantages(
     elif scale != "none":
         raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
     return torch.where(all_equal | unknown, 0.0, advantages).flatten()
+
+
+def _std(rewards: Tensor) -> Tensor:
+    """Standard deviation of each row's known rewards, (n, 1), ddof = 1; NaN of fewer than two."""
+    squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).square()
+    return (squares.nansum(dim=1, keepdim=True) / ((~rewards.isnan()).sum(dim=1, keepdim=True) - 1)).sqrt()

@@ -167,8 +167,8 @@ def decode(
         logits = logits.float()
         scores = logits_processor(rows[live, :end], logits)
         if sampling.nucleus:
-            probs, column = scores.softmax(dim=1), end - prompt_length
-            kept = in_nucleus(probs, sampling.top_p)
+            column, probs = end - prompt_length, (logits / (sampling.temperature or 1.0)).softmax(dim=1)
+            kept = in_nucleus(scores.softmax(dim=1), sampling.top_p)
             scores = scores.masked_fill(~kept, -torch.inf)
             mass[live, column] = (probs * kept).sum(dim=1).where(~ended, 0.0)
             kept &= ~ended[:, None]

@@ -1,7 +1,9 @@
 """Two ranks: what is sent when, a full disk, and two launchers that are one job."""
 
+import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -95,6 +97,17 @@ def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactl
     assert codes[rank] == -signal.SIGKILL
     assert train(tmp_path / "run", "fsdp2") == [0, 0]
     assert_same(whole, tmp_path / "run")
+
+
+def test_another_number_of_ranks_draws_anew_what_waited(tmp_path):
+    """What waits under a lag is a rank's share of a rollout: one rank cannot train on it."""
+    lag, prompts = "--rollout.lag=1", {}
+    assert train(tmp_path / "two", "ddp", lag, "--run.max_steps=4") == [0, 0]
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    for name, number in (("two", 2), ("one", 1)):
+        assert train(tmp_path / name, "ddp", lag, number=number) == [0] * number
+        prompts[name] = json.loads((tmp_path / name / "checkpoints/step-000006/state.json").read_text())["prompts"]
+    assert prompts["one"] == prompts["two"] + 2  # one rollout's
 
 
 def test_two_launchers_are_one_job(whole, tmp_path):
