@@ -275,6 +275,57 @@ def test_off_policy_budget():
     }
 
 
+def test_off_policy_what_is_said_of_the_ratios():
+    """What tells the methods that fall at lag 8 from those that hold, and how much GSPO's range leaves out."""
+    text = " ".join((PAGE / "README.md").read_text(encoding="utf-8").partition("\n* ")[2].split())
+    means = grid_runs().query("model == 'tiny-base'").groupby(["grid", "lag", "method"]).mean(numeric_only=True)
+    ranges = [means.loc["1 epoch, lr 3e-5", lag].loc[["GSPO", "LUSPO"], "zero_weight_share"].min() for lag in (1, 8)]
+    assert re.findall(r"leaves (\d+)% or more .* and (\d+)% or more", text) == [tuple(f"{100 * x:.0f}" for x in ranges)]
+    end, kl, p1 = means.loc["4 epochs, lr 1e-4", 8][["final", "kl_old_new", "ratio_p1"]].sort_values("final").T.values
+    said = re.search(
+        r"at ([\d.]+) or below have a KL.* of ([\d.]+) or more, the seven at ([\d.]+) or .* of ([\d.]+) or less", text
+    )
+    low, kl_low, high, kl_high = map(float, said.groups())
+    assert [round(end[5], 2), round(end[6], 2)] == [low, high]
+    assert kl[:6].min() > kl_low > kl_high > kl[6:].max()
+    p1_low, p1_high = map(float, re.search(r"at most ([\d.]+) for the six and at least ([\d.]+) for", text).groups())
+    assert p1[:6].max() < p1_low < p1_high <= round(p1[6:].min(), 2)
+
+
+def test_off_policy_what_is_said_of_the_arms():
+    """What a correction of whole completions and the replayed nucleus change."""
+    text = " ".join((PAGE / "README.md").read_text(encoding="utf-8").partition("\n* ")[2].split())
+
+    def differences(name: str, arm: str, lag: int | None = None) -> dict[tuple[str, str], tuple]:
+        return {(key[3], key[1]): cell for key, cell in family(name).items() if key[4] == arm and lag in (None, key[2])}
+
+    harsh, expected = "4 epochs, lr 1e-4", []
+    for method in ("NoClip", "PSPO"):
+        cell = differences("decoupled", "sequence_mask", 8)[method, harsh]
+        assert cell[4] < 0.05
+        expected += cell[1:4]
+    said = re.search(
+        r"by ([\d.]+) \[([\d.]+), ([\d.]+)\] for NoClip and ([\d.]+) \[([\d.]+), ([\d.]+)\] for PSPO", text
+    )
+    assert [float(x) for x in said.groups()] == pytest.approx(expected, abs=0.0051)
+    truncated = [differences("decoupled", "token_truncate", 8)[method, harsh][1] for method in ("NoClip", "PSPO")]
+    assert f"`token_truncate` by {truncated[0]:.3f} and {truncated[1]:.3f}." in text
+    bare = [differences("decoupled", "none", 8)[method, harsh] for method in ("NoClip", "PSPO")]
+    assert f"without a correction by {bare[0][1]:.3f} and {bare[1][1]:.3f}, not after" in text
+    assert min(cell[4] for cell in bare) >= 0.05
+    masked, cut = (differences("corrected", arm, 8).values() for arm in ("sequence_mask", "token_truncate"))
+    ends = [f(cell[1] for cell in cells) for cells in (masked, cut) for f in (min, max)]
+    said = re.search(r"`sequence_mask` \((\S+) to (\S+), five .*`token_truncate` \((\S+) to (\S+)\)", text)
+    assert [float(x) for x in said.groups()] == pytest.approx(ends, abs=0.0051)
+    assert sum(cell[2] > 0 for cell in masked) == 5
+    assert all(cell[4] >= 0.05 for cell in masked)
+    replayed = [cell for lag in (0, 4) for cell in differences("nucleus", "replay", lag).values()]
+    said = re.search(r"(\d+) differences from (\S+) to ([\d.]+), all intervals with 0", text)
+    ends = [len(replayed), min(cell[1] for cell in replayed), max(cell[1] for cell in replayed)]
+    assert [float(x) for x in said.groups()] == pytest.approx(ends, abs=0.0051)
+    assert all(cell[2] < 0 < cell[3] for cell in replayed)
+
+
 @pytest.mark.nightly
 def test_off_policy_page_is_of_its_runs(tmp_path):
     """The script, run again, does not change the page."""
