@@ -136,16 +136,15 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
     lengths = b["mask"].sum(dim=1).tolist()
     ids = [[5] * length for length in lengths]
     sampled = [row[:length].tolist() for row, length in zip(b["sampler"], lengths, strict=True)]
-    short, whole = (
-        ([[3, 4]] * ROWS, ids, [""] * ROWS),
-        ([[3, 4]] * ROWS, ids, None, [""] * ROWS, sampled, {}, None, None),
-    )
-    trainer._generate = lambda prompts: short if isinstance(trainer, RLOOTrainer) else whole
+    rest = ([""] * ROWS,) if isinstance(trainer, RLOOTrainer) else (None, [""] * ROWS, sampled, {}, None, None)
+    trainer._generate = lambda prompts: ([[3, 4]] * ROWS, ids, *rest)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["old"], None, None)
     return trainer._generate_and_score_completions([{"prompt": "w3 w4"} for _ in range(ROWS)])
 
 
-def trl(beta: float = 0.0, correction: str = "none", tokens: int = COUNTS.tokens, **arguments: Any) -> Loss:
+def trl(
+    beta: float = 0.0, correction: str = "none", scale: float = 1.0, tokens: int = COUNTS.tokens, **arguments: Any
+) -> Loss:
     """``tokens``: of all minibatches of the rollout."""
     trainer = make_trainer(arguments, beta, correction)
     weights = None
@@ -166,7 +165,7 @@ def trl(beta: float = 0.0, correction: str = "none", tokens: int = COUNTS.tokens
             "importance_sampling_ratio": None if weights is None else weights[first : first + rows],
         }  # fmt: skip
         first = (first + rows) % ROWS
-        return trainer._compute_loss(trainer.model, inputs)
+        return scale * trainer._compute_loss(trainer.model, inputs)
 
     return loss
 
@@ -330,12 +329,8 @@ def namesakes() -> list[Namesake]:
     low, geo_mean = verl("vanilla", "dapo", clip_ratio_c=1.3), verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     k1, k3 = (ours(Clip(0.2, delta=3.0), "dapo", 0.5, kl=kl) for kl in ("k1", "k3"))
-    far, near = (
-        {name: moved(loss, ref=distance) for name, loss in (("here", k3), ("there", verl("vanilla", "dapo", 0.5)))}
-        for distance in (3.0, 1.0)
-    )
-    rloo = trl(loss_type="rloo")
-    by_row = lambda b: rloo(b) * MICROBATCH / ROWS  # noqa: E731 (accelerate's division)
+    bounded, summed = verl("vanilla", "dapo", 0.5), ours(Clip(0.2), "dr_grpo", scale=LIMIT)
+    rloo = trl(loss_type="rloo", scale=MICROBATCH / ROWS)
 
     def corrected(surrogate: Surrogate, how: str, mode: str, **arguments: Any) -> tuple[Loss, Loss]:
         return ours(surrogate, how, correction=mode), trl(correction=mode, **arguments)
@@ -364,10 +359,10 @@ def namesakes() -> list[Namesake]:
         Namesake("KL k1, verl", "k1's own gradient, which the reference does not enter; here k2's, the KL's",
                  (k1, verl("vanilla", "dapo", 0.5, kl="k1")), "k1+", (k1, verl("vanilla", "dapo", 0.5, kl="k1+"))),
         Namesake("KL k3, verl", "at most 10, without a gradient there (shown: the reference 3 nats above)",
-                 (far["here"], far["there"]), "nearer references (shown: 1 nat)", (near["here"], near["there"])),
+                 (moved(k3, ref=3.0), moved(bounded, ref=3.0)), "nearer references (shown: 1 nat)",
+                 (moved(k3, ref=1.0), moved(bounded, ref=1.0))),
         Namesake("RLOO, TRL", "a trainer that clips a completion's product of ratios; here an advantage scale",
-                 (ours(Clip(0.2), "dr_grpo", scale=LIMIT), by_row), "r = 1, `dr_grpo` x 16",
-                 (moved(ours(Clip(0.2), "dr_grpo", scale=LIMIT), old=0.0), moved(by_row, old=0.0))),
+                 (summed, rloo), "r = 1, `dr_grpo` x 16", (moved(summed, old=0.0), moved(rloo, old=0.0))),
         Namesake("GMPO with token corrections, verl", "a row's weights are averaged, geometrically; here each acts on "
                  "its token", (ours(GMPO(0.2), "grpo", correction="token_truncate"),
                            verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="token_truncate")),

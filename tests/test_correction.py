@@ -50,7 +50,7 @@ def test_values_worked_by_hand(mode):
     assert stats["kl_sampler_old"] == pytest.approx(kl, rel=1e-12)
     assert stats["sampler_ratio_max"] == pytest.approx(4, rel=1e-12)
     assert stats["corrected_share"] == (0.5 if mode.startswith("token") else 1.0)
-    assert diagnose_correction(old, old, ratios / ratios, mask, 1.0)["corrected_share"] == 0.0  # at the cap
+    assert diagnose_correction(old, old, torch.ones_like(old), mask, 1.0)["corrected_share"] == 0.0  # at the cap
     nothing = diagnose_correction(old, sampler, ratios, mask & False, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 

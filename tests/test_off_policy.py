@@ -275,9 +275,14 @@ def test_off_policy_budget():
     }
 
 
+def bullets() -> str:
+    """What the page says below its sentence, in one line."""
+    return " ".join((PAGE / "README.md").read_text(encoding="utf-8").partition("\n* ")[2].split())
+
+
 def test_off_policy_what_is_said_of_the_ratios():
     """What tells the methods that fall at lag 8 from those that hold, and how much GSPO's range leaves out."""
-    text = " ".join((PAGE / "README.md").read_text(encoding="utf-8").partition("\n* ")[2].split())
+    text = bullets()
     means = grid_runs().query("model == 'tiny-base'").groupby(["grid", "lag", "method"]).mean(numeric_only=True)
     ranges = [means.loc["1 epoch, lr 3e-5", lag].loc[["GSPO", "LUSPO"], "zero_weight_share"].min() for lag in (1, 8)]
     assert re.findall(r"leaves (\d+)% or more .* and (\d+)% or more", text) == [tuple(f"{100 * x:.0f}" for x in ranges)]
@@ -294,7 +299,7 @@ def test_off_policy_what_is_said_of_the_ratios():
 
 def test_off_policy_what_is_said_of_the_arms():
     """What a correction of whole completions and the replayed nucleus change."""
-    text = " ".join((PAGE / "README.md").read_text(encoding="utf-8").partition("\n* ")[2].split())
+    text = bullets()
 
     def differences(name: str, arm: str, lag: int | None = None) -> dict[tuple[str, str], tuple]:
         return {(key[3], key[1]): cell for key, cell in family(name).items() if key[4] == arm and lag in (None, key[2])}

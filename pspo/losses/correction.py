@@ -36,6 +36,6 @@ def correction_weights(
 
 
 def correction_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction) -> Tensor:
-    """What `correction_weights` caps: old / sampler, (B, T)."""
+    """What `correction_weights` caps, (B, T): old / sampler of each token, or the product over its row's unmasked."""
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
     return (log_r.sum(dim=1, keepdim=True).expand_as(mask) if mode.startswith("sequence") else log_r).exp()
