@@ -1,5 +1,6 @@
 """What a run needs of memory, before its weights are loaded: against the tensors of whole models and of whole steps."""
 
+import gc
 import weakref
 
 import pytest
@@ -62,6 +63,16 @@ def test_needs_are_those_of_the_whole_model(folder, name, beta):
     number = {"float32": 4, "autocast": 3}.get(name, 2)  # under autocast, rotated keys are float32 and values bf16
     keys = 2 * DEEP["num_hidden_layers"] * rows * 20 * 2 * 16 * number
     assert found["activations"] == pytest.approx(many - few + keys, rel=0.02)
+
+
+def test_measuring_leaves_no_tensor_behind(folder):
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+    before = alive()
+    Planner(ModelConfig(folder(**DEEP)), 20, CPU)
+    assert alive() == before
 
 
 def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsys):
