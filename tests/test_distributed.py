@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import assert_same, at_call, before, contents, ranks, run_command, send
+from processes import assert_same, at_call, before, contents, one_layer, ranks, run_command, send
 
 import pspo.evaluate.__main__
 import pspo.run.evaluation
@@ -256,9 +256,11 @@ def test_shards_of_an_optimizer_that_keeps_nothing(tmp_path, kind):
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 SMALL = (
+    f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=6", "--run.validate_every=4",
     "--run.validation_limit=4", "--run.test_limit=3", "--run.save_every=2", "--data.limit=9", "--run.keep=9",
     "--optimizer.lr=1e-4", "--rollout.temperature=1", "--distributed.timeout=60",
+    "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=8",  # any model's lengths differ
 )  # fmt: skip
 
 
@@ -285,6 +287,7 @@ def whole(tmp_path_factory) -> dict[str, Path]:
 def test_both_strategies_are_one_run(whole):
     """The first rollout is the same to the last token, and its steps to rounding."""
     ddp, fsdp2 = (contents(run) for run in whole.values())
+    assert all(line["grad_norm"] > 0 for line in ddp["metrics.jsonl"])
     assert ddp["metrics.jsonl"][0] == pytest.approx(fsdp2["metrics.jsonl"][0], rel=1e-3, abs=1e-4)
     first = [json.loads(line) for line in ddp["samples.jsonl"].splitlines()[:2]]
     assert [json.loads(line) for line in fsdp2["samples.jsonl"].splitlines()[:2]] == first
@@ -300,7 +303,7 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("model   tiny-base") == done.stdout.count("greedy, held-out") == 1
+    assert done.stdout.count("model   ") == done.stdout.count("greedy, held-out") == 1
     assert_same(whole["ddp"], tmp_path / "run")
 
 
@@ -349,7 +352,7 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
 
 
 def fails_on_rank_1(completions, step):
-    """MathReward's numbers, until the file "broken" is there: then rank 1 raises at step 4, in rollouts of 4 rows."""
+    """Lengths and a bit, until the file "broken" is there: then rank 1 raises at step 4, in rollouts of 4 rows."""
     if Path(os.environ["BROKEN"]).exists() and os.environ["RANK"] == "1" and step == 4 and len(completions) == 4:
         raise KeyError("on rank 1")
     return [len(text) + row % 3 for row, text in enumerate(completions)]

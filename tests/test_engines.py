@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import OUTCOMES, tiny
-from processes import assert_same, before, forked, run_command, send
+from processes import assert_same, before, forked, one_layer, run_command, send
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
@@ -121,6 +121,7 @@ def engine(monkeypatch):
 
 
 TINY = (
+    f"--model.name_or_path={one_layer()}", "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24",
     "--rollout.engine=vllm", "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--rollout.temperature=1.0",
     "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=0", "--run.validate_every=4",
     "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
@@ -168,7 +169,7 @@ def test_an_engine_draws_during_each_update_with_the_weights_before_it(engine, t
     assert steps == [0, 0, ("update", 0), *(part for n in range(1, 6) for part in (n, ("update", n)))]
     rollouts = [event[2] for event in events if isinstance(event, tuple)]
     assert all(torch.equal(rollout.behaviour_logprobs, rollout.sampler_logprobs) for rollout in rollouts)
-    policy = load_policy(ModelConfig(), CPU)
+    policy = load_policy(ModelConfig(one_layer()), CPU)
     for i, rollout in enumerate(rollouts[:3]):
         own = token_logprobs(policy, *rollout.token_ids, 1.0)
         close = torch.allclose(own, rollout.sampler_logprobs, atol=1e-4)

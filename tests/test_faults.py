@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, run_command
+from processes import assert_same, one_layer, run_command
 from safetensors.torch import load_file
 
 import pspo.train
@@ -27,6 +27,7 @@ from pspo.tasks import Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 
 TINY = (
+    f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
     "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=1", "--data.limit=5", "--optimizer.lr=1e-3",
 )  # fmt: skip

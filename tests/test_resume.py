@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from processes import assert_same, at_call, before, contents, forked, kill_at_file_event, run_command, send
+from processes import assert_same, at_call, before, contents, forked, kill_at_file_event, one_layer, run_command, send
 from safetensors.torch import load_file
 
 import pspo.evaluate.__main__
@@ -37,6 +37,7 @@ from pspo.run.state import Run
 from pspo.tasks import Reward
 
 TINY = (
+    f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
     "--run.validate_every=4", "--run.validation_limit=2", "--run.test_limit=0", "--run.save_every=1",
     "--run.samples=8", "--data.limit=5", "--optimizer.lr=1e-3", "--optimizer.warmup_steps=2",
@@ -229,12 +230,12 @@ def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said)
     assert stamps(cut_off) == left
 
 
-@pytest.mark.parametrize("megabytes", [pytest.param(1, marks=pytest.mark.nightly), 5])
-def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, megabytes):
+@pytest.mark.parametrize("kilobytes", [pytest.param(500, marks=pytest.mark.nightly), 1500])
+def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, kilobytes):
     """Full for the weights, or for the larger optimizer state."""
 
     def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes * 2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def action() -> int:
         before("save_checkpoint", at_call(2, fill), Run)
@@ -592,7 +593,10 @@ def test_a_fork_may_change_anything_but_its_model_and_optimizer(cut_off, capfd):
 
     shutil.copytree("out", "kept")
     for args, said in (
-        (["--model.name_or_path=tiny-math"], "--model.name_or_path was 'tiny-base', is 'tiny-math': a fork cannot"),
+        (
+            ["--model.name_or_path=tiny-math"],
+            f"--model.name_or_path was '{one_layer()}', is 'tiny-math': a fork cannot",
+        ),
         (["--optimizer.name=sgd"], "--optimizer.name was 'adamw', is 'sgd': a fork cannot"),
         (["--run.max_steps=4"], "--run.max_steps 4 counts from step 0: it must be above step-000004"),
         (["--run.fork_from=nowhere"], "nowhere is neither an undamaged checkpoint nor a run's folder with one"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, before, forked, run_command, send
+from processes import assert_same, before, forked, one_layer, run_command, send
 from test_update import G, make_config, make_learner, make_rollout, naive_row, weights
 
 import pspo.train
@@ -26,6 +26,7 @@ from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
 
 TINY = (
+    f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=0.7", "--run.max_steps=10",
     "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=2", "--data.limit=7", "--optimizer.lr=1e-3",
     "--reward.functions=[test_staleness.Noisy]",

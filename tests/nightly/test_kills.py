@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import assert_same, forked, kill_at_file_event, run_command
+from processes import assert_same, forked, kill_at_file_event, one_layer, run_command
 from safetensors.torch import load_file
 
 import pspo.train
@@ -77,6 +77,7 @@ def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_
     switches, stride = MODES[mode]
     importlib.import_module("peft")  # its files would be opened in every process
     small = (
+        f"--model.name_or_path={one_layer()}",
         "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.max_steps=4", "--run.validate_every=2",
         "--run.validation_limit=2", "--run.test_limit=2", "--run.save_every=2", "--run.keep=1", "--data.limit=5",
         "--optimizer.lr=1e-3", "--run.quiet", "--reward.functions=[test_resume.Noisy]",
