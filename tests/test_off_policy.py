@@ -331,6 +331,22 @@ def test_off_policy_what_is_said_of_the_arms():
     assert all(cell[2] < 0 < cell[3] for cell in replayed)
 
 
+def test_off_policy_what_is_said_of_tiny_math():
+    """What eight rollouts of lag cost there in 1 epoch, and that Clip alone is above NoClip then."""
+    said = re.search(
+        r"cost Clip ([\d.]+) and the other \w+ at most ([\d.]+), at 1e-4 Clip ([\d.]+) "
+        r"and the others ([\d.]+) to ([\d.]+)\..* are large, by ([\d.]+) \[([\d.]+), ([\d.]+)\]",
+        bullets(),
+    )
+    small, large = (
+        {key[3]: -cell[1] for key, cell in family("lag").items() if key[:3] == ("tiny-math", grid, 8)}
+        for grid in ("1 epoch, lr 3e-5", "1 epoch, lr 1e-4")
+    )
+    expected = [small.pop("Clip"), max(small.values()), large.pop("Clip"), min(large.values()), max(large.values())]
+    expected += family("noclip")["tiny-math", "1 epoch, lr 1e-4", 8, "Clip", "coupled"][1:4]
+    assert [float(x) for x in said.groups()] == pytest.approx(expected, abs=5.01e-4)
+
+
 @pytest.mark.nightly
 def test_off_policy_page_is_of_its_runs(tmp_path):
     """The script, run again, does not change the page."""
