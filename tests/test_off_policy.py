@@ -332,19 +332,22 @@ def test_off_policy_what_is_said_of_the_arms():
 
 
 def test_off_policy_what_is_said_of_tiny_math():
-    """What eight rollouts of lag cost there in 1 epoch, and that Clip alone is above NoClip then."""
+    """What eight rollouts of lag cost there in 1 epoch."""
     said = re.search(
-        r"cost Clip ([\d.]+) and the other \w+ at most ([\d.]+), at 1e-4 Clip ([\d.]+) "
-        r"and the others ([\d.]+) to ([\d.]+)\..* are large, by ([\d.]+) \[([\d.]+), ([\d.]+)\]",
+        r"LUSPO ([\d.]+), GSPO ([\d.]+), Clip ([\d.]+) and the other ten at most ([\d.]+); at 1e-4 they cost REINFORCE "
+        r"([\d.]+), GMPO, DPPO, Clip and VESPO at most ([\d.]+) and the other eight ([\d.]+) to ([\d.]+)\.",
         bullets(),
     )
     small, large = (
         {key[3]: -cell[1] for key, cell in family("lag").items() if key[:3] == ("tiny-math", grid, 8)}
         for grid in ("1 epoch, lr 3e-5", "1 epoch, lr 1e-4")
     )
-    expected = [small.pop("Clip"), max(small.values()), large.pop("Clip"), min(large.values()), max(large.values())]
-    expected += family("noclip")["tiny-math", "1 epoch, lr 1e-4", 8, "Clip", "coupled"][1:4]
-    assert [float(x) for x in said.groups()] == pytest.approx(expected, abs=5.01e-4)
+    expected = [*(small.pop(name) for name in ("LUSPO", "GSPO", "Clip")), max(small.values()), large.pop("REINFORCE")]
+    expected.append(max(large.pop(name) for name in ("GMPO", "DPPO", "Clip", "VESPO")))
+    assert (len(small), len(large)) == (10, 8)
+    assert [float(x) for x in said.groups()] == pytest.approx(
+        [*expected, min(large.values()), max(large.values())], abs=5.01e-4
+    )
 
 
 @pytest.mark.nightly
