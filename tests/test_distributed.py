@@ -303,7 +303,7 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("model   ") == done.stdout.count("greedy, held-out") == 1
+    assert done.stdout.count(f"model   {one_layer()}") == done.stdout.count("greedy, held-out") == 1
     assert_same(whole["ddp"], tmp_path / "run")
 
 

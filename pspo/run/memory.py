@@ -164,17 +164,16 @@ def saved_bytes(policy: PreTrainedModel, width: int, config: ModelConfig, device
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage.data_ptr()] = storage  # which keeps the address its own
         return tensor.detach()  # itself it would keep its own graph, for ever if it is an operation's output
 
     ids = torch.zeros(4, width, dtype=torch.long, device=device)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, autocast(config.autocast, device):
-        graph = policy.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        policy.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for parameter in policy.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
-    del graph  # until here every tensor had an address of its own
-    return sum(kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, int]:
