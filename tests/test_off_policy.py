@@ -280,21 +280,81 @@ def bullets() -> str:
     return " ".join((PAGE / "README.md").read_text(encoding="utf-8").partition("\n* ")[2].split())
 
 
+FALLEN, HELD = (
+    ["NoClip", "PSPO", "P3O", "CISPO", "REINFORCE"],
+    ["Clip", "DPPO", "TOPR", "GSPO", "LUSPO", "GMPO", "VESPO"],
+)
+
+
+def numbers(pattern: str) -> list[float]:
+    """The numbers that a pattern finds in what the page says below its sentence."""
+    return [float(x) for x in re.search(pattern, bullets()).groups()]
+
+
+def test_off_policy_what_is_said_of_the_camps():
+    """The five against the seven at lag 8 on tiny-math, and where 4 epochs leave its methods."""
+    runs = grid_runs().query("model == 'tiny-math' and lag == 8")
+    of_grid = {grid: of.pivot(index="seed", columns="method", values="final") for grid, of in runs.groupby("grid")}
+    harsh = of_grid["4 epochs, lr 1e-4"]
+    difference = (harsh[HELD].mean(axis=1, skipna=False) - harsh[FALLEN].mean(axis=1, skipna=False)).dropna()
+    assert len(difference) == 3
+    said = numbers(
+        r"five by ([\d.]+) \[([\d.]+), ([\d.]+)\] at lag 8 .* below ([\d.]+), none of the five above ([\d.]+)\."
+    )
+    ends = [harsh[HELD].min().min(), harsh[FALLEN].max().max()]
+    assert said == [round(x, 2) for x in (*interval(difference.to_numpy())[:3], *ends)]
+    for model in ("tiny-base", "tiny-math"):
+        runs = grid_runs().query(f"model == '{model}' and lag == 8 and grid == '4 epochs, lr 3e-5'")
+        small = runs.pivot(index="seed", columns="method", values="final").dropna()
+        _, low, high, _ = interval((small[HELD].mean(axis=1) - small[FALLEN].mean(axis=1)).to_numpy())
+        assert low < 0 < high
+    (untrained, others) = numbers(r"above the untrained ([\d.]+) at lag 8.* end there at ([\d.]+) or above")
+    assert harsh.mean().max() < untrained
+    assert round(of_grid["1 epoch, lr 1e-4"].mean().drop("REINFORCE").min(), 2) == others
+
+
 def test_off_policy_what_is_said_of_the_ratios():
     """What tells the methods that fall at lag 8 from those that hold, and how much GSPO's range leaves out."""
-    text = bullets()
-    means = grid_runs().query("model == 'tiny-base'").groupby(["grid", "lag", "method"]).mean(numeric_only=True)
-    ranges = [means.loc["1 epoch, lr 3e-5", lag].loc[["GSPO", "LUSPO"], "zero_weight_share"].min() for lag in (1, 8)]
-    assert re.findall(r"leaves (\d+)% or more .* and (\d+)% or more", text) == [tuple(f"{100 * x:.0f}" for x in ranges)]
-    end, kl, p1 = means.loc["4 epochs, lr 1e-4", 8][["final", "kl_old_new", "ratio_p1"]].sort_values("final").T.values
-    said = re.search(
-        r"at ([\d.]+) or below have a KL.* of ([\d.]+) or more, the seven at ([\d.]+) or .* of ([\d.]+) or less", text
-    )
-    low, kl_low, high, kl_high = map(float, said.groups())
-    assert [round(end[5], 2), round(end[6], 2)] == [low, high]
-    assert kl[:6].min() > kl_low > kl_high > kl[6:].max()
-    p1_low, p1_high = map(float, re.search(r"at most ([\d.]+) for the six and at least ([\d.]+) for", text).groups())
-    assert p1[:6].max() < p1_low < p1_high <= round(p1[6:].min(), 2)
+    means = grid_runs().groupby(["model", "grid", "lag", "method"]).mean(numeric_only=True)
+    ranges = [
+        means.loc["tiny-base", "1 epoch, lr 3e-5", lag].loc[["GSPO", "LUSPO"], "zero_weight_share"] for lag in (1, 8)
+    ]
+    assert numbers(r"leaves (\d+)% .* and (\d+)% or more at lag 8") == [round(100 * of.min()) for of in ranges]
+    harsh = [means.loc[model, "4 epochs, lr 1e-4", 8] for model in ("tiny-base", "tiny-math")]
+    six, seven = ([of.loc[names] for of in harsh] for names in ([*FALLEN, "SAPO"], HELD))
+    final = numbers(r"that end at ([\d.]+) or below have a KL.*, the seven at ([\d.]+) or above one")
+    assert final == [round(six[0]["final"].max(), 2), round(seven[0]["final"].min(), 2)]
+    kl = numbers(r"a KL\(old to new\) of ([\d.]+) or more, .* one of ([\d.]+) or less \(seen")
+    kl += numbers(r"on tiny-math it is ([\d.]+) or more for the six, ([\d.]+) or less for")
+    for i in range(2):
+        assert six[i]["kl_old_new"].min() >= kl[2 * i] > kl[2 * i + 1] >= seven[i]["kl_old_new"].max()
+        assert six[i]["ratio_p1"].max() < seven[i]["ratio_p1"].min()
+    assert six[1]["ratio_p1"].max() > seven[0]["ratio_p1"].min()  # no value for both
+    ends = [of["ess"].max() for of in six] + [of["ess"].min() for of in seven]
+    assert ends[1] > ends[2]
+    said = numbers(r"ess of the six is at most ([\d.]+) .* and ([\d.]+) on .* at least ([\d.]+) and ([\d.]+)\. Large")
+    assert said == [round(x, 2) for x in ends]
+
+
+def test_off_policy_what_is_said_of_the_counts():
+    """How much is left after Holm's correction, and how much could be."""
+    found = family("noclip")
+    cells = found.values()
+    excluding, after = [c for c in cells if c[2] * c[3] > 0], [key for key, c in found.items() if c[4] < 0.05]
+    assert after == [("tiny-base", "4 epochs, lr 1e-4", 8, "Clip", "coupled")]
+    said = numbers(r"seeds for (\d+) .* leaves (\d+) .* has ([\d.]+)\) where (\d+) .* \((\d+) would .* to be (\d+)\.")
+    topr = found["tiny-base", "4 epochs, lr 1e-4", 8, "TOPR", "coupled"][4]
+    most = stats.t.ppf(1 - 0.05 / len(found) / 2, 2)
+    assert said == [len(found), len(after), round(topr, 4), len(excluding), 0.05 * len(found), round(most)]
+    easy = [cell for cell in cells if cell[5] > 0.9]
+    said = numbers(r"but (\d+) of (\d+) intervals exclude 0 by themselves, of differences from (\S+) to ([\d.]+)\. ")
+    ends = [f(cell[1] for cell in easy) for f in (min, max)]
+    assert said == [sum(c[2] * c[3] > 0 for c in easy), len(easy), *(round(x, 2) for x in ends)]
+    level = {key: c for key, c in found.items() if key[3] == "REINFORCE" and key[2] <= 2 and "3e-5" in key[1]}
+    (key,) = [key for key, c in level.items() if c[2] * c[3] > 0]
+    assert (len(level), key[:3]) == (12, ("tiny-math", "4 epochs, lr 3e-5", 1))
+    said = numbers(r"lag 1: (-[\d.]+) \[(-[\d.]+), (-[\d.]+)\]\)\.")
+    assert said == [round(x, 3) for x in level[key][1:4]]
 
 
 def test_off_policy_what_is_said_of_the_arms():
@@ -361,13 +421,14 @@ def test_off_policy_page_is_of_its_runs(tmp_path):
 def test_off_policy_sentence():
     """What the page says in bold of what eight rollouts of lag leave."""
     text = (PAGE / "README.md").read_text(encoding="utf-8").partition("**In a sentence: ")[2].partition("**")[0]
-    lags = {key: cell for key, cell in family("lag").items() if key[0] == "tiny-base" and key[2] == 8}
-    cost = [(key[3], -cell[1]) for key, cell in lags.items() if key[1].startswith("1 ")]
+    cost = [(key[3], -cell[1]) for key, cell in family("lag").items() if key[2] == 8 and key[1].startswith("1 ")]
     most, clipped = (max(x for name, x in cost if (name in ("GSPO", "LUSPO")) == is_in) for is_in in (False, True))
-    worst = grid_runs().query("model == 'tiny-base' and grid == '4 epochs, lr 1e-4' and lag == 8")
-    final = worst.groupby("method")["final"].mean()
-    between, fallen = final.pop("SAPO"), [final.pop(name) for name in ("NoClip", "PSPO", "P3O", "CISPO", "REINFORCE")]
-    assert set(final.index) == {"Clip", "DPPO", "TOPR", "GSPO", "LUSPO", "GMPO", "VESPO"}
-    untrained = 0.38  # of every run's first validation, which the table of runs does not have
-    numbers = [float(x) for x in re.findall(r"\d\.\d+", text)]
-    assert numbers == [round(x, 2) for x in (most, clipped, max(fallen), untrained, final.min(), between)]
+    harsh = grid_runs().query("grid == '4 epochs, lr 1e-4' and lag == 8")
+    base, math = (
+        harsh[harsh["model"] == model].groupby("method")["final"].mean() for model in ("tiny-base", "tiny-math")
+    )
+    assert {*FALLEN, *HELD, "SAPO"} == set(base.index) == set(math.index)
+    untrained = 0.38, 0.83  # of every run's first validation, which the table of runs does not have
+    ends = [base[FALLEN].max(), untrained[0], math[FALLEN].max(), untrained[1], base[HELD].min(), math[HELD].min()]
+    expected = [most, clipped, *ends, base["SAPO"], math["SAPO"]]
+    assert [float(x) for x in re.findall(r"\d\.\d+", text)] == [round(x, 2) for x in expected]
