@@ -16,7 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pspo.run.results import percent
+from pspo.evaluate.results import percent
 
 METHODS = ("PSPO", "NoClip", "Clip", "P3O", "SAPO", "TOPR")
 

@@ -239,8 +239,8 @@ class RolloutConfig:
         repetition_penalty: 1 for none
         max_rows: completions decoded at a time; lower it to save memory; auto for as many as fit the memory
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
-        engine: what draws rollouts: transformers, or vllm in a process of its own (pip install 'pspo[vllm]')
-        engine_memory: with vllm, share of the GPU's memory for its weights and cache
+        engine: transformers, vllm in a process of its own (pip install 'pspo[vllm]'), or a class by its import path
+        engine_memory: with an engine, share of the GPU's memory for its weights and cache
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout so many rollouts after it was drawn: exactly the staleness of asynchronous training
@@ -259,7 +259,7 @@ class RolloutConfig:
     repetition_penalty: float = number(1.0, "above 0")
     max_rows: int | Literal["auto"] = number(256, "above 0")
     decoder: Decoder = "pspo"
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: str = "transformers"
     engine_memory: float = number(0.3, "in (0, 1]")
     environment: str | None = None
     max_turns: int = number(4, "above 0")
@@ -271,6 +271,11 @@ class RolloutConfig:
         rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
         require(all(self.stop_strings), "rollout.stop_strings", "must not be empty texts", self.stop_strings)
+
+    @property
+    def external(self) -> bool:
+        """True if an engine draws in place of transformers."""
+        return self.engine != "transformers"
 
 
 @section("algorithm")
@@ -312,6 +317,11 @@ class AlgorithmConfig:
         except TypeError as error:
             rule = f"{name} must take {', '.join(inputs)}: {error}"
             raise ValueError(f"--algorithm.surrogate {rule}") from error
+
+    @property
+    def token_local(self) -> bool:
+        """True if a token's loss depends on no other token's log-prob."""
+        return self.surrogate.token_local and not (self.correction or "none").startswith("sequence")
 
 
 @section("optimizer")
@@ -424,7 +434,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.optimizer.lr is None:
             object.__setattr__(self, "optimizer", replace(self.optimizer, lr=default_lr(self.model)))
-        external = self.rollout.engine != "transformers"
+        external = self.rollout.external
         if self.algorithm.correction is None:
             needed = external and self.rollout.environment is None and not self.ratios_to_engine
             default = "token_truncate" if needed else "none"
@@ -478,7 +488,7 @@ class TrainConfig:
     def ratios_to_engine(self) -> bool:
         """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
         rollout = self.rollout
-        by_engine = rollout.engine != "transformers" and rollout.environment is None
+        by_engine = rollout.external and rollout.environment is None
         return by_engine and rollout.lag > 0 and self.algorithm.ratio_to == "behaviour"
 
     @property
@@ -486,7 +496,7 @@ class TrainConfig:
         """True if an engine draws the next rollout while one is trained on."""
         rollout = self.rollout
         alone = rollout.environment is None and rollout.resample == 0  # else it answers to the turns, or to the rewards
-        return rollout.engine != "transformers" and rollout.lag > 0 and alone
+        return rollout.external and rollout.lag > 0 and alone
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""

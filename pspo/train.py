@@ -4,7 +4,7 @@
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
 
 `train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update`. Everything
-around the algorithm (records, checkpoints, resuming, signals) is `pspo.run.state.Run`.
+around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`.
 """
 
 import sys
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
+from pspo.cli.python import config_from_python
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, generate, group_relative_advantages
-from pspo.run.api import train_from_python
-from pspo.run.command import train_command
-from pspo.run.state import Run
+from pspo.rollout import Drawing, Experience, group_relative_advantages
+from pspo.run.command import run_training, train_command
+from pspo.run.run import Run
 from pspo.tasks import total_rewards
 from pspo.update import keep_logprobs, update
 
@@ -31,24 +31,23 @@ def train(run: Run) -> dict[str, Any]:
     Raises Stopped, everything saved, if a signal ended the run; RunFailed, saved, if a reward raised, or after too many
     skipped steps in a row.
     """
-    config, learner = run.config, run.learner
     run.start()
     while not run.ended():
-        experience = run.delay(draw(run))  # the one drawn --rollout.lag rollouts ago: with 0 this one
+        experience = run.delay.push(draw(run))  # the one drawn --rollout.lag rollouts ago: with 0 this one
         if experience is None:
             continue
         with run.phase("train"):
-            steps = update(learner, experience.rollout, experience.advantages, config)  # epochs x minibatches
-        run.record(experience, steps)
-        run.validate_if_due()
-        run.save_if_due()
+            steps = update(run.learner, experience.rollout, experience.advantages, run.config)  # epochs x minibatches
+        run.delay.collect_prefetched()
+        run.recorder.describe(experience, steps)
+        run.conclude_rollout()  # validate, write, save
     return run.finish()
 
 
 def draw(run: Run) -> Experience:
-    """Draw and score a rollout; up to --rollout.resample times, groups without signal give way to fresh prompts'."""
+    """Draw and score a rollout; up to --rollout.resample times, replace groups without signal by fresh prompts'."""
     config = run.config
-    experience = score(run, run.drawn_ahead() or complete(run, config.rollout.prompts))
+    experience = score(run, run.delay.take_prefetched() or complete(run, config.rollout.prompts))
     run.check_rewards(experience.rewards)
     for _ in range(config.rollout.resample):
         missing = dist.max_over_ranks(experience.signal.count(False))
@@ -65,18 +64,17 @@ def draw(run: Run) -> Experience:
 
 def complete(run: Run, n: int) -> Drawing:
     """Complete the next n prompts, all ranks' together."""
-    policy, (indices, prompts) = run.learner.policy, run.next_prompts(n)
-    how = run.sampling, run.config.rollout.group_size, prompts.problems
-    with run.phase("generate"), run.weights_to_sample(policy, run.sampling):
-        return Drawing(indices, generate(policy, run.tokenizer, prompts.ids, *how))
+    indices, prompts = run.stream.next(n)
+    with run.phase("generate"):
+        return Drawing(indices, run.sampler.draw(prompts, run.config.rollout.group_size))
 
 
 def score(run: Run, drawing: Drawing) -> Experience:
     """Rewards of a rollout, NaN if unknown (--reward.on_error none), and its advantages."""
     config, group_size, rollout = run.config, run.config.rollout.group_size, drawing.rollout
-    problems = [run.prompts["train"].problems[i] for i in drawing.prompts for _ in range(group_size)]
+    problems = [run.stream.prompts.problems[i] for i in drawing.prompts for _ in range(group_size)]
     limit = config.rollout.max_completion_tokens
-    with run.phase("reward"), run.saved_on_error():
+    with run.phase("reward"):
         totals, by_name = total_rewards(
             completions=rollout.texts, problems=problems, step=run.learner.steps, max_completion_tokens=limit,
             **vars(config.reward), **rollout.scored,
@@ -90,7 +88,12 @@ class CallableModule(ModuleType):
     """Makes this module callable: ``pspo.train("tiny-base", data=problems, reward=my_reward)``."""
 
     def __call__(self, model: Any = "tiny-base", data: Any = "arithmetic", **sections: Any) -> dict[str, Any]:
-        return train_from_python(train, model=model, data=data, **sections)
+        """Train as the command does; returns the summary. `pspo.cli.python.config_from_python` has the arguments.
+
+        Raises what the command would print: ValueError for a wrong setting, RunFailed for a run that cannot continue,
+        Stopped for one that Ctrl-C has ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
+        """
+        return run_training(train, *config_from_python(model=model, data=data, **sections))
 
 
 sys.modules[__name__].__class__ = CallableModule

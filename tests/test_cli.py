@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 
 import pspo.config
 import pspo.evaluate.__main__
-import pspo.run.evaluation
+import pspo.evaluate.evaluation
 import pspo.run.prepare
 import pspo.train
 from pspo.model import ASSETS
-from pspo.run.progress import Bar
-from pspo.run.records import append_jsonl, differences, read_config, read_json, read_jsonl
+from pspo.cli.progress import Bar
+from pspo.records.files import append_jsonl, differences, read_config, read_json, read_jsonl
 from pspo.run.state import rollout_metrics
 from pspo.tasks import Problem
 
@@ -416,7 +416,7 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
 
 def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
     args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--run.output_dir=out"]
-    generate, calls = pspo.run.evaluation.generate, []
+    generate, calls = pspo.evaluate.evaluation.generate, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -424,7 +424,7 @@ def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
             raise KeyboardInterrupt
         return generate(*arguments)
 
-    monkeypatch.setattr(pspo.run.evaluation, "generate", interrupted)
+    monkeypatch.setattr(pspo.evaluate.evaluation, "generate", interrupted)
     with pytest.raises(SystemExit, match="130"):
         evaluate(args)
     assert "the same command resumes out" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pspo.run.records import to_jsonl
+from pspo.records.files import to_jsonl
 from pspo.tasks.answers import extract_answer
 from pspo.tasks.datasets import GENERATED, SPLITS, Generated, boxed, load_problems, parse_gold
 from pspo.tasks.problem import Problem

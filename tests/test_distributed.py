@@ -15,7 +15,7 @@ import torch
 from processes import assert_same, at_call, before, contents, one_layer, ranks, run_command, send
 
 import pspo.evaluate.__main__
-import pspo.run.evaluation
+import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
 from pspo.config import (
@@ -31,9 +31,9 @@ from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOP
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
 from pspo.rollout.types import Nucleus
-from pspo.run.checkpoint import checkpoints, damage
-from pspo.run.records import read_jsonl
-from pspo.run.signals import EXIT_STOPPED
+from pspo.records.folders import checkpoints, damage
+from pspo.records.files import read_jsonl
+from pspo.cli.signals import EXIT_STOPPED
 from pspo.update import Learner, keep_logprobs, update
 
 if not torch.distributed.is_gloo_available():
@@ -415,7 +415,7 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
     main, one, two = pspo.evaluate.__main__.main, tmp_path / "one", tmp_path / "two"
 
     def evaluate() -> None:
-        before("complete", lambda *_: (tmp_path / f"rank-{dist.rank()}").touch(), pspo.run.evaluation)
+        before("complete", lambda *_: (tmp_path / f"rank-{dist.rank()}").touch(), pspo.evaluate.evaluation)
         main([*command, f"--run.output_dir={two}"])
 
     assert run_command(main, *command, f"--run.output_dir={one}") == 0

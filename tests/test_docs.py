@@ -16,8 +16,8 @@ import pspo.report.__main__
 import pspo.sweep.__main__
 import pspo.train
 from pspo.config import EvaluateConfig, TrainConfig
-from pspo.run.cli import parse
-from pspo.run.records import read_jsonl
+from pspo.cli.parse import parse
+from pspo.records.files import read_jsonl
 from pspo.sweep.__main__ import SweepConfig
 
 ROOT = Path(__file__).parents[1]

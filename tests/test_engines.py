@@ -24,7 +24,7 @@ from pspo.hub.adapters import weights_of_files
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate, load_prompts, make_sampling
 from pspo.rollout.decode import in_nucleus
-from pspo.run.records import read_jsonl
+from pspo.records.files import read_jsonl
 from pspo.tasks import Reward
 
 CPU = torch.device("cpu")

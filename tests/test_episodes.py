@@ -18,8 +18,8 @@ from pspo.environments.episodes import observation_ids, play
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import Prompts, Rollout, encode_prompts, generate, make_sampling
 from pspo.rollout.generate import left_pad
-from pspo.run.evaluation import evaluate
-from pspo.run.records import read_json, read_jsonl
+from pspo.evaluate.evaluation import evaluate
+from pspo.records.files import read_json, read_jsonl
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.calculator import Calculator, calculate, problems

@@ -17,17 +17,17 @@ from processes import run_command
 from scipy.stats import hypergeom
 
 import pspo.evaluate.__main__
-import pspo.run.evaluation
+import pspo.evaluate.evaluation
 from pspo import distributed as dist
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import fingerprint, main
-from pspo.evaluate.results import render
+from pspo.evaluate.tables import render
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
-from pspo.run.evaluation import Chunk, chunks, evaluate
-from pspo.run.failures import UserCodeFailed
-from pspo.run.records import append_jsonl, read_jsonl
-from pspo.run.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
+from pspo.evaluate.evaluation import Chunk, chunks, evaluate
+from pspo.cli.failures import UserCodeFailed
+from pspo.records.files import append_jsonl, read_jsonl
+from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def scripted(monkeypatch):
             ended = torch.tensor([length < 6 for length in lengths])
             return Rollout(ids, mask, torch.ones(len(texts), 6, dtype=torch.int64), completion_mask, ended, texts)
 
-        monkeypatch.setattr(pspo.run.evaluation, "generate", generate)
+        monkeypatch.setattr(pspo.evaluate.evaluation, "generate", generate)
         return calls
 
     return script
@@ -402,8 +402,8 @@ def draw(load, tokenizer):
 @pytest.mark.parametrize(("stop", "torn"), [(1, False), (3, True), (6, True)])
 def test_a_resumed_evaluation_draws_what_is_missing_and_ends_the_same(draw, tmp_path, monkeypatch, stop, torn):
     file, drawn = tmp_path / "completions.jsonl", []
-    generate = pspo.run.evaluation.generate
-    monkeypatch.setattr(pspo.run.evaluation, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
+    generate = pspo.evaluate.evaluation.generate
+    monkeypatch.setattr(pspo.evaluate.evaluation, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
     whole, everything = draw(), drawn.copy()
     assert len(everything) == 8  # 4 problems, 2 + 1 samples each
 
@@ -445,8 +445,8 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_other_damage_is_named(tmp_
 def test_ranks_take_turns_and_have_the_results_of_one(draw, tmp_path, monkeypatch):
     from processes import ranks  # which skips this test where there is a GPU
 
-    generate, drawn, whole = pspo.run.evaluation.generate, [], draw()
-    monkeypatch.setattr(pspo.run.evaluation, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
+    generate, drawn, whole = pspo.evaluate.evaluation.generate, [], draw()
+    monkeypatch.setattr(pspo.evaluate.evaluation, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
 
     def of_rank():
         dist.init("ddp", timeout=60)

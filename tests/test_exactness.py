@@ -14,7 +14,7 @@ import pspo.train
 from pspo.config import ModelConfig, RolloutConfig
 from pspo.model import load_policy, shares_prompts, token_logprobs
 from pspo.rollout import generate, make_sampling
-from pspo.run.exactness import check_exactness
+from pspo.checks.exactness import check_exactness
 from pspo.run.prepare import room_for_prompts
 
 IN_CI = (

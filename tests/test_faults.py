@@ -19,8 +19,8 @@ from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.rollout import group_relative_advantages
-from pspo.run.checkpoint import RunFailed, checkpoints
-from pspo.run.cli import parse
+from pspo.records.folders import RunFailed, checkpoints
+from pspo.cli.parse import parse
 from pspo.run.prepare import prepare
 from pspo.run.state import rollout_metrics
 from pspo.tasks import Problem, Reward

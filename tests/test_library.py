@@ -13,7 +13,7 @@ import pspo
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip
 from pspo.rollout import Sampling, generate, group_relative_advantages
-from pspo.run.records import read_config, read_json, read_jsonl
+from pspo.records.files import read_config, read_json, read_jsonl
 from pspo.tasks import FormatReward, Problem
 from pspo.update import Learner, update
 

@@ -32,7 +32,7 @@ from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, lo
 from pspo.model.device import autocast
 from pspo.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
-from pspo.run.checkpoint import checkpoints
+from pspo.records.folders import checkpoints
 from pspo.update import Learner, update
 
 peft = pytest.importorskip("peft")

@@ -14,8 +14,8 @@ from pspo.model import load_policy
 from pspo.optimizers import make_optimizer
 from pspo.rollout import generate, make_sampling, sampling_context
 from pspo.run import memory, prepare
-from pspo.run.memory import GB, USABLE, Planner, fullest_microbatch, saved_bytes
-from pspo.run.records import read_config, read_jsonl
+from pspo.checks.memory import GB, USABLE, Planner, fullest_microbatch, saved_bytes
+from pspo.records.files import read_config, read_jsonl
 from pspo.train import main
 from pspo.update import Learner, update
 

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from pspo import hub
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
-from pspo.run.cli import parse
+from pspo.cli.parse import parse
 from pspo.tasks import MathReward
 from pspo.train import main
 

@@ -23,15 +23,15 @@ from processes import assert_same, at_call, before, contents, forked, kill_at_fi
 from safetensors.torch import load_file
 
 import pspo.evaluate.__main__
-import pspo.run.checkpoint
+import pspo.records.folders
 import pspo.run.state
 import pspo.train
 import pspo.update
 from pspo.config import TrainConfig
 from pspo.model import ASSETS
-from pspo.run.checkpoint import checkpoints, describe
-from pspo.run.cli import parse
-from pspo.run.records import differences, flat, read_json, read_jsonl
+from pspo.records.folders import checkpoints, describe
+from pspo.cli.parse import parse
+from pspo.records.files import differences, flat, read_json, read_jsonl
 from pspo.run.resume import FIXED, FREE, LONGER, ROUNDING, STEERED, find_checkpoint
 from pspo.run.state import Run
 from pspo.tasks import Reward

@@ -17,7 +17,7 @@ from processes import run_command
 
 import pspo.train
 from pspo.config import RewardConfig, TrainConfig
-from pspo.run.cli import parse
+from pspo.cli.parse import parse
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem

@@ -20,8 +20,8 @@ from pspo.losses import GSPO, PSPO, NoClip
 from pspo.rollout import Experience, group_relative_advantages
 from pspo.rollout.experience import join
 from pspo.rollout.types import Nucleus
-from pspo.run.records import read_jsonl
-from pspo.run.signals import EXIT_STOPPED
+from pspo.records.files import read_jsonl
+from pspo.cli.signals import EXIT_STOPPED
 from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
 

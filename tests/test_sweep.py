@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from pspo.config import TrainConfig
-from pspo.run.cli import parse
+from pspo.cli.parse import parse
 from pspo.sweep.__main__ import main
 from pspo.sweep.plan import SweepConfig, make_plan
 

@@ -11,8 +11,8 @@ import pytest
 
 import pspo.run.prepare
 import pspo.train
-from pspo.run.records import read_jsonl
-from pspo.run.trackers import MODULES, start_tracker
+from pspo.records.files import read_jsonl
+from pspo.records.trackers import MODULES, start_tracker
 
 ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=0",
         "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20", "--run.output_dir=out")  # fmt: skip

@@ -26,7 +26,7 @@ from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, toke
 from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.decode import sample_nucleus
 from pspo.rollout.types import cat_padded
-from pspo.run.signals import EXIT_STOPPED
+from pspo.cli.signals import EXIT_STOPPED
 from pspo.tasks import load_problems
 from pspo.update import Learner, backward, update
 

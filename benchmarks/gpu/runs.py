@@ -11,7 +11,7 @@ from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, tiny
 from benchmarks.gpu.correctness import ROOT, SHORT, torchrun, train
 from benchmarks.gpu.speed import MICROBATCH
 from pspo.config import ModelConfig
-from pspo.run.records import read_json, read_jsonl
+from pspo.records.files import read_json, read_jsonl
 
 HELD_OUT = 976  # problems of ASDiv and SVAMP
 

@@ -23,7 +23,7 @@ from benchmarks.plan.cost import (
     with_rollout_workers,
 )
 from benchmarks.plan.shapes import Shape
-from pspo.run.cli import parse, user_errors
+from pspo.cli.parse import parse, user_errors
 
 
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:

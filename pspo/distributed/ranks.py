@@ -141,9 +141,30 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def concat_over_ranks(values: Tensor, dim: int = 0) -> Tensor:
-    """Concatenate every rank's tensor along ``dim``, in which sizes may differ."""
-    return torch.cat(gather_objects(values.cpu()), dim).to(values.device) if world_size() > 1 else values
+def concat_over_ranks(values: Tensor) -> Tensor:
+    """Concatenate the rows of every rank's tensor, of which each may have another number."""
+    return torch.cat(gather_objects(values.cpu())).to(values.device) if world_size() > 1 else values
+
+
+def gather_on_main(value: T) -> list[T]:
+    """On rank 0 every rank's value, in rank order; nothing elsewhere. Tensors must be on the CPU."""
+    values: list[Any] = [value] * world_size() if is_main() else []
+    if world_size() > 1:
+        dist.gather_object(value, values if is_main() else None)
+    return values
+
+
+def gather_columns(values: Tensor) -> Tensor:
+    """On rank 0 every rank's (m, n) beside each other, in rank order: (m, N); elsewhere the rank's own."""
+    if world_size() == 1:
+        return values
+    widths = gather_objects(values.shape[1])
+    padded = torch.nn.functional.pad(values.cpu(), (0, max(widths) - values.shape[1]))
+    parts = [torch.empty_like(padded) for _ in widths] if is_main() else None
+    dist.gather(padded, parts)
+    if parts is None:
+        return values
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1).to(values.device)
 
 
 def max_over_ranks(value: int) -> int:

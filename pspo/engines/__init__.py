@@ -1,22 +1,32 @@
-"""Engines that draw rollouts in place of transformers, one file each."""
+"""Engines that draw rollouts in place of transformers: vLLM, or a class of your own by its import path."""
 
+import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.engines.vllm import VLLM, EngineError, check_vllm
-from pspo.rollout import Sampling
+from pspo.config import TrainConfig
+from pspo.optimizers.learner import Learner
+from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
 from pspo.rollout.types import Nucleus
 
-if TYPE_CHECKING:
-    from pspo.config import TrainConfig
+BUILT_IN = {"vllm": "pspo.engines.vllm.VLLM"}
+
+
+class EngineError(RuntimeError):
+    """Failure of an engine, in one line."""
 
 
 class Engine(Protocol):
-    """Draws completions in place of transformers, with weights of its own."""
+    """Draws completions with weights of its own: token ids go in, token ids and their log-probs come out.
+
+    Made as ``Engine(config, max_tokens, device)``: the run's `TrainConfig`, the most tokens of a prompt and its
+    completion together, and this rank's device. An engine that cannot be made raises ValueError, one that fails later
+    EngineError.
+    """
 
     tolerance: float  # nats by which its log-probs may differ from the policy's on average
 
@@ -33,7 +43,47 @@ class Engine(Protocol):
 
     def close(self) -> None: ...
 
+    @staticmethod
+    def check() -> None:
+        """Raise ValueError, before anything is loaded, if it cannot work here: its library is missing, say."""
 
-def make_engine(config: "TrainConfig", max_tokens: int, device: torch.device) -> Engine:
-    """The engine of --rollout.engine, for prompts and completions of ``max_tokens`` together."""
-    return VLLM(config, max_tokens, device)
+
+@dataclass(frozen=True)
+class EngineSampler:
+    """Samples by an engine, which gets the learner's weights first."""
+
+    engine: Engine
+    learner: Learner
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+
+    def prefetch(self, prompts: Prompts, group_size: int) -> None:
+        """Begin to draw what `collect` is asked for next."""
+        self.engine.push(self.learner.policy, self.learner.steps)
+        self.engine.begin(prompts.ids, self.sampling, group_size)
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        self.engine.push(self.learner.policy, self.learner.steps)
+        return self.collect(prompts, group_size)
+
+    def collect(self, prompts: Prompts, group_size: int) -> Rollout:
+        """Wait for what was begun, with the weights that the engine had then."""
+        drawn = self.engine.complete(prompts.ids, self.sampling, group_size)
+        padded = left_pad(prompts.ids, self.sampling.pad_id)
+        prompt_ids, prompt_mask = (to_device(part, self.learner.policy.device) for part in padded)
+        return as_rollout(self.tokenizer, prompt_ids, prompt_mask, *drawn, self.sampling)
+
+
+def find_engine(name: str) -> type[Engine]:
+    """Import the class of --rollout.engine; raises ValueError if there is none, or its library is not installed."""
+    path = BUILT_IN.get(name, name)
+    module, _, attribute = path.rpartition(".")
+    try:
+        engine = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        rule = f"give transformers, {', '.join(BUILT_IN)}, or the import path of a class"
+        raise ValueError(f"--rollout.engine {name} cannot be imported ({error}): {rule}") from error
+    if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
+        raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.engines.Engine says what it needs")
+    engine.check()
+    return engine

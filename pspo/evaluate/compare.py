@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import binomtest, permutation_test
 
-from pspo.run.cli import user_errors
-from pspo.run.records import read_jsonl
-from pspo.run.results import MEANS, Record, as_text, by_problem, changes, cluster_bootstrap, label, measures, table
+from pspo.cli.parse import user_errors
+from pspo.evaluate.results import MEANS, Record, as_text, by_problem, changes, cluster_bootstrap, label, measures, table
+from pspo.records.files import read_jsonl
 
 NOTE = """\
 [95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test

@@ -1,38 +1,234 @@
-"""The tables that ``python -m pspo.evaluate`` prints."""
+"""Evaluation results: means with 95% intervals, pass@k and maj@k, breakdowns; and what changed between two of them."""
 
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from pspo.run.results import as_text, label, table
+import numpy as np
+from scipy.stats import binomtest, bootstrap
 
-LONGEST_BREAKDOWN = 12  # lines on the terminal
+from pspo.tasks import Problem, extract_answer, extract_text
+
+ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}  # results: of records'
+MEANS = {"format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens"}  # likewise
+MOST_VOTES = 256  # samples of a problem up to which maj@k is computed
+
+Record = dict[str, Any]
 
 
-def render(results: dict[str, Any]) -> str:
-    """The contents of ``results.json`` as tables: a line per measure, a column per temperature, and the breakdowns."""
-    temperatures = results["temperatures"]
-    heads = [f"T = {t}" + f", {of['samples']} samples" * (of["samples"] > 1) for t, of in temperatures.items()]
-    hidden = ("samples", "breakdown", "pass@1", "maj@1", "macro_accuracy", "macro_gold_anywhere", "macro_mean_reward")
-    names = dict.fromkeys(name for of in temperatures.values() for name in of if name not in hidden)
-    rows = [("mean [95%]", *heads)]
-    rows += [(label(name), *(cell(name, of) for of in temperatures.values())) for name in names]
-    on = f"{results['n']:,} problems of {results['data']} {results['split']}"
-    parts = [f"{results['model']} on {on}\n{table(rows)}"]
+@dataclass(frozen=True)
+class Evaluation:
+    """The completions of problems.
 
-    first = "accuracy" if "accuracy" in names else "mean_reward"
-    for part, groups in next(iter(temperatures.values()))["breakdown"].items():
-        rows = [(part, "n", *(f"{label(first)} at T = {temperature} [95%]" for temperature in temperatures))]
-        for value, group in groups.items():
-            here = [of["breakdown"][part][value] for of in temperatures.values()]
-            rows.append((value or "-", group["n"], *(cell(first, of) for of in here)))
-        if part == "source":
-            rows.append(("macro average", "", *(cell(f"macro_{first}", of) for of in temperatures.values())))
-        long = f"{part}: {len(groups)} kinds, in results.json"
-        parts.append(table(rows) if len(groups) <= LONGEST_BREAKDOWN else long)
+    Attributes:
+        samples: completions of each problem.
+        completions: the records of `pspo.evaluate.evaluation.complete`, in the order of the problems.
+    """
+
+    problems: Sequence[Problem]
+    samples: int
+    completions: list[Record] = field(repr=False)
+
+    def means(self) -> dict[str, float]:
+        """Every measure's mean over the problems, of those that have one."""
+        values = {name: by_problem(of) for name, of in measures(self.completions, self.samples).items()}
+        return {name: float(of.mean()) for name, of in values.items() if len(of)}
+
+    def record(self) -> Record:
+        """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
+        flat: Record = {"n": len(self.problems)}
+        for name, of in estimates(measures(self.completions, self.samples)).items():
+            flat |= {name: of.pop("value")} | {f"{name}_{key}".removeprefix("accuracy_"): of[key] for key in of}
+        return flat | {name: mean for name, mean in self.means().items() if name in MEANS}
+
+    def results(self) -> Record:
+        """The numbers as in ``results.json``; what no completion has a value of is left out.
+
+        Each an `estimate`: accuracy (the extracted answer is right), gold_anywhere (the gold value is anywhere in the
+        response), mean_reward, every reward/<function>, pass@k, maj@k, and of several sources macro_<measure>, the mean
+        over them. Besides `MEANS`, and a breakdown by source, category and level.
+        """
+        values, breakdown, macro = measures(self.completions, self.samples), {}, {}
+        for part in ("source", "category", "level"):
+            kinds = np.array([getattr(problem, part) for problem in self.problems])
+            groups = {str(kind): {name: values[name][kinds == kind] for name in ESTIMATES} for kind in np.unique(kinds)}
+            if len(groups) > 1:
+                breakdown[part] = {kind: {"n": int((kinds == kind).sum())} | estimates(groups[kind]) for kind in groups}
+                if part == "source":
+                    sets = {name: [by_problem(group[name]) for group in groups.values()] for name in ESTIMATES}
+                    macro = {f"macro_{name}": estimate(*of) for name, of in sets.items() if all(map(len, of))}
+        means = {name: mean for name, mean in self.means().items() if name in MEANS}
+        return {"samples": self.samples, **estimates(values), **self.at_k(), **macro, **means, "breakdown": breakdown}
+
+    def at_k(self) -> dict[str, Record]:
+        """pass@k and maj@k over the problems with a gold answer, for k = 1, 2, 4, ... and all samples."""
+        n, rows = self.samples, []
+        ks = sorted({2**j for j in range(n.bit_length())} | {n})
+        for i, problem in enumerate(self.problems):
+            if problem.answer is not None:
+                of_problem = self.completions[i * n : (i + 1) * n]
+                extract = extract_text if isinstance(problem.answer, str) else extract_answer
+                votes = Counter((extract(record["completion"]), record["correct"]) for record in of_problem)
+                voted = [(count, right) for (answer, right), count in votes.items() if answer not in (None, "")]
+                majority = majority_at_k(n, voted) if n <= MOST_VOTES else []
+                correct = sum(record["correct"] for record in of_problem)
+                rows.append([*(pass_at_k(n, correct, k) for k in ks), *(majority[k] for k in ks if majority)])
+        names = [f"{name}@{k}" for name in ("pass", "maj") for k in ks]
+        return {name: estimate(np.array(column)) for name, column in zip(names, zip(*rows, strict=True), strict=False)}
+
+
+def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
+    """Values (n, samples) of `ESTIMATES`, reward/<function> and `MEANS` by name; NaN where a record has none."""
+    columns = {name: [record[key] for record in completions] for name, key in (ESTIMATES | MEANS).items()}
+    for name in completions[0].get("rewards", {}):  # which 0.1 did not write
+        columns[f"reward/{name}"] = [record["rewards"][name] for record in completions]
+    return {name: np.array(column, dtype=float).reshape(-1, samples) for name, column in columns.items()}
+
+
+def by_problem(values: np.ndarray) -> np.ndarray:
+    """Means (m,) over the samples of values (n, samples); NaN, and problems with nothing else, are left out."""
+    known = ~np.isnan(values)
+    some = known.any(axis=1)
+    return np.where(known, values, 0)[some].sum(axis=1) / known[some].sum(axis=1)
+
+
+def estimates(values: dict[str, np.ndarray]) -> dict[str, Record]:
+    """`estimate` of each measure (n, samples) but `MEANS`; with the number of values left out, if any are unknown."""
+    found = {}
+    for name, of in values.items():
+        unknown = int(np.isnan(of).sum())
+        if name not in MEANS and unknown < of.size:
+            found[name] = estimate(by_problem(of)) | ({"left_out": unknown} if unknown else {})
+    return found
+
+
+def estimate(*sets: np.ndarray) -> Record:
+    """Mean of values (n,), one per problem, and its 95% interval; of several sets the mean of their means.
+
+    The interval is Wilson's if every value of a single set is 0 or 1, otherwise a bootstrap's over the problems.
+    """
+    zero_or_one = len(sets) == 1 and bool(np.isin(sets[0], (0, 1)).all())
+    interval = wilson(int(sets[0].sum()), len(sets[0])) if zero_or_one else cluster_bootstrap(*sets)
+    return {"value": float(np.mean([values.mean() for values in sets])), "ci95": interval}
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """95% score interval of a proportion (Wilson 1927)."""
+    low, high = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    return float(low), float(high)
+
+
+def cluster_bootstrap(*sets: np.ndarray, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% percentile interval of the mean over sets of the mean of values (n,), one per cluster.
+
+    The clusters of each set are resampled. No width if a set is of one cluster.
+    """
+    if min(map(len, sets)) < 2:
+        mean = float(np.mean([values.mean() for values in sets]))
+        return mean, mean
+
+    def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
+        return sum(part.mean(axis=axis) for part in parts) / len(parts)
+
+    how = {"n_resamples": resamples, "batch": 100, "method": "percentile", "rng": np.random.default_rng(seed)}
+    low, high = bootstrap(sets, statistic, vectorized=True, **how).confidence_interval
+    return float(low), float(high)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n samples hold a ``correct`` one (Chen et al. 2021, "Evaluating LLMs Trained on Code")."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_at_k(n: int, votes: Sequence[tuple[int, bool]]) -> list[float]:
+    """Probability that the most frequent answer of k of n samples is correct, for k = 0 to n; ties are drawn by lot.
+
+    Exact, over all subsets: those are counted in which a correct answer has j votes, some rivals as many, none more.
+
+    Args:
+        votes: (count, correct) of each distinct answer; the other samples have none and do not vote.
+    """
+    wins = np.zeros(n + 1)  # subsets by size, a tie of t as 1/t
+    for i, (own, correct) in enumerate(votes):
+        rivals = [count for count, _ in [*votes[:i], *votes[i + 1 :]]]
+        for j in range(1, own + 1 if correct else 1):
+            close = [count for count in rivals if count >= j]
+            others = n - own - sum(close)  # cannot reach j votes
+            ways = np.zeros((n + 1, len(close) + 1))  # by size of the rest of the subset, and rivals that have j votes
+            ways[: others + 1, 0] = [math.comb(others, size) for size in range(others + 1)]
+            for count in close:
+                longer = np.zeros_like(ways)
+                for v in range(j):
+                    longer[v:] += math.comb(count, v) * ways[: n + 1 - v]
+                longer[j:, 1:] += math.comb(count, j) * ways[: n + 1 - j, :-1]
+                ways = longer
+            wins[j:] += math.comb(own, j) * (ways / np.arange(1, len(close) + 2)).sum(axis=1)[: n + 1 - j]
+    return [float(wins[k]) / math.comb(n, k) for k in range(n + 1)]
+
+
+# Text
+
+
+def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
+    """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
+    key = "reward" if all(record["correct"] is None for record in before) else "correct"
+    pairs = [(new[key] - old[key], old, new) for old, new in zip(before, after, strict=True)
+             if None not in (old[key], new[key])]  # fmt: skip
+    better = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
+    worse = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
+    words = ("wrong -> right", "right -> wrong") if key == "correct" else ("with more reward", "with less")
+    parts = [f"{len(better)} {words[0]}, {len(worse)} {words[1]}, of {len(pairs):,} problems"]
+    for _, old, new in [pair for two in zip_longest(better, worse) for pair in two if pair][:most]:
+        prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
+        lines = {"problem": prompt, "gold": old["gold"]}
+        for name, record in zip(names, (old, new), strict=True):
+            lines[name] = record["completion"] if key == "correct" else f"{record[key]:.3f}: {record['completion']}"
+        parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
     return "\n\n".join(parts)
 
 
-def cell(name: str, of: dict[str, Any]) -> str:
-    """A measure as text; "-" if it is not there."""
-    if name not in of:
+def clip(text: str, width: int = 200) -> str:
+    """Text in one line, without its middle if it is long; model output cannot move the cursor."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Rows as aligned text, the first one as the header; all but the first column right-aligned."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        aligned = [f"{cell!s:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([f"{name!s:<{widths[0]}}", *aligned]).rstrip())
+    return "\n".join(lines)
+
+
+def as_text(name: str, value: float, ci95: tuple[float, float] | None = None, left_out: int | None = None) -> str:
+    """A measure as "42.0% [37.7, 46.4]"; rewards as "0.420 [0.377, 0.464]"; lengths as "41.3"."""
+    if name == "completion_tokens":
+        return f"{value:.1f}"
+    interval = f" [{ci95[0]:.3f}, {ci95[1]:.3f}]" if ci95 else ""
+    text = f"{value:.3f}{interval}" if "reward" in name else percent(value, ci95)
+    return f"{text} ({left_out:,} left out)" if left_out else text
+
+
+def from_record(record: Record, name: str) -> str:
+    """A measure of `Evaluation.record` as text; "-" if it is not there."""
+    if name not in record:
         return "-"
-    return as_text(name, **of[name]) if isinstance(of[name], dict) else as_text(name, of[name])
+    more = {key: record.get(f"{name}_{key}".removeprefix("accuracy_")) for key in ("ci95", "left_out")}
+    return as_text(name, record[name], **more)
+
+
+def label(name: str) -> str:
+    """A measure's name in tables."""
+    return name.removeprefix("mean_").removeprefix("completion_").removesuffix("_share").replace("_", " ")
+
+
+def percent(share: float, ci95: tuple[float, float] | None = None) -> str:
+    """A share as "42.0%", with its interval as "42.0% [37.7, 46.4]"."""
+    interval = f" [{100 * ci95[0]:.1f}, {100 * ci95[1]:.1f}]" if ci95 else ""
+    return f"{100 * share:.1f}%{interval}"

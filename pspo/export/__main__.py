@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig, require
-from pspo.hub.models import resolve_adapters, save_pretrained
+from pspo.hub.models import resolve_adapters
+from pspo.hub.save import save_pretrained
 from pspo.model import load_policy, load_tokenizer
-from pspo.run.cli import parse, user_errors
 
 
 @dataclass(frozen=True)

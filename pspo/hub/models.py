@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import jinja2
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -97,6 +96,22 @@ def load_model_config(config: "ModelConfig") -> PretrainedConfig:
     return from_pretrained(AutoConfig, resolve_adapters(config))
 
 
+def room_for_prompts(config: "ModelConfig", max_completion_tokens: int, switch: str) -> float:
+    """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
+
+    LongRoPE's positions end where it would switch to other frequencies, for all rows of a batch at once. Raises
+    ValueError, naming the switch, if none fit.
+    """
+    text_config = load_model_config(config).get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        positions = rope["original_max_position_embeddings"]
+    if positions is not None and positions <= max_completion_tokens:
+        raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
+    return math.inf if positions is None else positions - max_completion_tokens
+
+
 def without_dropout(config: "ModelConfig") -> PretrainedConfig:
     """The model's own configuration, with every dropout at 0."""
     model_config = load_model_config(config)
@@ -146,16 +161,6 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
         what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
         raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
     return pad
-
-
-def save_pretrained(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Save a model with its generation config as it was loaded, which the library itself may refuse to save."""
-    loaded, policy.generation_config = policy.generation_config, GenerationConfig()
-    try:
-        policy.save_pretrained(folder, state_dict=weights)
-    finally:
-        policy.generation_config = loaded
-    loaded.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def weight_files(config: "ModelConfig") -> list[Path]:

@@ -38,7 +38,7 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
     Raises ValueError for a model that cannot be found. Whether it computes what the trainer takes it to compute, is
-    for `pspo.run.exactness` to check.
+    for `pspo.checks.exactness` to check.
     """
     device, config = device or dist.local_device(), resolve_adapters(config)
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)

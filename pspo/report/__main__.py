@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from pspo.records.files import write_text
 from pspo.report.figures import draw_curves
 from pspo.report.paper import against_paper
 from pspo.report.runs import ARGUMENT, DATA, MODEL, SEED, Runs, labels, methods, pack, read_runs, settings, warn
@@ -32,7 +33,6 @@ from pspo.report.tables import (
     smoothed,
     tables,
 )
-from pspo.run.records import write_text
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from pspo.run.records import describe_changes, flat, read_config, read_json, read_jsonl, write_text
+from pspo.records.files import describe_changes, flat, read_config, read_json, read_jsonl, write_text
 
 MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
 SURROGATE, ARGUMENT = "algorithm.surrogate.class_path", "algorithm.surrogate.init_args."

@@ -16,12 +16,10 @@ from transformers import (
     StopStringCriteria,
 )
 
-from pspo import distributed as dist
 from pspo.hub.models import token_ids
-from pspo.model import attends_fully, autocast, pad_token_id, shares_prompts, stop_token_ids
+from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_ids
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Decoder, Nucleus, Rollout, Sampling, cat_padded, to_device
-from pspo.tasks.problem import Problem
 
 if TYPE_CHECKING:
     from pspo.config import RolloutConfig
@@ -55,13 +53,6 @@ def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
         raise ValueError(f"--rollout.decoder graphs needs sdpa attention and full attention in every layer, not {has}")
 
 
-@contextlib.contextmanager
-def sampling_context(model: PreTrainedModel, autocast_mode: str, weights: str = "gathered") -> Iterator[None]:
-    """Sampling context: weights unsharded as --distributed.rollout says, under autocast."""
-    with dist.unsharded(model, weights), autocast(autocast_mode, model.device):
-        yield
-
-
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -69,32 +60,40 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     group_size: int = 1,
-    problems: Sequence[Problem] = (),
 ) -> Rollout:
-    """``group_size`` completions for each encoded prompt, drawn with torch's global generator.
+    """``group_size`` completions for each encoded prompt, drawn with torch's global generator."""
+    prompt_ids, prompt_mask = (to_device(part, model.device) for part in left_pad(prompts, sampling.pad_id))
+    drawn = complete(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+    return as_rollout(tokenizer, prompt_ids, prompt_mask, *drawn, sampling)
 
-    With ``sampling.play`` they are episodes of several turns; it needs the ``problems`` of the prompts.
+
+def as_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    logprobs: Tensor | None,
+    nucleus: Nucleus | None,
+    sampling: Sampling,
+) -> Rollout:
+    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
+
     Masks come from lengths, never from token values: a pad token may equal a stop token.
     """
-    if sampling.play is not None:
-        return sampling.play(partial(generate, model, tokenizer), tokenizer, prompts, problems, sampling, group_size)
-    prompt_ids, prompt_mask = (to_device(part, model.device) for part in left_pad(prompts, sampling.pad_id))
-    if sampling.served_by is not None:
-        completion_ids, logprobs, nucleus = sampling.served_by.complete(prompts, sampling, group_size)
-    else:
-        completion_ids, logprobs, nucleus = complete(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+    device, (rows, width) = prompt_ids.device, completion_ids.shape
+    group_size = rows // len(prompt_ids)
     prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
-    completion_ids, width = completion_ids.to(model.device), completion_ids.shape[1]
-    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=model.device))
+    completion_ids = completion_ids.to(device)
+    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
     if sampling.stop_strings:
         ends = StopStrings(tokenizer, sampling.stop_strings)
         is_stop |= torch.stack([ends(completion_ids[:, : t + 1]) for t in range(width)], dim=1)
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
-    completion_mask = torch.arange(width, device=model.device) < lengths[:, None]
+    completion_mask = torch.arange(width, device=device) < lengths[:, None]
     tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    logprobs = logprobs.to(model.device).where(completion_mask, 0.0) if sampling.logprobs else None
+    logprobs = logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None
     return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
 
 
@@ -108,6 +107,8 @@ def complete(
 ) -> tuple[Tensor, Tensor | None, Nucleus | None]:
     """(N, P) prompts to (N * group_size, T) completions by transformers, `Sampling.max_rows` at a time."""
     check_decoder(model, sampling.decoder)
+    if sampling.library and (sampling.logprobs or sampling.nucleus):
+        raise ValueError("logprobs and nucleus are unavailable with decoder=hf or a repetition_penalty")
     at_a_time, pieces = max(1, sampling.max_rows // group_size), []
     with inference(model):
         for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):

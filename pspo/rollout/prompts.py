@@ -1,5 +1,7 @@
 """Prompts: problems, encoded with the model's chat template, and the order in which a run draws them."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,14 @@ class Prompts:
 
     def take(self, indices: Sequence[int]) -> "Prompts":
         return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices])
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the encoded prompts, and of the problems' answers, kinds and other fields."""
+        parts = [
+            (ids, str(problem.answer), problem.source, problem.category, problem.level, problem.fields)
+            for ids, problem in zip(self.ids, self.problems, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def load_prompts(

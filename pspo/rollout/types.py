@@ -1,16 +1,13 @@
 """How to sample a rollout, its tensors, and those of its rows as the loss sees them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig
-
-if TYPE_CHECKING:
-    from pspo.engines import Engine
 
 Decoder = Literal["pspo", "graphs", "hf"]
 
@@ -45,18 +42,10 @@ class Sampling:
     stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
     max_rows: int = 256  # decoded at a time
     decoder: Decoder = "pspo"
-    served_by: "Engine | None" = None  # draws in place of a decoder
     logprobs: bool = False  # keep those that the tokens were sampled with; not with the library's own loop
     nucleus: bool = False  # keep the tokens that each was drawn from; log-probs kept are renormalised over them
     synced: bool = False  # all ranks decode until the last one's rows have ended, by the library's own loop
-    play: Callable[..., "Rollout"] | None = None  # of `pspo.environments.player`: plays episodes in an environment,
-    max_turns: int = 4  # of so many turns; max_completion_tokens then limits an episode, observations included
-
-    def __post_init__(self) -> None:
-        library = self.library and self.served_by is None
-        if (self.logprobs or self.nucleus) and (library or self.play):
-            why = "decoder=hf, a repetition_penalty or an environment"
-            raise ValueError(f"logprobs and nucleus are unavailable with {why}")
+    max_turns: int = 4  # in an environment, where max_completion_tokens limits an episode, observations included
 
     @property
     def library(self) -> bool:
@@ -65,8 +54,8 @@ class Sampling:
 
     def greedy(self) -> "Sampling":
         """Greedy decoding of the plain model by the decoder, with the same limit and stop tokens."""
-        kept = {"logprobs": False, "nucleus": False, "served_by": None}
-        return replace(self, temperature=0.0, repetition_penalty=1.0, min_completion_tokens=0, **kept)
+        plain = {"repetition_penalty": 1.0, "min_completion_tokens": 0, "logprobs": False, "nucleus": False}
+        return replace(self, temperature=0.0, **plain)
 
     def generation_config(self) -> GenerationConfig:
         greedy = self.temperature == 0
@@ -212,6 +201,10 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     indices: Tensor | None = None
+
+    def replayed(self, nucleus: str) -> tuple[Tensor, Tensor] | None:
+        """Tokens that log-probs are renormalised over, as `Nucleus.kept`; None for all (--algorithm.nucleus ignore)."""
+        return self.rollout.nucleus.kept(self.rollout.completion_mask) if nucleus == "replay" else None
 
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
+from pspo.cli.failures import UserCodeFailed, of_user_code
+from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
+from pspo.evaluate.card import evaluate_command
+from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.model import has_adapters
-from pspo.run.card import evaluate_command
-from pspo.run.checkpoint import RunFailed, checkpoints
-from pspo.run.cli import memory_errors, parse, user_errors
-from pspo.run.failures import UserCodeFailed, of_user_code
+from pspo.records.files import read_jsonl
+from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.run.prepare import prepare
-from pspo.run.records import read_jsonl
-from pspo.run.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.run.resume import finished_summary
-from pspo.run.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
-from pspo.run.state import Run
+from pspo.run.run import Run
 from pspo.tasks.failures import user_traceback
 
 
@@ -68,7 +68,7 @@ def run_training(
     if not config.run.quiet:
         print_header(run)
     try:
-        with run.lock, run.signals:
+        with run.resources, run.signals:
             summary = train(run)
     except (Stopped, KeyboardInterrupt):
         if dist.is_main():
@@ -77,8 +77,8 @@ def run_training(
     except Exception as error:
         if isinstance(error, RunFailed) or not of_user_code(error):
             raise
-        saved = next(iter(checkpoints(run.output)), "none yet")
-        raise UserCodeFailed(f"{user_traceback(error)}\n\nlast checkpoint: {saved}") from error
+        saved = f"last checkpoint: {newest_checkpoint(run.output)}"
+        raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error
     print_summary(config, summary)
     return summary
 
@@ -86,8 +86,9 @@ def run_training(
 def print_header(run: Run) -> None:
     config, policy = run.config, run.learner.policy
     algorithm, rollout = config.algorithm, config.rollout
-    sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in run.prompts.items())
-    stops = [*run.tokenizer.convert_ids_to_tokens(run.sampling.stop_ids), *map(repr, run.sampling.stop_strings)]
+    sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items())
+    tokenizer, sampling = run.sampler.tokenizer, run.sampler.sampling
+    stops = [*tokenizer.convert_ids_to_tokens(sampling.stop_ids), *map(repr, sampling.stop_strings)]
     print(f"model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters on {policy.device}")
     end = " or ".join(stops) or "their limit alone"
     print(f"data    {config.data.name}: {sizes} problems; completions end at {end}")
@@ -108,11 +109,10 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         rows = [("greedy, held-out", *(label(name) + " [95%]" * (name in ESTIMATES) for name in names))]
         steps = {"before": 0, "after": summary["best_step"], "final": summary["optimizer_steps"]}
         for when in ("before", "after", "final") if steps["after"] != steps["final"] else ("before", "after"):
-            test = summary.get(when, {})  # which runs of 0.1 lack
-            rows.append((f"{when}, step {steps[when]}", *(from_record(test, name) for name in names)))
+            rows.append((f"{when}, step {steps[when]}", *(from_record(summary[when], name) for name in names)))
         print(table(rows))
         tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in ("before", "after")]
-        if all(tests):  # which 0.1 did not keep
+        if all(tests):
             print(f"\n{changes(*tests, 3, ('before', 'after'))}\n")
     if said := describe_validations(summary.get("validation", {})):
         print(said)

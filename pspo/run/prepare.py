@@ -1,44 +1,38 @@
-"""Everything before the first rollout: the run's folder, data, model, optimizer, and the state to resume from."""
+"""Everything before the first rollout: the run's folder, data, model and optimizer, and the parts made of them."""
 
 import contextlib
-import math
-import time
 import warnings
-from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import torch
 import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.config import ModelConfig, TrainConfig
-from pspo.engines import check_vllm, make_engine
-from pspo.environments import player
-from pspo.hub.models import token_ids
-from pspo.model import StartingAdapters, has_adapters, load_model_config, load_policy, load_tokenizer
+from pspo.checks.exactness import check_engine, check_exactness
+from pspo.checks.memory import auto_switches, largest_that_fit, replace_switches, say_needs
+from pspo.cli.python import default_output
+from pspo.config import TrainConfig
+from pspo.engines import EngineSampler, find_engine
+from pspo.hub.models import room_for_prompts, token_ids
+from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
-from pspo.rollout import check_decoder, load_prompts, make_sampling
-from pspo.run.checkpoint import Progress, checkpoints
-from pspo.run.exactness import check_engine, check_exactness
-from pspo.run.memory import auto_switches, largest_that_fit, replace_switches, say_needs
-from pspo.run.records import check_output, environment, flat, read_config, to_yaml, write_json, write_text
-from pspo.run.resume import (
-    check_changes,
-    claim,
-    fork_parent,
-    holds_steps,
-    problems_hash,
-    restore,
-    run_to_resume,
-    update_config,
-)
-from pspo.run.state import Run
-from pspo.run.trackers import check_tracker, start_tracker
+from pspo.optimizers.learner import Learner
+from pspo.records.files import environment, flat, read_config, to_yaml, write_json, write_text
+from pspo.records.folders import check_output, checkpoints, claim
+from pspo.records.trackers import check_tracker
+from pspo.rollout import Prompts, TransformersSampler, check_decoder, load_prompts, make_sampling
+from pspo.run.checkpointer import Checkpointer
+from pspo.run.delay import Delay
+from pspo.run.prompt_stream import PromptStream
+from pspo.run.recorder import Recorder
+from pspo.run.resume import check_changes, fork_parent, holds_steps, restore, run_to_resume, update_config
+from pspo.run.run import Run
+from pspo.run.sampler import Sampler
+from pspo.run.validator import Validator
 from pspo.tasks import check_rewards
-from pspo.tasks.environment import load_environment
-from pspo.update import Learner
+from pspo.tasks.environment import MakeEnvironment, load_environment
 
 
 def prepare(config: TrainConfig, resolved: str) -> Run:
@@ -47,111 +41,130 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     ``resolved`` is the configuration as YAML, for the folder. Raises ValueError for anything the user can mend, before
     anything expensive happens if possible.
     """
-    with contextlib.ExitStack() as lock:
-        run = prepare_in(lock, config, resolved)
-        run.lock = lock.pop_all()
+    with contextlib.ExitStack() as resources:  # released if the preparation fails
+        run = make_run(config, resolved, resources)
+        run.resources = resources.pop_all()
     return run
 
 
-def prepare_in(lock: contextlib.ExitStack, config: TrainConfig, resolved: str) -> Run:
-    """`prepare`, with what must be released if it fails in ``lock``."""
+def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack) -> Run:
     dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-    output, resumed = dist.run_on_main(lambda: find_output(config, resolved, lock))
+    output, resumed = dist.run_on_main(lambda: find_output(config, resolved, resources))
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer.name)
-    if config.rollout.engine == "vllm":
-        check_vllm()
+    if config.rollout.external:
+        find_engine(config.rollout.engine)
     make_environment = load_environment(config.rollout.environment)
-
     tokenizer = load_tokenizer(config.model)
     token_ids(tokenizer, config.rollout.stop_tokens or ())
+    prompts = load_splits(config, tokenizer, make_environment)
+
+    device = dist.local_device()
+    longest = max(map(len, prompts["train"].ids))
+    config, resolved = resolve_auto(config, resolved, output, longest, device)
+    if dist.is_main() and config.distributed.strategy != "fsdp2" and not config.run.quiet:
+        say_needs(config, longest, device)
+    dist.seed_generators(config.run.seed)
+    if device.type == "cpu":  # otherwise several threads add up gradients in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    learner = make_learner(config, device)
+    decoder = make_decoder(config, learner.policy, tokenizer)
+    with dist.unsharded(learner.policy, config.distributed.rollout):
+        check_exactness(learner.policy, tokenizer, prompts["train"].ids, decoder.sampling, config.model.autocast)
+    engine = start_engine(config, learner, decoder, prompts, resources) if config.rollout.external else None
+
+    stream = PromptStream(prompts["train"], config)
+    sampler = Sampler(decoder, engine, make_environment, output)
+    recorder = Recorder(config, learner, tokenizer, prompts["train"].problems, output)
+    delay = Delay(config, stream, sampler, recorder)
+    validator = Validator(config, learner, sampler, recorder, prompts, output)
+    parts = {"stream": stream, "sampler": sampler, "delay": delay}
+    parts |= {"learner": learner, "validator": validator, "recorder": recorder}
+    checkpointer = Checkpointer(config, parts, output)
+    if not resumed:
+        dist.run_on_main(lambda: make_output(output, resolved, resources))
+    if resumed or config.run.fork_from:
+        restore(config, resolved, checkpointer)
+        dist.run_on_main(lambda: update_config(output, resolved))
+    dist.run_on_main(lambda: write_environment(output, device))
+    return Run(config, **parts, checkpointer=checkpointer, output=output, resources=resources)
+
+
+def load_splits(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
+) -> dict[str, Prompts]:
+    """Prompts by split: train, and validation and test if the run has them."""
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
     limits |= {"validation": config.run.validation_limit} if config.run.validate_every else {}
     limits |= {"test": config.run.test_limit} if config.run.test_limit else {}
     load = partial(load_prompts, config.data, tokenizer, room=room, environment=make_environment)
     prompts = {split: load(split, limit) for split, limit in limits.items()}
-
     for split in prompts:
         check_rewards(config.reward.functions, prompts[split].problems)
+    return prompts
 
-    device, sharded = dist.local_device(), config.distributed.strategy == "fsdp2"
-    longest = max(map(len, prompts["train"].ids))
-    config, resolved = resolve_auto(config, resolved, output, longest, device)
-    if dist.is_main() and not sharded and not config.run.quiet:
-        say_needs(config, longest, device)
-    dist.seed_generators(config.run.seed)
-    if device.type == "cpu":  # otherwise several threads add up gradients in any order
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+
+def make_learner(config: TrainConfig, device: torch.device) -> Learner:
+    """Load the policy, and the reference if there is one, and make the optimizer."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
+    sharded, reference = config.distributed.strategy == "fsdp2", None
     policy = load_policy(config.model, device, sharded)
-    check_decoder(policy, config.rollout.decoder)
-    more = {
-        "logprobs": config.algorithm.correction != "none" or config.ratios_to_engine,
-        "nucleus": config.algorithm.nucleus == "replay",
-        "play": player(make_environment),
-    }
-    sampling = make_sampling(policy, tokenizer, config.rollout, synced=config.distributed.rollout == "synced", **more)
-    with dist.unsharded(policy, config.distributed.rollout):
-        check_exactness(policy, tokenizer, prompts["train"].ids, sampling, config.model.autocast)
-    if config.rollout.engine != "transformers":
-        room = max(len(ids) for split in prompts.values() for ids in split.ids) + config.rollout.max_completion_tokens
-        if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
-            lock.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-        engine = make_engine(config, room, device)
-        lock.callback(engine.close)
-        sampling = replace(sampling, served_by=engine)
-        mean, largest = check_engine(policy, tokenizer, prompts["train"].ids[:8], sampling)
-        if dist.is_main() and not config.run.quiet:
-            print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
-                  f"{largest:.1g} at most")  # fmt: skip
-    reference = None
-    if config.algorithm.beta > 0:
-        lora = has_adapters(policy)  # then no second copy of the model
-        reference = (
-            StartingAdapters(policy) if lora else load_policy(config.model, device, sharded).requires_grad_(False)
-        )
+    if config.algorithm.beta > 0 and has_adapters(policy):
+        reference = StartingAdapters(policy)  # no second copy of the model
+    elif config.algorithm.beta > 0:
+        reference = load_policy(config.model, device, sharded).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
-    scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    learner = Learner(policy, optimizer, scheduler, reference)
-    stateful = {"optimizer": dist.UnshardedState(optimizer) if sharded else optimizer, "scheduler": scheduler}
-    progress = Progress({split: problems_hash(prompts[split]) for split in prompts})
-    if not resumed:
-        dist.run_on_main(lambda: make_output(output, resolved, lock))
-    if resumed or config.run.fork_from:
-        progress = restore(config, resolved, output, learner, stateful, progress)
-        dist.run_on_main(lambda: update_config(output, resolved))
-    dist.run_on_main(lambda: write_environment(output, device))
-    tracker = config.run.tracker if dist.is_main() else "none"
-    tracker = start_tracker(tracker, output, yaml.safe_load(resolved), learner.steps)
-    return Run(config, learner, tokenizer, sampling, prompts, output, lock, progress, stateful, tracker)
+    return Learner(policy, optimizer, make_scheduler(optimizer, config.optimizer, config.run.max_steps), reference)
 
 
-def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
-    """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
+def make_decoder(
+    config: TrainConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> TransformersSampler:
+    """Sampling from the policy as the switches say, keeping what the loss asks for."""
+    check_decoder(policy, config.rollout.decoder)
+    sampling = make_sampling(
+        policy,
+        tokenizer,
+        config.rollout,
+        logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
+        nucleus=config.algorithm.nucleus == "replay",
+        synced=config.distributed.rollout == "synced",
+    )
+    return TransformersSampler(policy, tokenizer, sampling, config.model.autocast, config.distributed.rollout)
 
-    LongRoPE's positions end where it would switch to other frequencies, for all rows of a batch at once. Raises
-    ValueError, naming the switch, if none fit.
-    """
-    text_config = load_model_config(config).get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        positions = rope["original_max_position_embeddings"]
-    if positions is not None and positions <= max_completion_tokens:
-        raise ValueError(f"--{switch} must be below the model's {positions} positions, got {max_completion_tokens}")
-    return math.inf if positions is None else positions - max_completion_tokens
+
+def start_engine(
+    config: TrainConfig,
+    learner: Learner,
+    decoder: TransformersSampler,
+    prompts: dict[str, Prompts],
+    resources: contextlib.ExitStack,
+) -> EngineSampler:
+    """Start the engine of --rollout.engine, and check that it draws by the policy."""
+    device = learner.policy.device
+    room = max(len(ids) for split in prompts.values() for ids in split.ids) + config.rollout.max_completion_tokens
+    if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+        resources.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    engine = find_engine(config.rollout.engine)(config, room, device)
+    resources.callback(engine.close)
+    sampler = EngineSampler(engine, learner, decoder.tokenizer, decoder.sampling)
+    mean, largest = check_engine(sampler, prompts["train"].take(range(min(8, len(prompts["train"])))))
+    if dist.is_main() and not config.run.quiet:
+        print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
+              f"{largest:.1g} at most")  # fmt: skip
+    return sampler
 
 
-def find_output(config: TrainConfig, resolved: str, lock: contextlib.ExitStack) -> tuple[Path, bool]:
+def find_output(config: TrainConfig, resolved: str, resources: contextlib.ExitStack) -> tuple[Path, bool]:
     """The run's folder, and whether it holds a run to resume, which is then locked."""
     resumed = run_to_resume(config.run.resume, config.run.output_dir)
     output = resumed or Path(config.run.output_dir or default_output(config))
     check_output(output)
     if resumed:
-        lock.enter_context(claim(output))
+        resources.enter_context(claim(output))
         check_changes(output, resolved)
     if config.run.fork_from and not checkpoints(output):
         fork_parent(config.run, resolved)
@@ -181,17 +194,10 @@ def resolve_auto(
     return replace_switches(config, values), to_yaml(settings)
 
 
-def default_output(config: TrainConfig) -> str:
-    method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
-    data = config.data.name.replace("/", "-")  # of a hub id
-    folder = f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
-    return next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
-
-
-def make_output(output: Path, resolved: str, lock: contextlib.ExitStack) -> None:
+def make_output(output: Path, resolved: str, resources: contextlib.ExitStack) -> None:
     """Make the run's folder and lock it."""
     output.mkdir(parents=True, exist_ok=True)
-    lock.enter_context(claim(output))
+    resources.enter_context(claim(output))
     write_text(output / "config.yaml", resolved)
 
 

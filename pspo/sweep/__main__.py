@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.run.cli import parse, user_errors
-from pspo.run.progress import Bar
-from pspo.run.records import lock, write_json
+from pspo.cli.parse import parse, user_errors
+from pspo.cli.progress import Bar
+from pspo.records.files import lock, write_json
 from pspo.sweep.plan import Method, SweepConfig, make_plan
 from pspo.sweep.workers import Workers
 

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from jsonargparse.typing import PositiveInt
 
+from pspo.cli.parse import parse, user_errors
+from pspo.cli.progress import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
-from pspo.run.cli import parse, user_errors
-from pspo.run.progress import Bar
-from pspo.run.records import as_argument, differences, read_config, read_jsonl
+from pspo.records.files import as_argument, differences, read_config, read_jsonl
 from pspo.run.resume import STEERED
 
 Switches = dict[str, Any]

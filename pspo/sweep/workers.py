@@ -15,8 +15,8 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from pspo.run.records import read_json, to_yaml, write_text
-from pspo.run.signals import EXIT_STOPPED
+from pspo.cli.signals import EXIT_STOPPED
+from pspo.records.files import read_json, to_yaml, write_text
 from pspo.sweep.plan import Job, SweepConfig, as_args
 
 

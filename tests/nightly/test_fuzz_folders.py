@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from processes import run_command
 
 import pspo.train
-from pspo.run.checkpoint import checkpoints, damage
+from pspo.records.folders import checkpoints, damage
 
 pytestmark = pytest.mark.nightly
 TINY = (

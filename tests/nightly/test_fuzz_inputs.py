@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pspo.config import TrainConfig
-from pspo.run.cli import parse
+from pspo.cli.parse import parse
 from pspo.tasks import extract_answer, load_problems, math_reward
 
 pytestmark = pytest.mark.nightly

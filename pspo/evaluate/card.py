@@ -10,9 +10,9 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
+from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.hub.models import ASSETS, resolve_adapters
-from pspo.run.records import as_argument, as_setting
-from pspo.run.results import Record, as_text, from_record, label
+from pspo.records.files import as_argument, as_setting
 from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
 

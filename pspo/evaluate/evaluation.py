@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.cli.failures import fail_together
+from pspo.cli.progress import Bar
 from pspo.config import EvalConfig, RewardConfig
-from pspo.rollout import Prompts, Sampling, generate
-from pspo.run.failures import fail_together
-from pspo.run.progress import Bar
-from pspo.run.results import Evaluation
+from pspo.evaluate.results import Evaluation
+from pspo.rollout import Prompts, Sampler
 from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
@@ -54,10 +53,8 @@ def chunks(
 
 
 def evaluate(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    sampler: Sampler,
     prompts: Prompts,
-    sampling: Sampling,
     reward: RewardConfig,
     *,
     samples: int = 1,
@@ -68,21 +65,23 @@ def evaluate(
     bar: str = "",
     done: Iterable[dict[str, Any]] = (),
     save: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> Evaluation:
-    """Evaluate on every problem, drawing ``samples`` completions of each.
+) -> Evaluation | None:
+    """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
 
     The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
 
     Args:
         step: for rewards that ask for it.
-        max_tokens, max_rows: see `chunks`; ``sampling.max_rows`` applies as well.
+        max_tokens, max_rows: see `chunks`; the sampler's own ``max_rows`` applies as well.
         done: records of an earlier call with the same arguments; chunks that are complete in them are not drawn again.
         save: called with each new chunk's records.
     """
-    completions = {(record["problem"], record["sample"]): record for record in done}
+    done = {(record["problem"], record["sample"]): record for record in done}
+    drawn: list[dict[str, Any]] = []
+    sampling, device = sampler.sampling, dist.local_device()
     lengths = [len(ids) for ids in prompts.ids]
     parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
-    devices = [policy.device] if policy.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "quiet": not bar or not dist.is_main()}
     # Ranks take turns; if they must decode in step, all decode the same.
     turns, turn = (1, 0) if sampling.synced else (dist.world_size(), dist.rank())
@@ -91,30 +90,24 @@ def evaluate(
             records = []
             with fail_together():
                 for number, chunk in parts[first : first + turns][turn : turn + 1]:
-                    if not completions.keys() >= set(chunk.keys):
+                    if not done.keys() >= set(chunk.keys):
                         torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                        records = complete(policy, tokenizer, prompts, chunk, sampling, reward, step)
-            by_rank = dist.gather_objects(records)[:turns]  # of ranks in step the first's: rewards may be random
-            records = [record for of_rank in by_rank for record in of_rank]
-            if records and dist.is_main():
+                        records = complete(sampler, prompts, chunk, reward, step)
+            by_rank = dist.gather_on_main(records)[:turns]  # of ranks in step the first's: rewards may be random
+            records = [record for rank_records in by_rank for record in rank_records]
+            if records:
                 save(records)
-            completions |= {(record["problem"], record["sample"]): record for record in records}
+            drawn += records
             progress.advance(sum(len(chunk.keys) for _, chunk in parts[first : first + turns]))
+    if not dist.is_main():
+        return None
+    completions = done | {(record["problem"], record["sample"]): record for record in drawn}
     return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])
 
 
-def complete(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    chunk: Chunk,
-    sampling: Sampling,
-    reward: RewardConfig,
-    step: int = 0,
-) -> list[dict[str, Any]]:
+def complete(sampler: Sampler, prompts: Prompts, chunk: Chunk, reward: RewardConfig, step: int) -> list[dict[str, Any]]:
     """Draw and score a chunk's completions, one record each."""
-    chosen = prompts.take(chunk.problems)
-    rollout = generate(policy, tokenizer, chosen.ids, sampling, len(chunk.samples), chosen.problems)
+    sampling, rollout = sampler.sampling, sampler.draw(prompts.take(chunk.problems), len(chunk.samples))
     texts, problems = rollout.texts, [prompts.problems[i] for i, _ in chunk.keys]
     limit = sampling.max_completion_tokens
     totals, by_name = total_rewards(

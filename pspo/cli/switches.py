@@ -19,7 +19,7 @@ from jsonargparse._typehints import ActionTypeHint
 from jsonargparse._util import NestedArg, import_object
 from jsonargparse.typing import PositiveInt
 
-from pspo.run.records import flat
+from pspo.records.files import flat
 
 KINDS = {int: "an integer", PositiveInt: "an integer above 0", float: "a number", bool: "true or false", str: "text",
          dict: "a mapping", Callable: "a function", NoneType: "null"}  # fmt: skip

@@ -1,24 +1,23 @@
-"""Training from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)``, the same path as the command."""
+"""A configuration from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)`` is the command."""
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pspo.cli.parse import read_config
 from pspo.config import TrainConfig
-from pspo.run.cli import read_config
-from pspo.run.command import run_training
-from pspo.run.prepare import default_output
-from pspo.run.records import as_setting, to_jsonl, write_text
-from pspo.run.state import Run
+from pspo.records.files import as_setting, to_jsonl, write_text
 from pspo.tasks import Problem
 
 SHORT = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 SPLITS = ("train", "validation", "test")
 
 
-def train_from_python(train: Callable[[Run], dict[str, Any]], **sections: Any) -> dict[str, Any]:
-    """Train as ``python -m pspo.train`` does; returns the summary, as written to ``summary.json``.
+def config_from_python(**sections: Any) -> tuple[TrainConfig, str]:
+    """The configuration of ``pspo.train``'s arguments, and its YAML text, as `pspo.cli.parse.parse` returns them.
 
     Each argument is a section of `pspo.config.TrainConfig`: a dict of its switches, or in short the main one.
 
@@ -29,9 +28,6 @@ def train_from_python(train: Callable[[Run], dict[str, Any]], **sections: Any) -
         reward: a reward function or `Reward`, or a list of them; named ones, since config.yaml names them.
         algorithm: a surrogate, by name or as an instance.
         rollout, optimizer, run, distributed: dicts of switches, such as ``run={"max_steps": 20}``.
-
-    Raises what the command would print: ValueError for a wrong setting, RunFailed for a run that cannot continue,
-    Stopped for one that Ctrl-C has ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
     """
     settings = {}
     for name, value in sections.items():
@@ -49,7 +45,14 @@ def train_from_python(train: Callable[[Run], dict[str, Any]], **sections: Any) -
         for split, rows in problems.items():
             write_text(folder / f"{split}.jsonl", to_jsonl(map(_record, rows)))
         settings["data"]["path"] = str(folder)
-    return run_training(train, *_resolve(settings))
+    return _resolve(settings)
+
+
+def default_output(config: TrainConfig) -> str:
+    method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
+    data = config.data.name.replace("/", "-")  # of a hub id
+    folder = f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
+    return next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
 
 
 def _resolve(settings: dict[str, Any]) -> tuple[TrainConfig, str]:

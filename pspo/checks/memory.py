@@ -6,6 +6,8 @@ attention, its precision and its adapters.
 
 import contextlib
 import os
+import resource
+import sys
 from bisect import bisect
 from dataclasses import replace
 from functools import partial
@@ -193,7 +195,7 @@ def available_memory(config: TrainConfig, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return max(0.0, free - (config.rollout.engine_memory * total if config.rollout.engine != "transformers" else 0))
+        return max(0.0, free - (config.rollout.engine_memory * total if config.rollout.external else 0))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -237,3 +239,11 @@ def advice(config: TrainConfig, planner: Planner, device: torch.device) -> list[
     now = found.pop("")
     found = {switch: size for switch, size in found.items() if size < now}
     return [f"{switch} {size / GB:.1f} GB" for switch, size in sorted(found.items(), key=lambda pair: pair[1])]
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory so far: of the GPU's tensors, or of the whole process without a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes, but bytes on macOS
+    return peak / (GB if sys.platform == "darwin" else 2**20)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.engines import EngineError
+from pspo.engines import EngineError, EngineSampler
 from pspo.model import autocast, is_out_of_memory, token_logprobs
-from pspo.rollout import Sampling, generate, inference, left_pad
+from pspo.rollout import Prompts, Sampling, generate, inference, left_pad
 
 HEAD = "does more to its logits than its output embedding and softcapping, which `pspo.model.logprobs.head_logits` does"
 GROUPS = "gives a row other log-probs in a padded batch than alone"
@@ -51,27 +51,25 @@ def check_exactness(
 
 
 @torch.no_grad()
-def check_engine(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> tuple[float, float]:
+def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float]:
     """Mean and largest difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
 
     Raises ValueError if they are not of one model at one temperature.
     """
-    few = replace(sampling, logprobs=True, play=None, max_completion_tokens=min(sampling.max_completion_tokens, 32),
-                  min_completion_tokens=0)  # fmt: skip
+    sampling, policy, name = sampler.sampling, sampler.learner.policy, type(sampler.engine).__name__
+    limits = {"max_completion_tokens": min(sampling.max_completion_tokens, 32), "min_completion_tokens": 0}
+    few = replace(sampler, sampling=replace(sampling, logprobs=True, **limits))
     try:
-        sampling.served_by.push(policy, 0)
         with torch.random.fork_rng(devices=[]):
-            drawn = generate(policy, tokenizer, prompts, few, group_size=2)
+            drawn = few.draw(prompts, group_size=2)
     except EngineError as error:
-        raise ValueError(f"--rollout.engine vllm does not take this model: {error}") from error
+        raise ValueError(f"--rollout.engine {name} does not take this model: {error}") from error
     expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
     error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
     mean, largest = error.mean().item(), error.max().item()
-    if not mean <= sampling.served_by.tolerance:
+    if not mean <= sampler.engine.tolerance:
         raise ValueError(
-            f"--rollout.engine vllm: its log-probs differ from the policy's by {mean:.2g} nats on average, "
+            f"--rollout.engine {name}: its log-probs differ from the policy's by {mean:.2g} nats on average, "
             f"{largest:.2g} at most: they are not of one model. Use --rollout.engine transformers for this model"
         )
     return mean, largest
@@ -93,7 +91,7 @@ def differences(
         inputs = [tensor.to(policy.device) for tensor in (prompt_ids, prompt_mask, ids, mask)]
         expected = torch.cat([gathered(*of_row) for of_row in zip(alone[part], completions, strict=True)])
         found.append((what, (token_logprobs(policy, *inputs)[inputs[3]] - expected).abs()))
-    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), play=None, max_completion_tokens=4)
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
     drawn = generate(policy, tokenizer, [short, long], greedy, group_size=2).completion_ids
     for prompt, completion in ((short, drawn[0]), (long, drawn[3])):
         logits = logits_alone(policy, prompt, completion.tolist())

@@ -7,7 +7,7 @@ from pspo import distributed as dist
 from pspo.engines import EngineError
 from pspo.losses import SurrogateError
 from pspo.model import is_out_of_memory
-from pspo.run.checkpoint import RunFailed
+from pspo.records.folders import RunFailed
 from pspo.tasks.failures import user_frames, user_traceback
 
 

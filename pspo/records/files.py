@@ -17,7 +17,6 @@ from typing import IO, Any
 import yaml
 
 from pspo import __version__
-from pspo.tasks.problem import SYSTEM_PROMPT
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -32,13 +31,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
     """By switch, the values (old, new) that differ between two nested configurations.
 
     Switches that ``old`` does not know are left out: a later version added them, with a default that changes nothing.
-    The system prompt that earlier versions spelled out is what unset means, and a run's number what ``auto`` means.
     """
     old, new = flat(old), flat(new)
-    if old.get("data.system_prompt") == SYSTEM_PROMPT and new.get("data.system_prompt") is None:
-        old["data.system_prompt"] = None
     pairs = {name: (value, new.get(name)) for name, value in old.items()}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b != "auto" and repr(a) != repr(b)}  # NaN != NaN
+    # a run's own number is what `auto` stands for; NaN != NaN
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b != "auto" and repr(a) != repr(b)}
 
 
 def as_setting(value: Any) -> str | dict[str, Any]:
@@ -69,8 +66,12 @@ def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+    append_text(path, to_jsonl(records))
+
+
+def append_text(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(to_jsonl(records))
+        file.write(text)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -115,14 +116,6 @@ def lock(file: IO[Any]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def check_output(folder: Path) -> None:
-    """Raise ValueError if the folder cannot be made, before anything expensive happens."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        what = "cannot be written to" if existing.is_dir() else "is a file"
-        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} {what}; choose another folder")
 
 
 def write_text(path: Path, text: str) -> None:

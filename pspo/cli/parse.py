@@ -16,10 +16,10 @@ from typing import Any, TypeVar, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, DefaultHelpFormatter, Namespace, set_dumper
 
+from pspo.cli.switches import Parser, check_names, leaf_of
 from pspo.config import require
 from pspo.model import is_out_of_memory
-from pspo.run.records import to_yaml
-from pspo.run.switches import Parser, check_names, leaf_of
+from pspo.records.files import to_yaml
 
 C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"

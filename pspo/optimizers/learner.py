@@ -1,0 +1,60 @@
+"""Learner: what an optimizer step changes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pspo import distributed as dist
+from pspo.hub.adapters import StartingAdapters
+
+
+@dataclass
+class Learner:
+    """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
+
+    Its state is that of a checkpoint without the weights, which are saved as a model.
+
+    Attributes:
+        scheduler: None for a constant learning rate.
+        reference: None if beta is 0.
+        one_pass: where the loss allows, form gradients while the logits are there; False for the plain step.
+        steps: optimizer steps taken.
+        microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
+    """
+
+    policy: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    reference: PreTrainedModel | StartingAdapters | None = None
+    one_pass: bool = True
+    steps: int = 0
+    microbatch_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduler = self.scheduler or torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "microbatch_limit": self.microbatch_limit,  # a resumed run computes in the same shapes
+            "optimizer": self._optimizer_state().state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore everything but the weights; learning rate and the like stay this optimizer's own."""
+        self.steps, self.microbatch_limit = state["steps"], state["microbatch_limit"]
+        peak = self.optimizer.defaults["lr"]
+        self._optimizer_state().load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        lr = peak * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+        for group in self.optimizer.param_groups:
+            group.update({name: value for name, value in self.optimizer.defaults.items() if name in group})
+            group.update(initial_lr=peak, lr=lr)
+        self.scheduler.base_lrs, self.scheduler._last_lr = [peak], [lr]
+
+    def _optimizer_state(self) -> "torch.optim.Optimizer | dist.UnshardedState":
+        """The optimizer; of a sharded one what is no shard, which are saved with the weights."""
+        return dist.UnshardedState(self.optimizer) if dist.is_sharded(self.policy) else self.optimizer

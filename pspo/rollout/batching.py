@@ -1,0 +1,101 @@
+"""Rows of a rollout to optimizer steps and microbatches; microbatches in halves when memory runs out."""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pspo import distributed as dist
+from pspo.config import TrainConfig
+from pspo.losses import Counts
+from pspo.model import is_out_of_memory
+from pspo.optimizers.learner import Learner
+from pspo.rollout.types import Batch, Rollout, to_device
+
+T = TypeVar("T")
+
+
+class Minibatch(NamedTuple):
+    """One optimizer step: this rank's microbatches, and tokens and sequences counted over all ranks."""
+
+    counts: Counts
+    batches: list[Batch]
+
+
+def split_minibatches(
+    rollout: Rollout, advantages: Tensor, config: TrainConfig, limit: int | None = None
+) -> list[Minibatch]:
+    """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
+
+    Rows with zero gradient (no unmasked token; A = 0 if the surrogate is silent then and beta is 0) are left out but
+    counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
+    minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
+    --optimizer.microbatch_tokens.
+    """
+    algorithm, group_size = config.algorithm, config.rollout.group_size
+    if algorithm.mask_truncated:
+        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
+    sharded = config.distributed.strategy == "fsdp2"
+    limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
+    contributes = rollout.loss_mask.any(dim=1)  # (B,)
+    if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
+        contributes &= advantages != 0
+    contributes = contributes.tolist()
+    masks = (rollout.prompt_mask, rollout.completion_mask, rollout.loss_mask)
+    prompt_lengths, lengths, loss_tokens = (mask.sum(dim=1).tolist() for mask in masks)
+
+    def tokens(rows: list[int]) -> int:
+        """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
+        prompts = rows if sharded else {row // group_size for row in rows}
+        return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
+
+    minibatches = []
+    for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), algorithm.minibatches):
+        sizes = torch.tensor([sum(loss_tokens[row] for row in groups.flat), groups.size], device=advantages.device)
+        counts = Counts(*dist.sum_over_ranks(sizes).tolist(), config.rollout.max_completion_tokens)
+        trained = [[row for row in group if contributes[row]] for group in groups.tolist()]
+        trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
+        trained = trained or [[groups[0, 0]]]  # one row of zero gradient: without any AdamW skips its momentum update
+        microbatches: list[list[int]] = [[]]
+        for rows in trained:
+            for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
+                if microbatches[-1] and tokens(microbatches[-1] + part) > limit:
+                    microbatches.append([])
+                microbatches[-1] += part
+        indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
+        batches = [Batch(rollout, advantages).rows(rows) for rows in indices]
+        if sharded:  # every rank must run the same number of passes
+            batches = dist.pad_to_longest(batches, batches[0].masked_row())
+        minibatches.append(Minibatch(counts, batches))
+    return minibatches
+
+
+def retry_in_halves(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns; if memory runs out, halve the microbatches and start over.
+
+    The denominators are the minibatch's, so the gradient is the same to rounding. Log-probs that microbatches already
+    have stay.
+    """
+    while True:
+        try:
+            return work()
+        except RuntimeError as error:
+            batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+            halvable = config.optimizer.halve_on_oom and max(len(batch.rollout) for batch in batches) > 1
+            # sharded: ranks must run equally many passes
+            if not (is_out_of_memory(error) and halvable) or dist.is_sharded(learner.policy):
+                raise
+        # Outside the except block, whose error holds the tensors of the failed pass.
+        learner.optimizer.zero_grad()
+        learner.microbatch_limit = max(1, max(batch.padded_tokens for batch in batches) // 2)
+        for minibatch in minibatches:
+            minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        limit = f"{learner.microbatch_limit:,} tokens from here on (--optimizer.microbatch_tokens)"
+        tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {limit}", file=sys.stderr)

@@ -1,0 +1,42 @@
+"""Samplers: whatever draws the completions of prompts, by one method."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pspo import distributed as dist
+from pspo.model import autocast
+from pspo.rollout.generate import generate
+from pspo.rollout.prompts import Prompts
+from pspo.rollout.types import Rollout, Sampling
+
+
+class Sampler(Protocol):
+    """Draws rollouts as its `sampling` says: a frozen dataclass, so that `replace` makes one of another sampling."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        """Draw ``group_size`` completions of each prompt, with torch's global generator."""
+
+
+@dataclass(frozen=True)
+class TransformersSampler:
+    """Samples from the policy itself, by `generate`.
+
+    Attributes:
+        autocast: --model.autocast.
+        weights: --distributed.rollout: sample from gathered weights of a sharded model, or layer by layer (synced).
+    """
+
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    autocast: str = "none"
+    weights: str = "gathered"
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        with dist.unsharded(self.policy, self.weights), autocast(self.autocast, self.policy.device):
+            return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)

@@ -1,0 +1,105 @@
+"""What may change between the starts of a run: one table of switches, and the rules of resuming and forking.
+
+A resumed run continues the same experiment, so only some switches may change on its way; a fork begins another one from
+the state of its parent.
+"""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pspo.config import LoraConfig
+from pspo.records.files import differences, read_config, read_jsonl, to_jsonl, write_text
+from pspo.run.checkpointer import States
+
+FREE = {  # changes no number of the run
+    "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
+    "reward.timeout", "reward.workers", "rollout.engine_memory", "run.keep", "run.quiet", "run.tracker",
+}  # fmt: skip
+STEERED = {  # how far a step goes, and what is written when; not what is optimized, nor on which samples
+    "algorithm.beta", "optimizer.lr", "optimizer.max_grad_norm", "run.samples", "run.save_every", "run.validate_every",
+}  # fmt: skip
+LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
+ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
+            "distributed.gather"}  # fmt: skip
+FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
+         *(f"model.lora.{part.name}" for part in fields(LoraConfig))}  # in forks, too  # fmt: skip
+REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and scores its rollouts anew
+
+Changes = dict[str, tuple[Any, Any]]  # by switch, (old, new)
+
+
+def changes_since(folder: Path, resolved: str) -> Changes:
+    """Differences between the configuration of a run or checkpoint, and this one."""
+    changes = differences(read_config(folder / "config.yaml"), yaml.safe_load(resolved))
+    return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
+
+
+def allowed_changes(run: Path, resolved: str) -> set[str]:
+    """Switches that changed since the run's config.yaml and may; ValueError names those that may not."""
+    constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
+    allowed, refused = set(), []
+    for name, (old, new) in changes_since(run, resolved).items():
+        grows = name in LONGER and constant and old is not None and (new is None or new > old)
+        if name in FREE | STEERED | ROUNDING or grows:
+            allowed.add(name)
+        else:
+            refused.append(f"--{name} was {old!r}, is {new!r}")
+    if refused:
+        raise ValueError(
+            f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another folder, or the "
+            "same switches to resume it"
+        )
+    return allowed
+
+
+def check_fork(parent: Path, resolved: str) -> None:
+    """Raise ValueError for changes that a fork of this checkpoint cannot make."""
+    for name, (old, new) in changes_since(parent, resolved).items():
+        if name in FIXED:
+            advice = f"to begin with the weights alone, set --model.name_or_path {parent} and no --run.fork_from"
+            raise ValueError(f"--{name} was {old!r}, is {new!r}: a fork cannot change it; {advice}")
+
+
+def fork_states(parent: States, fresh: States, changes: Changes) -> States:
+    """A fork's states: its parent's, but the best models are of its own validations.
+
+    Other training problems come in an order of their own; the untrained model's test was on other test problems.
+    """
+    validator, problems = parent["validator"], fresh["validator"]["problems"]
+    same = {split: validator["problems"].get(split) == problems.get(split) for split in ("validation", "test")}
+    own = {"problems": problems, "validated": {}, "best": {}, "best_trained": {}}
+    own |= {} if same["test"] else {"before": {}}
+    own |= {} if same["validation"] else {"untrained": {}}
+    states = parent | {"validator": validator | own}
+    other_problems = parent["stream"]["problems"] != fresh["stream"]["problems"]
+    if other_problems:
+        states["stream"] = fresh["stream"]
+    if other_problems or any(name.startswith(REDRAWN) for name in changes.keys() - {"rollout.lag"}):
+        states["delay"] = fresh["delay"]
+    return states
+
+
+def check_problems(run: Path, states: States, fresh: States) -> None:
+    """Raise ValueError if a resumed run has other problems than before; validation may be steered on or off."""
+    known, problems = states["validator"]["problems"], fresh["validator"]["problems"]
+    same = all(known[split] == problems[split] for split in known.keys() & problems)
+    if not same or states["stream"]["problems"] != fresh["stream"]["problems"]:
+        raise ValueError(f"--run.output_dir {run} has other problems under the same name: choose another folder")
+
+
+def record_changes(run: Path, step: int, changes: Changes) -> None:
+    """Print the changes since the checkpoint of this step, and make them the last of ``changes.jsonl``."""
+    path = run / "changes.jsonl"
+    records = [record for record in read_jsonl(path) if record["step"] < step]
+    unrecorded = FREE if "run.fork_from" in changes else FREE | LONGER  # which change no number
+    for name, (old, new) in changes.items():
+        rounding = " (other rounding)" if name in ROUNDING else ""
+        if name != "run.fork_from":
+            print(f"changed from step {step} on: --{name} was {old!r}, is {new!r}{rounding}", file=sys.stderr)
+        records += [{"step": step, "switch": name, "old": old, "new": new}] if name not in unrecorded else []
+    if records or path.exists():
+        write_text(path, to_jsonl(records))

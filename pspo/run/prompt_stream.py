@@ -1,0 +1,38 @@
+"""PromptStream: the training prompts in the order in which a run draws them."""
+
+from itertools import islice
+from typing import Any
+
+from pspo import distributed as dist
+from pspo.config import TrainConfig
+from pspo.rollout import Prompts, prompt_order
+
+
+class PromptStream:
+    """Endless passes over the training prompts, each in a random order of --run.seed.
+
+    Attributes:
+        position: prompts drawn so far, all ranks' together.
+    """
+
+    def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
+        self.prompts, self.config = prompts, config
+        self.problems = prompts.fingerprint()
+        self.seek(0)
+
+    def next(self, n: int) -> tuple[list[int], Prompts]:
+        """This rank's share of the next n prompts: their indices, and themselves."""
+        minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
+        indices = dist.take_rank_share(list(islice(self.order, n)), minibatches)
+        self.position += n
+        return indices, self.prompts.take(indices)
+
+    def seek(self, position: int) -> None:
+        self.position = position
+        self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "problems": self.problems}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seek(state["position"])

@@ -1,0 +1,164 @@
+"""Recorder: counts what a run has used, and writes a line of metrics and a few samples for every rollout."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from pspo import distributed as dist
+from pspo.cli.progress import Bar
+from pspo.config import TrainConfig
+from pspo.optimizers.learner import Learner
+from pspo.records.files import append_text, to_jsonl
+from pspo.records.folders import RunFailed, newest_checkpoint, writing
+from pspo.records.metrics import known, rollout_metrics, status
+from pspo.records.trackers import Tracker
+from pspo.rollout import Experience, Rollout
+from pspo.tasks import Problem
+from pspo.tasks.failures import FIRST_FAILURES
+
+
+class Recorder:
+    """Knows nothing of the algorithm.
+
+    Attributes:
+        tokens: prompt and completion tokens of the rollouts that were trained on.
+        skipped: consecutive optimizer steps skipped up to now.
+        first_step: optimizer steps before the rollout that is being recorded.
+        line: its line of metrics, open until `write`; {} between rollouts. Only rank 0's has statistics.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        problems: list[Problem],
+        output: Path,
+    ) -> None:
+        self.config, self.learner, self.tokenizer = config, learner, tokenizer
+        self.problems, self.output, self.tracker = problems, output, Tracker()
+        self.began = time.perf_counter()
+        self.tokens, self.skipped, self.first_step = 0, 0, 0
+        self.line: dict[str, Any] = {}
+        self.samples = ""  # lines of samples.jsonl
+        self.steps: list[dict[str, float]] = []
+        self.seconds: dict[str, float] = {}  # by phase of the rollout
+
+    def start(self, tracker: Tracker) -> Bar:
+        """Begin to track, and to show progress in the bar that is returned."""
+        FIRST_FAILURES.clear()  # of an earlier run in this process
+        recorded = self.first_step if self.line else self.learner.steps
+        self.tracker, self.started_at = tracker, recorded
+        steps = {"total": self.config.run.max_steps, "initial": recorded}
+        self.bar = Bar(desc="step", unit="step", quiet=self.config.run.quiet or not dist.is_main(), **steps)
+        return self.bar
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training and evaluating, those before a resume included."""
+        return time.perf_counter() - self.began
+
+    @property
+    def limit_reached(self) -> bool:
+        run = self.config.run
+        return self.learner.steps >= run.max_steps or self.tokens >= (run.max_tokens or math.inf)
+
+    def is_due(self, every: int) -> bool:
+        """True if the rollout's steps have crossed a multiple of ``every``, or were the last; 0 is at the end alone."""
+        return self.limit_reached or crossed(every, self.first_step, self.learner.steps)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the rollout, for its line of metrics."""
+        self.bar.set_description(name)
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def describe(self, experience: Experience, steps: list[dict[str, float]]) -> None:
+        """Count a rollout that was trained on and begin its line: statistics of all ranks' rows, a few samples."""
+        group_size = self.config.rollout.group_size
+        self.steps, self.first_step = steps, self.learner.steps - len(steps)
+        self.tokens += sum(dist.gather_objects(experience.drawn_tokens))
+        self.line = {"step": self.learner.steps, "tokens": self.tokens}
+        by_rank = dist.gather_on_main((experience.drawn_rewards, self._rows(experience)))
+        if not dist.is_main():
+            return
+        rows = {name: list(chain(*(values[name] for _, values in by_rank))) for name in by_rank[0][1]}
+        rows["problem"] = [self.problems[i] for i in rows["problem"]]
+        self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy one
+        if self.config.rollout.resample:
+            drawn_rewards = list(chain(*(values for values, _ in by_rank)))
+            self.line["resampled_share"] = (len(drawn_rewards) - len(rows["reward"])) / len(rows["reward"])
+            self.line["reward_drawn"] = float(np.mean(known(drawn_rewards)))
+        self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
+        shown = zip(*(rows[name][::group_size] for name in ("problem", "episode", "reward")), strict=True)
+        self.samples = to_jsonl(
+            {"step": self.learner.steps, **problem.record(), "completion": text, "reward": reward}
+            for problem, text, reward in islice(shown, self.config.run.samples)
+        )
+
+    def _rows(self, experience: Experience) -> dict[str, list[Any]]:
+        """By name a value for each row of this rank."""
+        rollout, group_size = experience.rollout, self.config.rollout.group_size
+        rows = {
+            "problem": [i for i in experience.prompts for _ in range(group_size)],
+            "text": rollout.texts,
+            "episode": self._episodes(rollout),
+            "reward": experience.rewards.tolist(),
+            "advantage": experience.advantages.tolist(),
+            "tokens": rollout.loss_mask.sum(dim=1).tolist(),
+            "truncated": (~rollout.terminated).tolist(),
+        } | {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
+        return rows | ({} if rollout.sampled_mask is None else {"turns": rollout.turns.tolist()})
+
+    def _episodes(self, rollout: Rollout) -> list[str]:
+        """The completions as texts; episodes whole, with the tokens between the turns."""
+        if rollout.sampled_mask is None:
+            return rollout.texts
+        pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+        return self.tokenizer.batch_decode([ids[mask] for ids, mask in pairs])
+
+    def write(self) -> None:
+        """Write the rollout's line and samples; RunFailed after --optimizer.max_skipped skipped steps in a row."""
+        self.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in self.seconds.items()}
+        if dist.is_main():
+            with writing(f"cannot write into {self.output}", self.output):
+                append_text(self.output / "metrics.jsonl", to_jsonl([self.line]))
+                append_text(self.output / "samples.jsonl", self.samples)
+            self.tracker.log(self.line)
+            always = self.first_step == self.started_at or self.limit_reached
+            a_step = (self.seconds["generate"] + self.seconds["reward"] + self.seconds["train"]) / len(self.steps)
+            seconds = f"  {a_step:.1f} s/step" if self.bar.in_lines else ""  # a bar has its own
+            self.bar.advance(len(self.steps), status(self.line) + seconds, always)
+        steps, self.line, self.samples, self.steps, self.seconds = self.steps, {}, "", [], {}
+        for step in steps:
+            self.skipped = self.skipped + 1 if step["step_skipped"] else 0
+            if self.skipped >= self.config.optimizer.max_skipped:
+                raise RunFailed(
+                    f"{self.skipped} optimizer steps in a row were skipped: loss ({step['loss']}), gradient (norm "
+                    f"{step['grad_norm']}) or log-probs were not finite. The weights are unchanged; last checkpoint: "
+                    f"{newest_checkpoint(self.output)}. Lower --optimizer.lr, or check the reward and the surrogate"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"tokens": self.tokens, "skipped": self.skipped, "elapsed": self.elapsed}
+        rollout = {"first_step": self.first_step, "line": self.line, "samples": self.samples}
+        return counts | rollout | {"steps": self.steps, "seconds": dict(self.seconds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.began = time.perf_counter() - state["elapsed"]
+        for name in ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds"):
+            setattr(self, name, state[name])
+
+
+def crossed(every: int, before: int, after: int) -> bool:
+    """True if a multiple of ``every`` lies in (before, after]; never for 0."""
+    return every > 0 and before // every < after // every

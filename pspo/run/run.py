@@ -1,0 +1,155 @@
+"""Run: the parts of a run together, and what happens at its ends."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from pspo import distributed as dist
+from pspo.checks.memory import peak_memory_gb
+from pspo.cli.signals import Stopped, StopSignals
+from pspo.config import TrainConfig
+from pspo.hub.save import save_model
+from pspo.optimizers.learner import Learner
+from pspo.records.files import read_jsonl, write_json, write_text
+from pspo.records.folders import writing
+from pspo.records.trackers import start_tracker
+from pspo.run.checkpointer import Checkpointer
+from pspo.run.delay import Delay
+from pspo.run.prompt_stream import PromptStream
+from pspo.run.recorder import Recorder
+from pspo.run.sampler import Sampler
+from pspo.run.validator import Validator
+from pspo.tasks.failures import FIRST_FAILURES, RewardError
+
+
+@dataclass
+class Run:
+    """The seven parts of a run, as `pspo.run.prepare.prepare` makes them, new or resumed."""
+
+    config: TrainConfig
+    stream: PromptStream
+    sampler: Sampler
+    delay: Delay
+    learner: Learner
+    validator: Validator
+    recorder: Recorder
+    checkpointer: Checkpointer
+    output: Path
+    resources: contextlib.ExitStack  # the folder's lock and the engine, closed with the run
+    stopped: bool = False
+    signals: StopSignals = field(default_factory=StopSignals)  # ask the run to stop
+
+    def start(self) -> None:
+        """Test and validate the untrained model, unless the run is resumed."""
+        with self.checkpointer.save_if_raised():
+            self.validator.start()
+        settings = yaml.safe_load((self.output / "config.yaml").read_text(encoding="utf-8"))
+        name = self.config.run.tracker if dist.is_main() else "none"
+        tracker = start_tracker(name, self.output, settings, self.learner.steps)
+        self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
+        if self.recorder.line:  # a reward raised in the validation of the last rollout
+            self.conclude_rollout()
+
+    def ended(self) -> bool:
+        """True if a limit is reached, or a signal to any rank has asked to stop."""
+        self.delay.collect_prefetched()
+        self.checkpointer.mark()
+        self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
+        return self.stopped or self.recorder.limit_reached
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase; if a reward or an environment raises in it, end the run, saved as it was marked."""
+        who = {"reward": "a reward", "validate": "a reward"}
+        who |= {"generate": "an environment"} if self.config.rollout.environment else {}
+        guard = self.checkpointer.save_if_raised(who[name]) if name in who else contextlib.nullcontext()
+        with guard, self.recorder.phase(name):
+            yield
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """End the run, saved, if no completion of any rank has a reward (B,), and functions have failed."""
+        unknown, failures = all(dist.gather_objects(bool(rewards.isnan().all()))), self.failures()
+        with self.phase("reward"):
+            if unknown and failures:
+                raise RewardError(f"every completion of this rollout is without a reward: {failures}")
+
+    def failures(self) -> str:
+        """The first failure of each reward on any rank, in one line; "" without any."""
+        first = {name: error for by_name in dist.gather_objects(FIRST_FAILURES) for name, error in by_name.items()}
+        return "; ".join(f"{name} ({error})" for name, error in first.items())
+
+    def conclude_rollout(self) -> None:
+        """Validate if due, write the rollout's line, save if due."""
+        if self.validator.is_due():
+            self.checkpointer.mark()
+            with self.phase("validate"):
+                self.recorder.line |= self.validator.validate()
+        self.recorder.write()
+        self.checkpointer.save_if_due()
+
+    def warn(self) -> None:
+        """Say on stderr that completions had no reward, and why; or that no step has moved the model."""
+        failures = self.failures()
+        lines = read_jsonl(self.output / "metrics.jsonl") if dist.is_main() else []
+        if not lines:
+            return
+        rows = self.config.rollout.prompts * self.config.rollout.group_size
+        unknown, total = round(sum(line["reward_unknown_share"] for line in lines) * rows), len(lines) * rows
+        if unknown or failures:
+            why = failures or "every function returned None"
+            print(f"WARNING: {unknown:,} of {total:,} completions had no reward: {why}", file=sys.stderr)
+        if unknown < total and all(line["zero_advantage_share"] == 1 for line in lines):
+            print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)
+        if sum(line["steps_skipped"] for line in lines) == self.learner.steps:
+            print("WARNING: every step was skipped: loss, gradient or log-probs were not finite", file=sys.stderr)
+
+    def finish(self) -> dict[str, Any]:
+        """Save the final model, test it and the returned one, and return the summary; Stopped if a signal ended it.
+
+        The returned model is the best by validation, step 0's included; without validation it is the final one.
+        """
+        self.recorder.bar.close()
+        self.warn()
+        if self.stopped:
+            self.checkpointer.save()
+            raise Stopped
+        validator, recorder, policy, steps = self.validator, self.recorder, self.learner.policy, self.learner.steps
+        save_model(policy, self.sampler.tokenizer, self.output / "final", validator.card())
+        after = final = validator.test(policy, "after" if validator.best_step == steps else "final")
+        if validator.best_step != steps:
+            after = validator.test(validator.best_policy(), "after")
+        summary = {
+            "before": validator.before,
+            "after": after,
+            "final": final,
+            "validation": validator.validations(),
+            "tokens": recorder.tokens,
+            "optimizer_steps": steps,
+            "seconds": round(recorder.elapsed, 2),
+            "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
+            "best_model": str(self.output / ("best" if validator.best else "final")),
+            "best_step": validator.best_step,
+        }
+        if dist.is_main():
+            with writing(f"cannot write into {self.output}", self.output):
+                for name in ("best", "final") if validator.best else ("final",):
+                    write_text(self.output / name / "README.md", self.tested_card(name, summary))
+                write_json(self.output / "summary.json", summary)
+            recorder.tracker.finish()
+        return summary
+
+    def tested_card(self, name: str, summary: dict[str, Any]) -> str:
+        """The model card of ``best`` or ``final``, with the tests of both and all validations."""
+        steps, test = {"best": summary["best_step"], "final": summary["optimizer_steps"]}, {"best": "after"}
+        tests = {"base model": summary["before"], "this model": summary[test.get(name, "final")]}
+        if steps["best"] != steps["final"]:
+            other = "final" if name == "best" else "best"
+            tests[f"the {other} model, of step {steps[other]:,}"] = summary[test.get(other, "final")]
+        model = {"step": steps[name], "tokens": summary["tokens"]} | (self.validator.best if name == "best" else {})
+        return self.validator.card(model, tests)

@@ -1,0 +1,98 @@
+"""Sampler: what draws a run's rollouts and evaluations, with the random numbers that it draws by."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pspo import distributed as dist
+from pspo.engines import EngineError, EngineSampler
+from pspo.environments import EnvironmentSampler
+from pspo.records.folders import RunFailed
+from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler
+from pspo.rollout import Sampler as AnySampler
+from pspo.tasks.environment import MakeEnvironment
+
+
+class Sampler:
+    """Draws by the policy's own decoding, or by an engine; in an environment, if the run has one.
+
+    Its state is that of this rank's random generators.
+    """
+
+    per_rank = True
+
+    def __init__(
+        self,
+        decoder: TransformersSampler,
+        engine: EngineSampler | None,
+        make_environment: MakeEnvironment | None,
+        output: Path,
+    ) -> None:
+        self.decoder, self.engine, self.make_environment, self.output = decoder, engine, make_environment, output
+        self.training = self._in_environment(engine or decoder)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.decoder.sampling
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.decoder.tokenizer
+
+    def _in_environment(self, sampler: AnySampler) -> AnySampler:
+        return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        """Draw ``group_size`` completions of each prompt; RunFailed, on all ranks, if an engine fails."""
+        with self._engine_errors():
+            return self.training.draw(prompts, group_size)
+
+    def prefetch(self, prompts: Prompts, group_size: int) -> None:
+        """Have the engine begin to draw what `collect` is asked for next."""
+        with self._engine_errors():
+            self.engine.prefetch(prompts, group_size)
+
+    def collect(self, prompts: Prompts, group_size: int) -> Rollout:
+        """Wait for what the engine has begun to draw."""
+        with self._engine_errors():
+            return self.engine.collect(prompts, group_size)
+
+    def greedy(self, policy: PreTrainedModel) -> AnySampler:
+        """Greedy decoding of a policy, never by an engine."""
+        sampling = self.decoder.sampling.greedy()
+        return self._in_environment(replace(self.decoder, policy=policy, sampling=sampling))
+
+    @contextlib.contextmanager
+    def _engine_errors(self) -> Iterator[None]:
+        failure = None
+        try:
+            yield
+        except EngineError as error:
+            failure = error
+        errors = list(filter(None, dist.gather_objects(failure and str(failure)))) if self.engine else []
+        if errors:
+            again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
+            raise RunFailed(f"the engine failed: {errors[0]}; {again}") from failure
+
+    def state_dict(self) -> dict[str, Any]:
+        """Python's, numpy's and torch's generators, the last in a list: the CPU's, and the GPU's if there is one."""
+        device = self.decoder.policy.device
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
+        on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        own = [torch.get_rng_state(), *on_gpu]
+        return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+        torch.set_rng_state(state["torch"][0])
+        if len(state["torch"]) > 1 and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["torch"][1], self.decoder.policy.device)
