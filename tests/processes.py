@@ -150,28 +150,37 @@ def contents(run: Path) -> dict[str, object]:
         if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             content = [{key: value for key, value in line.items() if not key.startswith("seconds/")} for line in lines]
-        elif path.name in ("summary.json", "state.json"):
+        elif path.name == "summary.json":
             record = json.loads(path.read_text())
             content = {key: value for key, value in record.items() if key not in ("seconds", "peak_memory_gb")}
-            content["best_model"] = Path(record.get("best_model", "")).name
+            content["best_model"] = Path(record["best_model"]).name
         elif path.name == "config.yaml":
             content = yaml.safe_load(path.read_text())
             del content["run"]["output_dir"]
-        elif path.name.startswith("waiting-"):  # equal texts may be one object or two
-            with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
-                content = plain(torch.load(path, weights_only=True))
+        elif path.suffix == ".pt":  # equal texts may be one object or two
+            content = plain(states(path))
+            for name in ("elapsed", "seconds"):
+                content.get("recorder", {}).pop(name, None)
         elif path.parent.name == "shards":  # whose header is in any order
             content = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
         files[str(path.relative_to(run))] = content
     return files
 
 
+def states(path: Path) -> dict[str, dict[str, Any]]:
+    """The states that a checkpoint's file of parts holds."""
+    with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
+        return torch.load(path, weights_only=True)
+
+
 def plain(value: Any) -> Any:
     """Tensors and dataclasses as lists and dictionaries, down to the numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
     return {name: plain(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value
 
 

@@ -29,7 +29,7 @@ import pspo.train
 from pspo.model import ASSETS
 from pspo.cli.progress import Bar
 from pspo.records.files import append_jsonl, differences, read_config, read_json, read_jsonl
-from pspo.run.state import rollout_metrics
+from pspo.records.metrics import rollout_metrics
 from pspo.tasks import Problem
 
 REPOSITORY = Path(__file__).parents[1]

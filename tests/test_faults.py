@@ -22,7 +22,7 @@ from pspo.rollout import group_relative_advantages
 from pspo.records.folders import RunFailed, checkpoints
 from pspo.cli.parse import parse
 from pspo.run.prepare import prepare
-from pspo.run.state import rollout_metrics
+from pspo.records.metrics import rollout_metrics
 from pspo.tasks import Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 

@@ -19,12 +19,23 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from processes import assert_same, at_call, before, contents, forked, kill_at_file_event, one_layer, run_command, send
+from processes import (
+    assert_same,
+    at_call,
+    before,
+    contents,
+    forked,
+    kill_at_file_event,
+    one_layer,
+    plain,
+    run_command,
+    send,
+    states,
+)
 from safetensors.torch import load_file
 
 import pspo.evaluate.__main__
-import pspo.records.folders
-import pspo.run.state
+import pspo.run.recorder
 import pspo.train
 import pspo.update
 from pspo.config import TrainConfig
@@ -32,8 +43,11 @@ from pspo.model import ASSETS
 from pspo.records.folders import checkpoints, describe
 from pspo.cli.parse import parse
 from pspo.records.files import differences, flat, read_json, read_jsonl
-from pspo.run.resume import FIXED, FREE, LONGER, ROUNDING, STEERED, find_checkpoint
-from pspo.run.state import Run
+from pspo.run.changes import FIXED, FREE, LONGER, ROUNDING, STEERED
+from pspo.run.checkpointer import Checkpointer
+from pspo.run.resume import find_checkpoint
+from pspo.run.run import Run
+from pspo.run.validator import Validator
 from pspo.tasks import Reward
 
 TINY = (
@@ -135,7 +149,7 @@ def test_the_completions_of_the_tests_stay_and_are_shown_again(capfd):
 def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
     """Validation finds each model better than the one before: step 6's is in best/ when the run resumes from step 4."""
     validation = {"validation_accuracy": 0.5}
-    monkeypatch.setattr(Run, "validate", lambda run: validation | {"validation_reward": run.learner.steps + 1.0})
+    monkeypatch.setattr(Validator, "measure", lambda self: validation | {"validation_reward": self.learner.steps + 1.0})
     args = ("--run.max_steps=8", "--run.validate_every=6", "--run.save_every=4")
     assert train("whole", *args) == 0
     assert forked(killed_at_step(7, *args)) == -signal.SIGKILL
@@ -148,7 +162,7 @@ def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
 @pytest.mark.parametrize("n", [45, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(5, 70, 8))])
 def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole, n):
     def action() -> int:
-        before("save_checkpoint", at_call(3, lambda: kill_at_file_event(n)), Run)
+        before("save", at_call(3, lambda: kill_at_file_event(n)), Checkpointer)
         return train("out")
 
     assert forked(action) == -signal.SIGKILL
@@ -175,7 +189,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     newest = cut_off / "checkpoints/step-000004"
     shutil.copytree(newest, "kept")
-    for name in ("model.safetensors", "training.pt", "state.json", "manifest.json"):
+    for name in ("model.safetensors", "parts.pt", "rank-0.pt", "manifest.json"):
         for spoil in DAMAGE.values():
             spoil(newest / name)
             assert find_checkpoint(cut_off, "auto").name == "step-000002"
@@ -195,9 +209,9 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(cut_off):
             return Path.touch, (Path("executed"),)
 
     newest = cut_off / "checkpoints/step-000004"
-    torch.save({"optimizer": Payload()}, newest / "training.pt")
+    torch.save({"learner": Payload()}, newest / "parts.pt")
     manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["training.pt"] = describe(newest / "training.pt")
+    manifest["parts.pt"] = describe(newest / "parts.pt")
     (newest / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(pickle.UnpicklingError):
         train("out")
@@ -216,9 +230,9 @@ def cannot_be_read(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda run: [flip(folder / "training.pt") for folder in checkpoints(run)], "--run.output_dir out"),
+        (lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"),
         (lambda run: shutil.rmtree(run / "best"), "out/best is missing"),
-        (lambda run: cannot_be_read(run / "checkpoints/step-000004/training.pt"), "[Errno 5]"),
+        (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
     ],
     ids=["every checkpoint is damaged", "the best model is missing", "the disk fails"],
 )
@@ -238,7 +252,7 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd,
         resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def action() -> int:
-        before("save_checkpoint", at_call(2, fill), Run)
+        before("save", at_call(2, fill), Checkpointer)
         return train("out")
 
     assert forked(action) == 1
@@ -254,7 +268,7 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd,
 
 def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
     def action() -> int:
-        before("append_jsonl", lambda path, *_: path.exists() or path.symlink_to("/dev/full"), pspo.run.state)
+        before("append_text", lambda path, *_: path.exists() or path.symlink_to("/dev/full"), pspo.run.recorder)
         return train("out", "--run.save_every=0")
 
     assert forked(action) == 1
@@ -266,12 +280,12 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = [  # when, what, the exit code, the newest checkpoint
-    pytest.param(Run, "validate", 1, [signal.SIGTERM], 75, "step-000000", id="first validation"),
+    pytest.param(Validator, "validate", 1, [signal.SIGTERM], 75, "step-000000", id="first validation"),
     pytest.param(
-        pspo.train, "generate", 1, [signal.SIGINT], 75, "step-000002", id="rollout", marks=pytest.mark.nightly
+        pspo.train, "complete", 1, [signal.SIGINT], 75, "step-000002", id="rollout", marks=pytest.mark.nightly
     ),
     pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
-    pytest.param(Run, "save_checkpoint", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
+    pytest.param(Checkpointer, "save", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
     pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002", id="twice"),
 ]
 
@@ -313,7 +327,7 @@ def test_sigterm_from_outside_to_the_command_itself():
 def test_two_runs_in_one_folder(whole, capfd):
     def action() -> int:
         second = []
-        before("generate", at_call(1, lambda: second.append(train("out"))))
+        before("complete", at_call(1, lambda: second.append(train("out"))))
         return train("out") or second[0]
 
     assert forked(action) == 2
@@ -521,7 +535,7 @@ def test_a_best_model_of_a_future_that_was_left_is_not_kept(monkeypatch):
     """Step 6's model was the best; with another learning rate from step 4 on there is no such model."""
     validation = {"validation_accuracy": 0.5}
     monkeypatch.setattr(
-        Run, "validate", lambda run: validation | {"validation_reward": run.learner.steps * run.config.optimizer.lr}
+        Validator, "measure", lambda v: validation | {"validation_reward": v.learner.steps * v.config.optimizer.lr}
     )
     args = ("--run.max_steps=8", "--run.validate_every=6", "--run.save_every=4")
     assert forked(killed_at_step(7, *args)) == -signal.SIGKILL
@@ -540,8 +554,10 @@ def test_a_fork_without_a_change_is_its_parents_continuation(cut_off, whole, cap
         sample for sample in read_jsonl(whole / "samples.jsonl") if sample["step"] > 2
     ]
     of_run = "checkpoints/step-000006/"
-    for file in ("final/model.safetensors", of_run + "model.safetensors", of_run + "training.pt"):
+    for file in ("final/model.safetensors", of_run + "model.safetensors"):
         assert Path("fork", file).read_bytes() == (whole / file).read_bytes(), file
+    own, parents = (states(Path(run, of_run, "parts.pt"))["learner"] for run in ("fork", whole))
+    assert plain(own) == plain(parents)
     fork_from = "out/checkpoints/step-000002"
     assert changes("fork") == [(2, "run.fork_from", None, fork_from)]
     assert "| changed on the way | forked at step 2 |" in Path("fork/final/README.md").read_text()
@@ -589,7 +605,7 @@ def test_a_fork_may_change_anything_but_its_model_and_optimizer(cut_off, capfd):
     assert [line["lr"] for line in metrics("fork")] == pytest.approx(lrs)
     assert {change[1:] for change in changes("fork") if change[1] == "optimizer.weight_decay"}
     assert {change[1] for change in changes("fork")} >= {"run.fork_from", "optimizer.lr", "run.max_steps", "data.limit"}
-    assert json.loads(Path("fork/checkpoints/step-000008/state.json").read_text())["prompts"] == 4  # a new order
+    assert states(Path("fork/checkpoints/step-000008/parts.pt"))["stream"]["position"] == 4  # a new order
 
     shutil.copytree("out", "kept")
     for args, said in (
@@ -634,7 +650,7 @@ def test_a_run_without_a_step_does_not_block_its_folder(capfd):
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
 
         def action(number: signal.Signals = number) -> int:
-            before("validate", at_call(1, lambda: send(number)), Run)
+            before("validate", at_call(1, lambda: send(number)), Validator)
             return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math")
 
         assert forked(action) == code

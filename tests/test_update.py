@@ -43,7 +43,7 @@ from pspo.losses import (
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, prompt_order
 from pspo.run.prepare import prepare
-from pspo.run.state import crossed
+from pspo.run.recorder import crossed
 from pspo.tasks import load_problems
 from pspo.update import Learner, split_minibatches, update
 

@@ -16,7 +16,7 @@ from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.load import ready
 from pspo.rollout import encode_prompts
-from pspo.run.state import peak_memory_gb
+from pspo.checks.memory import peak_memory_gb
 from pspo.tasks import load_problems
 
 GPU = "a GPU"

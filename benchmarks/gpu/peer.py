@@ -14,7 +14,7 @@ from pspo.config import SYSTEM_PROMPT, ModelConfig
 from pspo.model import autocast
 from pspo.optimizers import make_optimizer
 from pspo.rollout import generate, group_relative_advantages
-from pspo.run.state import peak_memory_gb
+from pspo.checks.memory import peak_memory_gb
 from pspo.tasks import load_problems
 from pspo.update import Learner, update
 

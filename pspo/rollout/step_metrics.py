@@ -73,5 +73,5 @@ def nucleus_mass(rollout: Rollout) -> dict[str, float]:
     if rollout.nucleus is None:
         return {}
     mass = rollout.nucleus.mass
-    total, tokens = dist.sum_over_ranks(torch.stack([mass.sum(), mass.count_nonzero()])).tolist()
-    return {"nucleus_mass": total / tokens}
+    total, tokens = dist.sum_over_ranks(torch.stack([mass.sum(), mass.count_nonzero()]))
+    return {"nucleus_mass": (total / tokens).item()}

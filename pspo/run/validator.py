@@ -64,21 +64,20 @@ class Validator:
         every = self.config.run.validate_every
         return every > 0 and self.recorder.is_due(every)
 
-    def validate(self) -> dict[str, float]:
-        """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers).
-
-        Saves the model if it is the best so far.
-        """
-        policy, step = self.learner.policy, self.learner.steps
+    def measure(self) -> dict[str, float]:
+        """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
+        unknown = {"mean_reward": -math.inf}
         sampled, greedy = (
-            self.evaluate("validation", sampler, "validate", Evaluation.means)
-            for sampler in (self.sampler, self.sampler.greedy(policy))
+            unknown | self.evaluate("validation", sampler, "validate", Evaluation.means)
+            for sampler in (self.sampler, self.sampler.greedy(self.learner.policy))
         )
-        validation = {"validation_reward": sampled.get("mean_reward", -math.inf)}  # if none is known
-        if "accuracy" in greedy:
-            validation["validation_accuracy"] = greedy["accuracy"]
-        else:
-            validation["validation_greedy_reward"] = greedy.get("mean_reward", -math.inf)
+        of_greedy = {"validation_greedy_reward": greedy["mean_reward"]}
+        of_greedy = {"validation_accuracy": greedy["accuracy"]} if "accuracy" in greedy else of_greedy
+        return {"validation_reward": sampled["mean_reward"]} | of_greedy
+
+    def validate(self) -> dict[str, float]:
+        """`measure` the policy, and save it if it is the best so far."""
+        step, validation = self.learner.steps, self.measure()
         self.validated = {"step": step, "tokens": self.recorder.tokens} | validation
         if step == 0:
             self.untrained = self.validated
@@ -86,7 +85,7 @@ class Validator:
             self.best_trained = self.validated
         if is_better(validation, self.best):
             self.best = self.validated
-            save_model(policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
+            save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
         return validation
 
     def test(self, policy: PreTrainedModel, when: str) -> dict[str, Any]:

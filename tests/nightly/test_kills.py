@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import pspo.train
 from pspo.config import TrainConfig
-from pspo.records.folders import damage, save_model
+from pspo.hub.save import save_model
+from pspo.records.folders import damage
 from pspo.cli.parse import parse
 from pspo.run.prepare import prepare
 from pspo.run.resume import find_checkpoint

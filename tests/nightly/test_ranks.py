@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pspo import distributed as dist
 from pspo.config import DistributedConfig
 from pspo.losses import SAPO
-from pspo.run.state import Run
+from pspo.run.run import Run
 
 pytestmark = pytest.mark.nightly
 REPOSITORY = Path(__file__).parents[2]
