@@ -7,9 +7,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 import pspo.train
+from pspo.cli.parse import parse
 from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, RolloutConfig, TrainConfig
 from pspo.evaluate.card import describe_rewards, evaluate_command, model_card
-from pspo.cli.parse import parse
 from pspo.records.files import read_json, read_jsonl
 from pspo.tasks import ExactMatch, FormatReward, MathReward
 

@@ -26,8 +26,8 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.run.prepare
 import pspo.train
-from pspo.model import ASSETS
 from pspo.cli.progress import Bar
+from pspo.model import ASSETS
 from pspo.records.files import append_jsonl, differences, read_config, read_json, read_jsonl
 from pspo.records.metrics import rollout_metrics
 from pspo.tasks import Problem
@@ -416,15 +416,15 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
 
 def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
     args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--run.output_dir=out"]
-    generate, calls = pspo.evaluate.evaluation.generate, []
+    complete, calls = pspo.evaluate.evaluation.complete, []
 
     def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return generate(*arguments)
+        return complete(*arguments)
 
-    monkeypatch.setattr(pspo.evaluate.evaluation, "generate", interrupted)
+    monkeypatch.setattr(pspo.evaluate.evaluation, "complete", interrupted)
     with pytest.raises(SystemExit, match="130"):
         evaluate(args)
     assert "the same command resumes out" in capsys.readouterr().err

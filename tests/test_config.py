@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import pspo
+from pspo.cli.parse import parse
 from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip
-from pspo.cli.parse import parse
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"

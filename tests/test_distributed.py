@@ -18,6 +18,7 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
+from pspo.cli.signals import EXIT_STOPPED
 from pspo.config import (
     AlgorithmConfig,
     DistributedConfig,
@@ -29,11 +30,10 @@ from pspo.config import (
 )
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
+from pspo.records.files import read_jsonl
+from pspo.records.folders import checkpoints, damage
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
 from pspo.rollout.types import Nucleus
-from pspo.records.folders import checkpoints, damage
-from pspo.records.files import read_jsonl
-from pspo.cli.signals import EXIT_STOPPED
 from pspo.update import Learner, keep_logprobs, update
 
 if not torch.distributed.is_gloo_available():

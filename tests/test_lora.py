@@ -31,8 +31,8 @@ from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.device import autocast
 from pspo.optimizers import make_optimizer
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.records.folders import checkpoints
+from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.update import Learner, update
 
 peft = pytest.importorskip("peft")

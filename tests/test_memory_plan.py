@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from benchmarks import one_gpu
+from pspo.checks.memory import GB, USABLE, Planner, fullest_microbatch, saved_bytes
 from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy
 from pspo.optimizers import make_optimizer
+from pspo.records.files import read_config, read_jsonl
 from pspo.rollout import generate, make_sampling, sampling_context
 from pspo.run import memory, prepare
-from pspo.checks.memory import GB, USABLE, Planner, fullest_microbatch, saved_bytes
-from pspo.records.files import read_config, read_jsonl
 from pspo.train import main
 from pspo.update import Learner, update
 

@@ -11,9 +11,9 @@ import yaml
 from huggingface_hub import constants
 
 from pspo import hub
+from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
-from pspo.cli.parse import parse
 from pspo.tasks import MathReward
 from pspo.train import main
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pspo.cli.parse import parse
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -19,7 +20,6 @@ from pspo.config import (
 from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo.report.__main__ import main as report
-from pspo.cli.parse import parse
 from pspo.train import main
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"

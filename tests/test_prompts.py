@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
-from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.hub.models import room_for_prompts
+from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.run.resume import problems_hash
 from pspo.tasks import Problem
 

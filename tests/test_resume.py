@@ -38,11 +38,11 @@ import pspo.evaluate.__main__
 import pspo.run.recorder
 import pspo.train
 import pspo.update
+from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.model import ASSETS
-from pspo.records.folders import checkpoints, describe
-from pspo.cli.parse import parse
 from pspo.records.files import differences, flat, read_json, read_jsonl
+from pspo.records.folders import checkpoints, describe
 from pspo.run.changes import FIXED, FREE, LONGER, ROUNDING, STEERED
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.resume import find_checkpoint

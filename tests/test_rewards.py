@@ -16,8 +16,8 @@ import torch
 from processes import run_command
 
 import pspo.train
-from pspo.config import RewardConfig, TrainConfig
 from pspo.cli.parse import parse
+from pspo.config import RewardConfig, TrainConfig
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem

@@ -9,10 +9,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from pspo.config import SYSTEM_PROMPT, RolloutConfig
+from pspo.hub.save import save_model
 from pspo.model import token_logprobs
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.generate import left_pad
-from pspo.hub.save import save_model
 
 HOSTILE = {
     "sampling": {"do_sample": True, "top_k": 3, "top_p": 0.2, "temperature": 0.1, "repetition_penalty": 1.5},

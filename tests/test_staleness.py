@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import math
 import random
 import signal
@@ -11,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, before, forked, one_layer, run_command, send
+from processes import assert_same, before, forked, one_layer, run_command, send, states
 from test_update import G, make_config, make_learner, make_rollout, naive_row, weights
 
 import pspo.train
 import pspo.update
+from pspo.cli.signals import EXIT_STOPPED
 from pspo.losses import GSPO, PSPO, NoClip
+from pspo.records.files import read_jsonl
 from pspo.rollout import Experience, group_relative_advantages
 from pspo.rollout.experience import join
 from pspo.rollout.types import Nucleus
-from pspo.records.files import read_jsonl
-from pspo.cli.signals import EXIT_STOPPED
 from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
 
@@ -55,11 +54,12 @@ def here(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
-    generate, update = pspo.train.generate, pspo.train.update
+    complete, update = pspo.train.complete, pspo.train.update
 
-    def drawing(policy, *args):
-        drawn.append((generate(policy, *args), copy.deepcopy(policy)))
-        return drawn[-1][0]
+    def drawing(run, n):
+        drawing = complete(run, n)
+        drawn.append((drawing.rollout, copy.deepcopy(run.learner.policy)))
+        return drawing
 
     def training(learner, rollout, advantages, config):
         trained.append(rollout)
@@ -78,7 +78,7 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
         assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
         return steps
 
-    monkeypatch.setattr(pspo.train, "generate", drawing)
+    monkeypatch.setattr(pspo.train, "complete", drawing)
     monkeypatch.setattr(pspo.train, "update", training)
     assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
     assert len(trained) == 5
@@ -200,19 +200,18 @@ def test_a_fork_keeps_what_waits_if_it_can_use_it():
 
 def test_a_run_that_is_stopped_while_its_lag_fills_goes_on_there(monkeypatch):
     """However often it is stopped, each start draws one more rollout."""
-    generate = pspo.train.generate
+    complete = pspo.train.complete
     assert train("whole", "--rollout.lag=3") == 0
 
     def stopped_in_a_rollout(*args):
         send(signal.SIGTERM)
-        return generate(*args)
+        return complete(*args)
 
-    monkeypatch.setattr(pspo.train, "generate", stopped_in_a_rollout)
+    monkeypatch.setattr(pspo.train, "complete", stopped_in_a_rollout)
     for start in range(1, 4):
         assert train("out", "--rollout.lag=3") == EXIT_STOPPED
-        state = json.loads(Path("out/checkpoints/step-000000/state.json").read_text())
-        assert state["prompts"] == 2 * start
-    monkeypatch.setattr(pspo.train, "generate", generate)
+        assert states(Path("out/checkpoints/step-000000/parts.pt"))["stream"]["position"] == 2 * start
+    monkeypatch.setattr(pspo.train, "complete", complete)
     assert train("out", "--rollout.lag=3") == 0
     assert_same(Path("whole"), Path("out"))
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pspo.config import TrainConfig
 from pspo.cli.parse import parse
+from pspo.config import TrainConfig
 from pspo.sweep.__main__ import main
 from pspo.sweep.plan import SweepConfig, make_plan
 

@@ -101,6 +101,12 @@ def make_learner(policy, config, sgd=None, fused=True):
     return Learner(policy, optimizer, reference=ref)
 
 
+def patch_heads(monkeypatch, wrap):
+    """Wrap the plain step and the one-pass one."""
+    for name in ("backward", "one_pass_backward"):
+        monkeypatch.setattr(pspo.update, name, wrap(getattr(pspo.update, name)))
+
+
 def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -661,7 +667,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     config = make_config(surrogate, epochs=2, minibatches=2, beta=0.1, optimizer={"lr": 3e-3})
     expected, expected_metrics = run(policy, rollout, advantages, config)
     calls: list[int] = []
-    monkeypatch.setattr(pspo.update, "backward", fails_above(pspo.update.backward, rows, calls))
+    patch_heads(monkeypatch, lambda head: fails_above(head, rows, calls))
     actual, metrics = run(policy, rollout, advantages, config)
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
     assert len(metrics) == len(expected_metrics) == 4
@@ -676,7 +682,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
 def test_the_smaller_microbatches_stay(policy, monkeypatch, capsys):
     rollout, advantages = make_rollout()
     calls: list[int] = []
-    monkeypatch.setattr(pspo.update, "backward", fails_above(pspo.update.backward, 4, calls))
+    patch_heads(monkeypatch, lambda head: fails_above(head, 4, calls))
     learner = make_learner(policy, make_config(epochs=1))
     update(learner, rollout, advantages, make_config(epochs=1))
     said = capsys.readouterr().err.count("out of memory")
@@ -693,7 +699,7 @@ def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, ho
     rollout, advantages = make_rollout()
     config = make_config(optimizer={"halve_on_oom": how != "switched off"})
     error = ValueError("no") if how == "another error" else torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(pspo.update, "backward", mock.Mock(side_effect=error))
+    patch_heads(monkeypatch, lambda head: mock.Mock(side_effect=error))
     with pytest.raises(type(error)):
         run(policy, rollout, advantages, config)
 
@@ -702,13 +708,15 @@ def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, ho
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_a_step_with_a_log_prob_that_is_not_finite_is_skipped(policy, monkeypatch, value):
     """Whatever loss and gradient are."""
-    backward = pspo.update.backward
 
-    def broken(*args):
-        share, logprobs = backward(*args)
-        return share, logprobs.index_fill(1, torch.tensor([0]), value)
+    def broken(head):
+        def wrapper(*args):
+            share, logprobs = head(*args)
+            return share, logprobs.index_fill(1, torch.tensor([0]), value)
 
-    monkeypatch.setattr(pspo.update, "backward", broken)
+        return wrapper
+
+    patch_heads(monkeypatch, broken)
     end, (metrics,) = run(policy, *make_rollout(), make_config(epochs=1))
     assert metrics["step_skipped"] == 1
     assert math.isfinite(metrics["loss"] + metrics["grad_norm"])

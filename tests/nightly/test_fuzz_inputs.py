@@ -13,8 +13,8 @@ from fuzz_answers import Campaign, check, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pspo.config import TrainConfig
 from pspo.cli.parse import parse
+from pspo.config import TrainConfig
 from pspo.tasks import extract_answer, load_problems, math_reward
 
 pytestmark = pytest.mark.nightly

@@ -11,10 +11,10 @@ from processes import assert_same, forked, kill_at_file_event, one_layer, run_co
 from safetensors.torch import load_file
 
 import pspo.train
+from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.hub.save import save_model
 from pspo.records.folders import damage
-from pspo.cli.parse import parse
 from pspo.run.prepare import prepare
 from pspo.run.resume import find_checkpoint
 
