@@ -12,9 +12,9 @@ import torch
 from transformers import Qwen2Config
 
 from benchmarks.plan.shapes import QWEN
-from pspo.config import TrainConfig
-from pspo.cli.parse import parse
 from pspo.checks.memory import GB, Planner
+from pspo.cli.parse import parse
+from pspo.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS = 300

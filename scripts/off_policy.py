@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from pspo.records.files import write_text
 from pspo.report.figures import GREY, STYLES, picture
 from pspo.report.runs import MODEL, SEED, methods, read_runs
 from pspo.report.tables import add_holm, as_markdown, as_text, diagnostics, learning, over_seeds
-from pspo.records.files import write_text
 
 METHODS = ["NoClip", "PSPO", "Clip", "P3O", "SAPO", "TOPR",
            "REINFORCE", "CISPO", "GSPO", "LUSPO", "GMPO", "VESPO", "DPPO"]  # fmt: skip

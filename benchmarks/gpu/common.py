@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
 
 from benchmarks.plan.shapes import QWEN, Shape
+from pspo.checks.memory import peak_memory_gb
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.load import ready
 from pspo.rollout import encode_prompts
-from pspo.checks.memory import peak_memory_gb
 from pspo.tasks import load_problems
 
 GPU = "a GPU"

@@ -20,13 +20,13 @@ from torch import Tensor
 import pspo.train
 import pspo.update
 from benchmarks.gpu.common import GROUP, Options, Rows, row
+from pspo.cli.signals import EXIT_STOPPED
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, Counts
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
 from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.decode import sample_nucleus
 from pspo.rollout.types import cat_padded
-from pspo.cli.signals import EXIT_STOPPED
 from pspo.tasks import load_problems
 from pspo.update import Learner, backward, update
 

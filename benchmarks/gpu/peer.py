@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.gpu.common import GROUP, Options, Rows, checksum, now, random_policy, row, timed, tiny_prompts
 from benchmarks.gpu.speed import MICROBATCH, Load
+from pspo.checks.memory import peak_memory_gb
 from pspo.config import SYSTEM_PROMPT, ModelConfig
 from pspo.model import autocast
 from pspo.optimizers import make_optimizer
 from pspo.rollout import generate, group_relative_advantages
-from pspo.checks.memory import peak_memory_gb
 from pspo.tasks import load_problems
 from pspo.update import Learner, update
 
