@@ -121,12 +121,12 @@ def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha)
 # ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
 
 
-def train_logit_table(surrogate, optimizer_class, rollouts=5, epochs=4, **optimizer_options):
+def train_logit_table(surrogate, eps, rollouts=5, epochs=4):
     """A toy policy, one softmax row of logits per state; fixed draws of actions and advantages for every caller."""
     generator = torch.Generator().manual_seed(0)
     states, actions, rows = 6, 5, 64
     table = torch.zeros(states, actions, dtype=torch.float64, requires_grad=True)
-    optimizer = optimizer_class([table], **optimizer_options)
+    optimizer = torch.optim.AdamW([table], lr=0.05, weight_decay=0.0, eps=eps)
     mask = torch.ones(rows, 1, dtype=torch.bool)
     for _ in range(rollouts):
         state = torch.randint(states, (rows,), generator=generator)
@@ -141,28 +141,13 @@ def train_logit_table(surrogate, optimizer_class, rollouts=5, epochs=4, **optimi
     return table.detach()
 
 
-ADAMW = {"lr": 0.05, "weight_decay": 0.0}
-
-
 @pytest.mark.parametrize("alpha", [0.1, 0.4, 0.9])
 def test_adamw_moves_pspo_and_noclip_alike(alpha):
-    noclip, pspo = (train_logit_table(s, torch.optim.AdamW, **ADAMW, eps=1e-30) for s in (NoClip(), PSPO(alpha)))
+    noclip, pspo = (train_logit_table(s, eps=1e-30) for s in (NoClip(), PSPO(alpha)))
     assert noclip.abs().max() > 0.3  # they did move, far from where they started
     torch.testing.assert_close(pspo, noclip, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options", "alpha"),
-    [(torch.optim.AdamW, ADAMW | {"eps": 1e-2}, 0.9), (torch.optim.SGD, {"lr": 1.0}, 0.5)],
-)
-def test_alpha_acts_through_adamws_eps_and_through_sgd(optimizer, options, alpha):
-    noclip, pspo = (train_logit_table(surrogate, optimizer, **options) for surrogate in (NoClip(), PSPO(alpha)))
+def test_alpha_acts_through_adamws_eps():
+    noclip, pspo = (train_logit_table(s, eps=1e-2) for s in (NoClip(), PSPO(0.9)))
     assert (pspo - noclip).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.5, 1.0])
-def test_sgds_first_step_is_exactly_scaled(alpha):
-    options = {"rollouts": 1, "epochs": 1, "lr": 1.0}  # the table starts at 0: this is the step
-    noclip, pspo = (train_logit_table(s, torch.optim.SGD, **options) for s in (NoClip(), PSPO(alpha)))
-    assert noclip.abs().max() > 0.02
-    torch.testing.assert_close(pspo, (1 - alpha) * noclip, rtol=1e-12, atol=1e-16)
