@@ -1,7 +1,6 @@
 """Group-relative advantages against the scalar oracle; groups of equal rewards get exactly 0."""
 
 import random
-import statistics
 
 import pytest
 import reference
@@ -11,6 +10,7 @@ from pspo.rollout.advantages import group_relative_advantages
 
 each_scale = pytest.mark.parametrize("scale", ["none", "group", "batch", "rloo", "maxrl"])
 REWARDS = [0.0, 0.05, 0.1, 1 / 3, 0.7, 1.0]  # most of them have no exact binary form
+NAN = float("nan")
 
 
 @each_scale
@@ -20,50 +20,48 @@ def test_equals_the_oracle(scale, group_size, seed):
     rng = random.Random(seed)
     rewards = [rng.choice(REWARDS) for _ in range(6 * group_size)]
     expected = torch.tensor(reference.group_relative_advantages(rewards, group_size, scale), dtype=torch.float64)
-    actual = group_relative_advantages(torch.tensor(rewards, dtype=torch.float64), group_size, scale)
-    assert actual.dtype == torch.float64
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
-    single = group_relative_advantages(torch.tensor(rewards), group_size, scale)
+    given = torch.tensor(rewards, dtype=torch.float64)
+    torch.testing.assert_close(group_relative_advantages(given, group_size, scale), expected, rtol=1e-12, atol=1e-15)
+    assert given.tolist() == rewards
+    single = group_relative_advantages(given.float(), group_size, scale)
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), expected, rtol=2e-6, atol=1e-7)
 
 
-def test_values_worked_by_hand():
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("none", [0.5, -0.5, -0.5, 0.5, 1, -1]),
+        ("group", [a * 0.5**0.5 for a in (1, -1, -1, 1, 1, -1)]),  # deviations sqrt(1/2), sqrt(1/2), sqrt(2)
+        # the batch: mean 1, squared deviations 0 1 1 0 4 0, variance 6 / 5
+        ("batch", [a / 1.2**0.5 for a in (0.5, -0.5, -0.5, 0.5, 1, -1)]),
+        ("rloo", [1, -1, -1, 1, 2, -2]),
+        ("maxrl", [1, -1, -1, 1, 0.5, -0.5]),
+    ],
+)
+def test_values_worked_by_hand(scale, expected):
     rewards = torch.tensor([1.0, 0, 0, 1, 3, 1], dtype=torch.float64)
-    assert group_relative_advantages(rewards, 2).tolist() == [0.5, -0.5, -0.5, 0.5, 1.0, -1.0]
-    # stds with ddof 1: sqrt(1/2), sqrt(1/2), sqrt(2)
-    grouped = group_relative_advantages(rewards, 2, "group", eps=0.0)
-    root = 0.5**0.5
-    assert grouped.tolist() == pytest.approx([root, -root, -root, root, root, -root], rel=1e-12)
-    # the batch: mean 1, squared deviations 0 1 1 0 4 0, variance 6 / 5
-    batch = group_relative_advantages(rewards, 2, "batch", eps=0.0)
-    assert batch.tolist() == pytest.approx([a / 1.2**0.5 for a in (0.5, -0.5, -0.5, 0.5, 1.0, -1.0)], rel=1e-12)
+    assert group_relative_advantages(rewards, 2, scale, eps=0.0).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_eps_is_added_to_the_standard_deviation():
     rewards = torch.tensor([0.0, 2.0], dtype=torch.float64)
-    for scale in ("group", "batch"):
-        a = group_relative_advantages(rewards, 2, scale, eps=0.5)
-        assert a.tolist() == pytest.approx([-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)], rel=1e-12)
-    default = group_relative_advantages(rewards, 2, "group")
-    assert default[1].item() == pytest.approx(1 / (2**0.5 + 1e-4), rel=1e-12)
+    for scale, eps in (("group", {"eps": 0.5}), ("batch", {"eps": 0.5}), ("group", {}), ("batch", {})):
+        expected = 1 / (2**0.5 + eps.get("eps", 1e-4))
+        assert group_relative_advantages(rewards, 2, scale, **eps)[1].item() == pytest.approx(expected, rel=1e-12)
 
 
 @each_scale
-@pytest.mark.parametrize("reward", [0.0, 0.05, 0.1, 1 / 3, 0.7, 1.0, -2.3, 1e-30, 12345.678])
-@pytest.mark.parametrize("group_size", [2, 3, 4, 7, 64])
+@pytest.mark.parametrize("reward", [0.0, 0.05, 0.1, 1 / 3, 0.7, 1.0, 2.3, 1e-30, 12345.678])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_group_of_equal_rewards_gets_exactly_0(scale, reward, group_size, dtype):
-    if scale == "maxrl":
-        reward = abs(reward)
-    equal = torch.full((group_size,), reward, dtype=dtype)
-    mixed = torch.linspace(0, 1, group_size, dtype=dtype)
-    advantages = group_relative_advantages(torch.cat([equal, mixed, equal]), group_size, scale)
-    assert (advantages[:group_size] == 0.0).all()
-    assert (advantages[-group_size:] == 0.0).all()
-    assert advantages[group_size] < 0 < advantages[2 * group_size - 1]
-    alone = group_relative_advantages(equal, group_size, scale)
-    assert torch.equal(alone, torch.zeros_like(equal))
+def test_a_group_of_equal_rewards_gets_exactly_0(scale, reward, dtype):
+    for group_size in (2, 3, 4, 7, 64):
+        equal, mixed = torch.full((group_size,), reward, dtype=dtype), torch.linspace(0, 1, group_size, dtype=dtype)
+        advantages = group_relative_advantages(torch.cat([equal, mixed, equal]), group_size, scale)
+        assert (advantages[:group_size] == 0.0).all()
+        assert (advantages[-group_size:] == 0.0).all()
+        assert advantages[group_size] < 0 < advantages[2 * group_size - 1]
+        assert (group_relative_advantages(equal, group_size, scale) == 0.0).all()
 
 
 @pytest.mark.parametrize("scale", ["none", "batch"])
@@ -74,22 +72,12 @@ def test_nearly_equal_rewards_are_not_taken_for_equal(scale):
 
 
 @each_scale
-def test_groups_are_independent_and_their_advantages_sum_to_0(scale):
-    rewards = torch.tensor([random.Random(1).choice(REWARDS) for _ in range(40)], dtype=torch.float64)
-    rewards = rewards[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
-    before = rewards.clone()
+def test_advantages_of_a_group_sum_to_0_and_do_not_change_with_the_zero_or_the_unit_of_rewards(scale):
+    rewards = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     advantages = group_relative_advantages(rewards, 4, scale)
-    assert torch.equal(rewards, before)
-    assert advantages.shape == (40,)
     torch.testing.assert_close(advantages.view(10, 4).sum(dim=1), torch.zeros(10, dtype=torch.float64))
-    if scale != "batch":
-        first = group_relative_advantages(rewards[:4], 4, scale)
-        torch.testing.assert_close(first, advantages[:4], rtol=1e-14, atol=0)
-    if scale == "maxrl":
-        return
-    # a constant added to all rewards changes nothing
-    shifted = group_relative_advantages(rewards + 5, 4, scale)
-    torch.testing.assert_close(shifted, advantages, rtol=1e-9, atol=1e-12)
+    same = group_relative_advantages(rewards / 8 if scale == "maxrl" else rewards + 5, 4, scale)
+    torch.testing.assert_close(same, advantages, rtol=1e-9, atol=1e-12)
 
 
 def test_maxrl_weighs_the_successes_of_a_group_by_their_inverse_number():
@@ -97,33 +85,21 @@ def test_maxrl_weighs_the_successes_of_a_group_by_their_inverse_number():
     rewards = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], dtype=torch.float64)
     expected = [4 / 1 - 1, -1, -1, -1, 4 / 3 - 1, 4 / 3 - 1, 4 / 3 - 1, -1, 0, 0, 0, 0]
     assert group_relative_advantages(rewards, 4, "maxrl").tolist() == pytest.approx(expected, rel=1e-12)
-    # a common factor of the rewards changes nothing
-    assert group_relative_advantages(rewards / 8, 4, "maxrl").tolist() == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match=r"--algorithm\.advantage_scale maxrl divides"):
         group_relative_advantages(rewards - 0.5, 4, "maxrl")
 
 
-@pytest.mark.parametrize("scale", ["none", "group", "batch", "maxrl"])
+@each_scale
 def test_unknown_rewards_count_neither_in_means_nor_in_deviations(scale):
-    nan = float("nan")
-    rewards = torch.tensor([1.0, 0, nan, nan, 3, 1, 2, nan, 1, nan, nan, nan] + [nan] * 4, dtype=torch.float64)
-    advantages = group_relative_advantages(rewards, 4, scale)
-    known = torch.tensor([0, 1, 4, 5, 6])
-    std = statistics.stdev([1, 0, 3, 1, 2, 1]) + 1e-4 if scale == "batch" else 1
-    of_groups = (([1.0, 0], 2), ([3.0, 1, 2], 3))
-    alone = [reference.group_relative_advantages(*of, "none" if scale == "batch" else scale) for of in of_groups]
-    assert advantages[known].tolist() == pytest.approx([a / std for a in [*alone[0], *alone[1]]], rel=1e-12)
-    advantages[known] = 0.0
-    assert torch.equal(advantages, torch.zeros_like(advantages))
-
-
-def test_rloo_leaves_out_the_own_reward_and_unknown_ones():
-    nan = float("nan")
-    rewards = torch.tensor([1.0, 0, 0, 3, 1, nan, 0, nan, 1, nan, nan, nan], dtype=torch.float64)
-    expected = [0, -4 / 3, -4 / 3, 3 - 1 / 3, 1, 0, -1, 0, 0, 0, 0, 0]
-    assert group_relative_advantages(rewards, 4, "rloo").tolist() == pytest.approx(expected, rel=1e-12)
-    none = group_relative_advantages(rewards[:4], 4)
-    torch.testing.assert_close(group_relative_advantages(rewards[:4], 4, "rloo"), none * 4 / 3)
+    rewards = [[1.0, 0, NAN, NAN], [3, 1, 2, NAN], [1, NAN, NAN, NAN], [NAN] * 4]
+    advantages = group_relative_advantages(torch.tensor(rewards, dtype=torch.float64).flatten(), 4, scale)
+    std = reference.standard_deviation([1, 0, 3, 1, 2, 1]) + 1e-4 if scale == "batch" else 1
+    for row, group in zip(advantages.view(4, 4).tolist(), rewards, strict=True):
+        known = [reward for reward in group if reward == reward]
+        expected = [0.0] * len(known)
+        if len(known) > 1:
+            expected = reference.group_relative_advantages(known, len(known), "none" if scale == "batch" else scale)
+        assert row == pytest.approx([a / std for a in expected] + [0.0] * (4 - len(known)), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])

@@ -1,84 +1,115 @@
-"""pspo's decoding loop against Hugging Face's own, and its sampler against the exact nucleus distribution."""
+"""Every decoder against the plain model's argmax and the exact nucleus, whatever the model's folder says."""
 
+import json
 import os
 from dataclasses import replace
 
 import pytest
 import torch
-import transformers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from scipy.stats import chisquare
 
 from pspo.config import SYSTEM_PROMPT, ModelConfig
+from pspo.hub.save import save_model
 from pspo.model import load_policy, load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, sample_nucleus
 from pspo.tasks import load_problems
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]
+SAMPLING = Sampling(stop_ids=[60, 61], pad_id=62, temperature=0.9, top_p=0.85, max_completion_tokens=12)
+GREEDY = replace(SAMPLING, temperature=0.0)
+OWN_LOOP = ["pspo", "graphs"]
+each_decoder = pytest.mark.parametrize("decoder", [*OWN_LOOP, "hf"])
+HOSTILE = {
+    "sampling": {"do_sample": True, "top_k": 3, "top_p": 0.2, "temperature": 0.1, "repetition_penalty": 1.5},
+    "greedy": {"do_sample": False, "temperature": 0.9, "top_p": 0.5, "min_p": 0.3, "typical_p": 0.5},
+    "beams": {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "num_return_sequences": 2},
+    "lengths": {"max_length": 5, "max_new_tokens": 2, "min_new_tokens": 11, "min_length": 15, "max_time": 1e-4},
+    "tokens": {
+        "bad_words_ids": [[5], [6, 7]],
+        "suppress_tokens": list(range(8, 40)),
+        "begin_suppress_tokens": [40, 41],
+        "forced_bos_token_id": 3,
+        "forced_eos_token_id": 4,
+        "eos_token_id": list(range(64)),
+        "pad_token_id": 1,
+        "sequence_bias": [[[5], 10.0]],
+    },
+    "processors": {
+        "no_repeat_ngram_size": 2,
+        "encoder_repetition_penalty": 1.3,
+        "exponential_decay_length_penalty": [2, 1.5],
+        "epsilon_cutoff": 0.1,
+        "eta_cutoff": 0.1,
+        "guidance_scale": 3.0,
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
+    },
+    "output": {"return_dict_in_generate": True, "output_scores": True, "use_cache": False, "stop_strings": ["a"]},
+    "assisted": {"prompt_lookup_num_tokens": 3, "penalty_alpha": 0.6, "dola_layers": "low"},
 }
-MODELS = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "gemma2, sliding window 8": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, head_dim=8, sliding_window=8, attn_implementation="eager")
-    ),
+
+
+@torch.no_grad()
+def argmax_loop(model, prompt, sampling):
+    """Greedy decoding of one unpadded prompt from whole forward passes, without a cache."""
+    ids = list(prompt)
+    for step in range(sampling.max_completion_tokens):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        for seen in set(ids):
+            logits[seen] *= sampling.repetition_penalty ** (-1 if logits[seen] > 0 else 1)
+        if step < sampling.min_completion_tokens:
+            logits[list(sampling.stop_ids)] = -torch.inf
+        ids.append(int(logits.argmax()))
+        if ids[-1] in sampling.stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def completions(rollout):
+    return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
+
+
+def seeded(seed, *args, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return generate(*args, **options)
+
+
+# ---------------------------------------------------------------- greedy
+
+
+GREEDY_CASES = {
+    "prompts of many lengths": (PROMPTS, {}),
+    "max_rows": (PROMPTS, {"max_rows": 3}),
+    "min_completion_tokens": (PROMPTS, {"min_completion_tokens": 9}),
+    "min = max": (PROMPTS, {"min_completion_tokens": 20}),
+    "repetition_penalty": (PROMPTS, {"repetition_penalty": 1.3}),
+    "one prompt": (PROMPTS[:1], {}),  # transformers hands a mask of ones on as None
+    "prompts of one length": ([[1, 2, 3], [4, 5, 6]], {}),
 }
-PROMPTS = [[5, 6, 7], list(range(20, 40)), [9], list(range(50, 61)), [3, 3, 3, 3, 3]]
 
 
-class NoTexts:
-    """Stands in for a tokenizer where the texts do not matter."""
-
-    def batch_decode(self, rows, **_):
-        return [""] * len(rows)
-
-
-@pytest.mark.parametrize("decoder", ["pspo", "graphs"])
-@pytest.mark.parametrize("options", [{}, {"min_completion_tokens": 9}, {"repetition_penalty": 1.3}, {"max_rows": 4}])
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_decoding_is_the_librarys_token_for_token(name, options, decoder):
-    if decoder == "graphs" and name.startswith("gemma2"):
-        pytest.skip("refused: see test_graphs_refuse_what_they_cannot_decode")
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    with torch.no_grad():  # logits further apart than rounding, and not the same token for ever
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    ours = Sampling(stop_ids=[95], pad_id=0, temperature=0.0, max_completion_tokens=24, decoder=decoder, **options)
-    endless = generate(model, NoTexts(), PROMPTS, replace(ours, decoder="hf")).completion_ids
-    stops = sorted({endless[0, 4].item(), endless[1, 12].item(), endless[2, 9].item()})  # rows end at different times
-    ours = replace(ours, stop_ids=stops)
-    a = generate(model, NoTexts(), PROMPTS, ours, group_size=3)
-    b = generate(model, NoTexts(), PROMPTS, replace(ours, decoder="hf"), group_size=3)
-    assert a.completion_mask.tolist() == b.completion_mask.tolist()
-    assert a.completion_ids[a.completion_mask].tolist() == b.completion_ids[b.completion_mask].tolist()
-    assert a.terminated.tolist() == b.terminated.tolist()
-    assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
-    lengths = a.completion_mask.sum(dim=1)
-    assert len(set(lengths.tolist())) > 1  # otherwise no row was ever dropped
-    assert lengths.min() > options.get("min_completion_tokens", 0)
+@each_decoder
+@pytest.mark.parametrize(("prompts", "options"), GREEDY_CASES.values(), ids=GREEDY_CASES)
+@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"])
+def test_greedy_is_the_argmax_of_the_plain_model(tiny_model, tokenizer, name, prompts, options, decoder):
+    if (name, decoder) == ("Gemma2", "graphs"):
+        pytest.skip("refused for its sliding windows")
+    model, sampling = tiny_model(name), replace(GREEDY, max_completion_tokens=20, decoder=decoder, **options)
+    free = [argmax_loop(model, prompt, replace(sampling, stop_ids=())) for prompt in prompts]
+    sampling = replace(sampling, stop_ids=sorted({free[0][4], free[-1][11]}))  # rows end at different times
+    expected = [argmax_loop(model, prompt, sampling) for prompt in prompts]
+    rollout = generate(model, tokenizer, prompts, sampling, group_size=2)
+    assert completions(rollout) == [row for row in expected for _ in range(2)]
+    assert rollout.terminated.tolist() == [row[-1] in sampling.stop_ids for row in expected for _ in range(2)]
+    assert rollout.terminated.any() or options.get("min_completion_tokens")
+    assert (rollout.completion_ids[~rollout.completion_mask] == sampling.pad_id).all()
+    assert rollout.completion_ids.shape[1] == max(map(len, expected))  # nothing is decoded beyond the last
 
 
-@pytest.mark.parametrize("decoder", ["pspo", "graphs"])
 @pytest.mark.parametrize("model", ["tiny-base", "tiny-math", "SmolLM2"])
-def test_greedy_decoding_of_a_trained_model_is_the_librarys(model, decoder):
+def test_greedy_decoding_of_a_trained_model_is_the_librarys(model):
     """SmolLM2: a folder made by scripts/smollm2_from_gguf.py, named in the environment as PSPO_SMOLLM2."""
     limit = 40
     if model == "SmolLM2":
@@ -89,96 +120,130 @@ def test_greedy_decoding_of_a_trained_model_is_the_librarys(model, decoder):
     tokenizer, policy = load_tokenizer(config), load_policy(config, torch.device("cpu"))
     problems = load_problems("arithmetic", "test", limit=limit)
     prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
-    assert len({len(prompt) for prompt in prompts}) >= limit / 8
-    ours = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, temperature=0.0, decoder=decoder)
-    a = generate(policy, tokenizer, prompts, ours, group_size=2)
-    b = generate(policy, tokenizer, prompts, replace(ours, decoder="hf"), group_size=2)
-    assert a.texts == b.texts
-    assert a.completion_ids[a.completion_mask].tolist() == b.completion_ids[b.completion_mask].tolist()
+    sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, temperature=0.0, decoder="hf")
+    expected = generate(policy, tokenizer, prompts, sampling)
+    for decoder in OWN_LOOP:
+        rollout = generate(policy, tokenizer, prompts, replace(sampling, decoder=decoder))
+        assert rollout.texts == expected.texts
+        assert completions(rollout) == completions(expected)
 
 
-@pytest.mark.parametrize("decoder", ["pspo", "graphs"])
-def test_under_autocast_keys_and_values_are_kept_as_attention_takes_them(decoder):
-    torch.manual_seed(0)
-    model, seen = MODELS["qwen2"]().eval(), set()
-    attention = torch.nn.functional.scaled_dot_product_attention
+@each_decoder
+@pytest.mark.parametrize("name", [*HOSTILE, "in config.json"])
+def test_hostile_generation_settings_change_nothing(tiny_model, model_folder, load, tokenizer, name, decoder):
+    clean = tiny_model()
+    if name == "in config.json":  # as in folders of old
+        hostile = HOSTILE["sampling"]
+        folder = model_folder(clean, config=hostile, without=["generation_config.json"])
+    else:
+        hostile, folder = HOSTILE[name], model_folder(clean)
+        (folder / "generation_config.json").write_text(json.dumps(hostile))
+    model = load(folder)
+    theirs = model.generation_config
+    assert theirs.to_dict().items() >= hostile.items()  # it was loaded
 
-    def watched(query, key, value, **options):
-        seen.add((key.dtype, value.dtype))
-        return attention(query, key, value, **options)
+    greedy = generate(model, tokenizer, PROMPTS, replace(GREEDY, decoder=decoder))
+    assert completions(greedy) == [argmax_loop(clean, prompt, GREEDY) for prompt in PROMPTS]
+    for top_p in (0.85, 1.0):
+        sampling = replace(SAMPLING, decoder=decoder, top_p=top_p)
+        sampled, expected = (seeded(5, each, tokenizer, PROMPTS, sampling, group_size=4) for each in (model, clean))
+        assert completions(sampled) == completions(expected)
+        assert len(set(sampled.texts)) > 4  # it did sample
 
-    sampling = Sampling(
-        stop_ids=[95], pad_id=0, temperature=0.7, max_completion_tokens=9, decoder=decoder, logprobs=True
-    )
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-        rollout = generate(model, NoTexts(), PROMPTS, sampling, group_size=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = token_logprobs(model, *rollout.token_ids, 0.7)
-    assert seen == {(torch.bfloat16, torch.bfloat16)}
-    torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=0.1)
+    assert model.generation_config is theirs
+    save_model(model, tokenizer, folder.parent / "saved", "")
+    if name != "in config.json":
+        assert json.loads((folder.parent / "saved/generation_config.json").read_text()).items() >= hostile.items()
 
 
-def test_a_model_without_keys_and_values_needs_the_librarys_loop():
-    config = transformers.Lfm2Config(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.Lfm2ForCausalLM(config).eval()
+@each_decoder
+def test_stop_strings_end_completions_and_are_part_of_them(load, tokenizer, decoder):
+    """Where a string first ends in the decoded text; over tokens' borders, and not where it begins in the prompt."""
+    policy, strings = load("tiny-base"), ["= 1", "\n#", "packs"]
+    prompts = encode_prompts(tokenizer, [f"Tom has {n} packs of 4. He eats 3. How many?" for n in range(2, 12)])
+    prompts[0] = [*prompts[0], *tokenizer("2 * 4 =")["input_ids"]]  # the string's own beginning
+    sampling = replace(GREEDY, stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id, decoder=decoder)
+    sampling = replace(sampling, max_completion_tokens=24)
+    free = generate(policy, tokenizer, prompts, sampling, 2)
+    cut = generate(policy, tokenizer, prompts, replace(sampling, stop_strings=strings), 2)
+    expected = []
+    for ids in completions(free):
+        texts = [tokenizer.decode(ids[: t + 1], skip_special_tokens=False) for t in range(len(ids))]
+        ends = [t for t, text in enumerate(texts) if any(string in text for string in strings)]
+        expected.append(ids[: ends[0] + 1] if ends else ids)
+    assert completions(cut) == expected
+    assert sum(map(len, expected)) < free.completion_mask.sum()
+    assert cut.terminated.all()
+    assert all(any(string in text for text in cut.texts) for string in strings[:2])
+
+
+def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
+    eager = tiny_model()
+    eager.set_attn_implementation("eager")
+    for model in (eager, tiny_model("Gemma2")):
+        with pytest.raises(ValueError, match=r"--rollout\.decoder graphs needs .* choose pspo"):
+            generate(model, tokenizer, PROMPTS, replace(SAMPLING, decoder="graphs"))
     with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
-        generate(model, NoTexts(), PROMPTS, Sampling(stop_ids=[95], pad_id=0))
-    sampling = Sampling(stop_ids=[95], pad_id=0, temperature=0.0, max_completion_tokens=5, decoder="hf")
-    rollout = generate(model, NoTexts(), [PROMPTS[1]] * 2, sampling)
-    alone = rollout.rows(torch.tensor([0]))
-    both = token_logprobs(model, *rollout.token_ids)
-    torch.testing.assert_close(both[:1], token_logprobs(model, *alone.token_ids), rtol=0, atol=1e-5)
+        generate(tiny_model("Lfm2", layer_types=["conv", "full_attention"]), tokenizer, PROMPTS, SAMPLING)
+    for settings in ({"decoder": "hf"}, {"repetition_penalty": 1.1}):
+        with pytest.raises(ValueError, match="logprobs"):
+            generate(tiny_model(), tokenizer, PROMPTS, replace(SAMPLING, logprobs=True, **settings))
 
 
-@pytest.mark.parametrize("name", ["gemma2, sliding window 8", "eager"])
-def test_graphs_refuse_what_they_cannot_decode(name):
-    model = MODELS["qwen2"]() if name == "eager" else MODELS[name]()
-    if name == "eager":
-        model.set_attn_implementation("eager")
-    sampling = Sampling(stop_ids=[95], pad_id=0, decoder="graphs")
-    with pytest.raises(ValueError, match=r"--rollout\.decoder graphs needs .* choose pspo"):
-        generate(model, NoTexts(), PROMPTS, sampling)
+# ---------------------------------------------------------------- sampled
 
 
-@pytest.mark.parametrize("decoder", ["pspo", "graphs"])
+def exact_nucleus(logits, top_p, top_k=0):
+    """The smallest set of likeliest tokens that holds top_p of the mass, renormalised, in float64."""
+    logits = logits.detach().double()
+    if top_k:
+        logits = logits.where(logits >= logits.sort().values[-top_k], -torch.inf)
+    probs, order = logits.softmax(dim=0).sort(descending=True)
+    kept = probs.where(probs.cumsum(dim=0) - probs < top_p, 0.0)
+    return torch.zeros_like(probs).scatter(0, order, kept / kept.sum())
+
+
+def assert_drawn_from(exact, tokens):
+    """By chi-square, with what is expected fewer than 5 times in one bin; a false alarm is once in a million."""
+    n = len(tokens)
+    counts = torch.stack([torch.bincount(tokens, minlength=len(exact)).double(), n * exact])  # (2, V): seen, expected
+    assert counts[0, exact == 0].sum() == 0
+    rare = n * exact < 5
+    bins = torch.cat([counts[:, ~rare], counts[:, rare].sum(dim=1, keepdim=True)], dim=1)
+    bins = bins[:, bins[1] > 0]
+    assert bins.shape[1] == 1 or chisquare(*bins).pvalue > 1e-6
+
+
+@each_decoder
 @pytest.mark.parametrize(
-    "options", [{}, {"top_k": 5}, {"min_completion_tokens": 9}, {"max_rows": 4}, {"temperature": 0.0}]
+    ("temperature", "top_p", "top_k"), [(0.6, 0.85, 0), (1.0, 1.0, 0), (1.5, 0.98, 0), (0.3, 1.0, 0), (1.0, 0.8, 20)]
 )
-def test_log_probs_of_sampled_tokens_are_the_models_own(options, decoder):
-    """At the temperature, and before nucleus, top_k and the ban on stop tokens take anything away."""
-    torch.manual_seed(0)
-    model = MODELS["qwen2"]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    settings = {"temperature": 0.7, "top_p": 0.8, "max_completion_tokens": 16} | options
-    sampling = Sampling(stop_ids=[5, 60, 70], pad_id=0, decoder=decoder, logprobs=True, **settings)
-    rollout = generate(model, NoTexts(), PROMPTS, sampling, group_size=3)
-    expected = token_logprobs(model, *rollout.token_ids, settings["temperature"] or 1.0)
-    torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=2e-5)
-    assert expected.min() < -0.01
-    some = torch.tensor([4, 1])
-    assert torch.equal(rollout.rows(some).sampler_logprobs,
-                       rollout.sampler_logprobs[some, : rollout.rows(some).completion_ids.shape[1]])  # fmt: skip
-    assert generate(model, NoTexts(), PROMPTS, replace(sampling, logprobs=False)).sampler_logprobs is None
+def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, top_k, decoder):
+    model = tiny_model(initializer_range=0.12, seed=3, vocab_size=100)
+    logits = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature
+    exact = exact_nucleus(logits, top_p, top_k)
+    assert 5 < (exact > 0).sum() <= (top_k or 100)
+    sampling = replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k, max_completion_tokens=1)
+    rollout = seeded(0, model, tokenizer, PROMPTS[:1], replace(sampling, decoder=decoder), group_size=4000)
+    assert_drawn_from(exact, rollout.completion_ids[:, 0])
 
 
-@pytest.mark.parametrize("settings", [{"decoder": "hf"}, {"repetition_penalty": 1.1}])
-def test_the_librarys_loop_has_no_log_probs_to_give(settings):
-    with pytest.raises(ValueError, match="logprobs"):
-        Sampling(stop_ids=[1], pad_id=0, logprobs=True, **settings)
-
-
-def exact_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The distribution by its definition: sort, keep while the mass above is under top_p, renormalise; float64."""
-    probs, order = logits.double().softmax(dim=-1).sort(descending=True)
-    kept = torch.where(probs.cumsum(dim=-1) - probs < top_p, probs, 0.0)
-    return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum())
+@each_decoder
+def test_later_tokens_come_from_the_exact_conditional(tiny_model, tokenizer, decoder):
+    """The third token, given each of the likeliest beginnings: the cache and the groups' rows stay together."""
+    model = tiny_model(initializer_range=0.25, seed=4)
+    sampling = replace(SAMPLING, temperature=0.8, top_p=0.9, max_completion_tokens=3, max_rows=6000, decoder=decoder)
+    rollout = seeded(0, model, tokenizer, PROMPTS[:2], sampling, group_size=3000)
+    tested = 0
+    for prompt, rows in zip(PROMPTS, rollout.completion_ids.split(3000), strict=False):
+        beginnings, counts = rows[:, :2].unique(dim=0, return_counts=True)
+        for beginning in beginnings[counts >= 60].tolist():
+            if not set(beginning) & set(sampling.stop_ids):
+                tested += 1
+                logits = model(input_ids=torch.tensor([prompt + beginning])).logits[0, -1]
+                thirds = rows[(rows[:, :2] == torch.tensor(beginning)).all(dim=1), 2]
+                assert_drawn_from(exact_nucleus(logits / 0.8, 0.9), thirds)
+    assert tested > 5
 
 
 SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabulary, spread of the logits
@@ -197,21 +262,9 @@ SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabula
 def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, top_p):
     torch.manual_seed(vocabulary)
     logits = spread * torch.randn(vocabulary)
-    expected = exact_nucleus(logits, top_p)
-    draws, rows = 20_000, 10_000
-    seen = torch.zeros(vocabulary, dtype=torch.float64)
-    for _ in range(draws // rows):
-        probs = logits.expand(rows, -1).softmax(dim=1)
-        seen += torch.bincount(sampler(probs, top_p if top_p < 1 else float("inf")), minlength=vocabulary)
-    assert seen[expected == 0].sum() == 0
-    inside = expected > 0
-    if inside.sum() == 1:
-        return  # one possible token, and no other was drawn
-    chi2 = ((seen - draws * expected)[inside].square() / (draws * expected[inside])).sum().item()
-    freedom = int(inside.sum()) - 1
-    # Wilson-Hilferty: the cube root of chi2 / freedom is normal; 4.5 standard deviations is once in 300,000
-    z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
-    assert z < 4.5, f"chi2 {chi2:.0f} at {freedom} degrees of freedom"
+    probs = logits.softmax(dim=0).expand(5000, -1)
+    tokens = torch.cat([sampler(probs, top_p if top_p < 1 else float("inf")) for _ in range(4)])
+    assert_drawn_from(exact_nucleus(logits, top_p), tokens)
 
 
 @pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])
@@ -221,15 +274,15 @@ def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, 
     ([0.1, 0.4, 0.1, 0.3, 0.1], 0.65, {1, 3}),
 ])  # fmt: skip
 def test_equally_likely_tokens_at_the_edge_belong_together(sampler, probs, top_p, nucleus):
-    drawn = sampler(torch.tensor([probs]).expand(2000, -1), top_p)
-    assert set(drawn.tolist()) == nucleus
+    assert set(sampler(torch.tensor([probs]).expand(2000, -1), top_p).tolist()) == nucleus
 
 
 def test_nothing_is_left_out_at_top_p_1():
     """Tokens so rare that the mass above them rounds to 1; a float32 sum of probabilities would never reach them."""
+    torch.manual_seed(0)
     logits = torch.zeros(1, 50_000)
     logits[0, 0] = 17.0
-    drawn = torch.cat([sample_nucleus(logits.expand(100, -1), 1.0) for _ in range(20)])
+    drawn = torch.cat([sample_nucleus(logits.expand(100, -1), 1.0) for _ in range(10)])
     expected = 49_999 / (49_999 + 2.718281828459045**17)  # 0.2%
     assert abs((drawn != 0).float().mean().item() - expected) < 5 * (expected / len(drawn)) ** 0.5
     assert (drawn != 0).any()
@@ -245,7 +298,46 @@ def test_rows_with_narrow_and_wide_nuclei_keep_apart():
     torch.manual_seed(0)
     peaked = torch.full((1000,), -30.0)
     peaked[17] = 0.0
-    wide = 0.01 * torch.randn(1000)
-    tokens = sample_nucleus(torch.stack([peaked, wide] * 500), 0.85)
+    tokens = sample_nucleus(torch.stack([peaked, 0.01 * torch.randn(1000)] * 500), 0.85)
     assert set(tokens[::2].tolist()) == {17}
     assert len(set(tokens[1::2].tolist())) > 300
+
+
+# ---------------------------------------------------------------- log-probs of what was sampled
+
+
+@pytest.mark.parametrize("decoder", OWN_LOOP)
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 5}, {"min_completion_tokens": 9}, {"max_rows": 4}, {"temperature": 0.0}], ids=str
+)
+def test_log_probs_of_sampled_tokens_are_the_models_own(tiny_model, tokenizer, options, decoder):
+    """At the temperature, and before nucleus, top_k and the ban on stop tokens take anything away."""
+    model, sampling = (
+        tiny_model(),
+        replace(SAMPLING, stop_ids=[5, 30, 41, 50], decoder=decoder, logprobs=True, **options),
+    )
+    rollout = seeded(0, model, tokenizer, PROMPTS, sampling, group_size=3)
+    expected = token_logprobs(model, *rollout.token_ids, sampling.temperature or 1.0)
+    torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=2e-5)
+    assert expected.min() < -0.01
+    some = torch.tensor([4, 1])
+    rows = rollout.rows(some)
+    assert torch.equal(rows.sampler_logprobs, rollout.sampler_logprobs[some, : rows.completion_ids.shape[1]])
+    assert generate(model, tokenizer, PROMPTS, replace(sampling, logprobs=False)).sampler_logprobs is None
+
+
+@pytest.mark.parametrize("decoder", OWN_LOOP)
+def test_under_autocast_keys_and_values_are_kept_as_attention_takes_them(tiny_model, tokenizer, monkeypatch, decoder):
+    model, seen = tiny_model(initializer_range=0.02), set()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **options):
+        seen.add((key.dtype, value.dtype))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = generate(model, tokenizer, PROMPTS, replace(SAMPLING, decoder=decoder, logprobs=True), group_size=2)
+        assert seen == {(torch.bfloat16, torch.bfloat16)}
+        expected = token_logprobs(model, *rollout.token_ids, SAMPLING.temperature)
+    torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=0.1)

@@ -32,8 +32,9 @@ from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOP
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.records.files import read_jsonl
 from pspo.records.folders import checkpoints, damage
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate, sampling_context
+from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
 from pspo.rollout.types import Nucleus
+from pspo.tasks import Problem
 from pspo.update import Learner, keep_logprobs, update
 
 if not torch.distributed.is_gloo_available():
@@ -135,8 +136,9 @@ def roll_out(policy, rank: int, how: str) -> list[list[int]]:
         decoder="hf" if synced else "pspo", synced=synced and dist.world_size() > 1,
     )  # fmt: skip
     torch.manual_seed(rank)
-    with sampling_context(policy, "none", "gathered" if how == "none" else how):
-        rollout = generate(policy, tokenizer, encode_prompts(tokenizer, TEXTS[rank::2]), sampling, 2)
+    prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
+    weights = "gathered" if how == "none" else how
+    rollout = TransformersSampler(policy, tokenizer, sampling, weights=weights).draw(prompts, 2)
     return rollout.completion_ids.tolist()
 
 
@@ -153,7 +155,9 @@ def talk() -> dict:
         "run on main": dist.gather_objects(dist.run_on_main(lambda: me)),
         "highest": dist.max_over_ranks(3 * me),
         "sum": dist.sum_over_ranks(torch.tensor([1, me])).tolist(),
-        "concatenated": dist.concat_over_ranks(torch.full((1, 1 + me), me), dim=1).tolist(),
+        "concatenated": dist.concat_over_ranks(torch.full((1 + me, 1), me)).flatten().tolist(),
+        "columns": dist.gather_columns(torch.full((1, 1 + me), me)).tolist(),
+        "on main": dist.gather_on_main(me),
         "padded": len(dist.pad_to_longest(["item"] * me, "filler")),
         "shares": dist.gather_objects(dist.take_rank_share(list(range(8)), 2)),
     }
@@ -233,7 +237,8 @@ def test_a_sharded_model_is_exported_whole(computed):
 def test_ranks_talk(computed):
     assert computed["talk"] == {
         "refused": ["ValueError", "SystemExit"], "run on main": [0, 0], "highest": 3, "sum": [2, 1],
-        "concatenated": [[0, 1, 1]], "padded": 1, "shares": [[0, 1, 4, 5], [2, 3, 6, 7]],
+        "concatenated": [0, 1, 1], "columns": [[0, 1, 1]], "on main": [0, 1], "padded": 1,
+        "shares": [[0, 1, 4, 5], [2, 3, 6, 7]],
     }  # fmt: skip
 
 

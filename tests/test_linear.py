@@ -70,18 +70,14 @@ def test_a_frozen_layer_gets_no_gradient_and_passes_one_on(layers):
     torch.testing.assert_close(x.grad, theirs.weight.sum(dim=0).expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_pytorchs_to_the_bit(layers, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float64, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_other_dtypes_and_autocast_are_pytorchs_to_the_bit(layers, dtype, autocast):
     theirs, ours = layers(16, 8, dtype=dtype)
     x = torch.randn(4, 16, dtype=dtype)
-    assert torch.equal(ours(x), theirs(x))
-
-
-def test_autocast_is_pytorchs_to_the_bit(layers):
-    theirs, ours = layers(16, 8)
-    x = torch.randn(4, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours(x).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert ours(x).dtype == (torch.bfloat16 if autocast else dtype)
         assert torch.equal(ours(x), theirs(x))
 
 

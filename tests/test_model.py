@@ -1,5 +1,6 @@
 """Log-probs against the plain way to compute them, one unpadded row at a time; and what loading does and refuses."""
 
+import contextlib
 import math
 import re
 
@@ -27,12 +28,13 @@ from pspo.model import (
 from pspo.rollout import Sampling, generate
 
 ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"]  # GPT2 for its absolute positions
-FLOAT64 = [
-    "Qwen2",
-    "Llama",
-    "Qwen3",
-    "GPT2",
-]  # Gemma2 pads with the least float64 and takes the softmax in float32: NaN
+COLUMNS_COUNT = ["Gemma2", "GPTNeo", "Mpt"]  # by a local window or ALiBi: no padding after a common beginning
+PRECISIONS = [
+    *((name, torch.float32) for name in [*ARCHITECTURES, "GPTNeo", "Mpt"]),
+    # Gemma2 pads with the least float64 and takes the softmax in float32: NaN
+    *((name, torch.float64) for name in ("Qwen2", "Llama", "Qwen3", "GPT2")),
+]
+CPU = torch.device("cpu")
 
 
 def make_rows(prompt_lengths=(9, 3, 1, 6), completion_lengths=(7, 1, 12, 4), vocab=64, seed=0):
@@ -66,28 +68,6 @@ def gradients(model, logprobs, seed=3):
     return torch.cat([grad.flatten() for grad in grads])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_equals_unpadded_rows(tiny_model, name, temperature):
-    model, rows = tiny_model(name), make_rows()
-    expected = plain_logprobs(model, *rows, temperature)
-    actual = token_logprobs(model, *rows, temperature)
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    assert (actual[~rows[3]] == 0).all()
-    assert actual[rows[3]].max() < 0
-    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=1e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("name", FLOAT64)
-def test_equals_unpadded_rows_in_float64(tiny_model, name):
-    model, rows = tiny_model(name, dtype=torch.float64), make_rows()
-    expected, actual = plain_logprobs(model, *rows, 0.7), token_logprobs(model, *rows, 0.7)
-    assert actual.dtype == torch.float64
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
-    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=1e-5, atol=1e-5)
-
-
 def make_groups(prompt_lengths, seed=0, vocab=64):
     """Rows of one prompt adjacent, in groups of 3, 1 and 4; completions of 1 to 9 tokens."""
     prompt_ids, prompt_mask, _, _ = make_rows(prompt_lengths, vocab=vocab, seed=seed)
@@ -95,36 +75,6 @@ def make_groups(prompt_lengths, seed=0, vocab=64):
     completions = make_rows((1,) * 8, (9, 2, 5, 1, 7, 3, 0, 4), vocab=vocab, seed=seed + 1)[2:]
     row = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
     return prompt_ids[row], prompt_mask[row], *completions
-
-
-@pytest.mark.parametrize("prompt_lengths", [(9, 3, 6), (1, 2, 2), (4, 4, 4)])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_groups_that_share_a_prompt_equal_unpadded_rows(tiny_model, name, prompt_lengths):
-    """Gemma2's window of 4 is shorter than prompts and completions here."""
-    dtype = torch.float64 if name in FLOAT64 else torch.float32
-    value, slope = (1e-10, 1e-5) if name in FLOAT64 else (1e-5, 2e-4)  # the models' norms are float32 all the same
-    model, rows = tiny_model(name, dtype=dtype), make_groups(prompt_lengths)
-    actual, expected = token_logprobs(model, *rows, 0.7), plain_logprobs(model, *rows, 0.7)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=value)
-    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
-
-
-def test_a_shared_prompt_is_computed_once(tiny_model):
-    model, rows = tiny_model(), make_groups((9, 3, 6))
-    tokens = []
-    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
-    shared = token_logprobs(model, *rows)
-    assert sum(tokens) <= 3 * 9 + 8 * 9  # three prompts and eight completions
-    tokens.clear()
-    token_logprobs(model, *(part[[0, 3, 1, 4, 2]] for part in rows))  # no two neighbours of one prompt
-    assert tokens == [5 * (9 + 8)]
-
-    same_ids = (rows[0][:2].clone(), rows[1][:2].clone(), *(part[:2] for part in rows[2:]))
-    same_ids[1][1, :4] = False  # the same ids under another mask are another prompt
-    apart = token_logprobs(model, *same_ids)
-    torch.testing.assert_close(apart[0], shared[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(apart, plain_logprobs(model, *same_ids), rtol=0, atol=1e-5)
-    assert (apart[1, :2] - shared[1, :2]).abs().max() > 0.01
 
 
 def begin_alike(rows, length):
@@ -136,56 +86,67 @@ def begin_alike(rows, length):
     return prompt_ids.where(~alike, beginning[place.clamp(0, length - 1)]), prompt_mask, *completions
 
 
-@pytest.mark.parametrize(("prompt_lengths", "length"), [((9, 7, 8), 5), ((9, 3, 6), 9), ((5, 4, 6), 4), ((9, 1, 5), 3)])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompts_that_begin_alike_equal_unpadded_rows(tiny_model, monkeypatch, name, prompt_lengths, length):
-    """A beginning shorter than, as long as, and longer than the shortest prompt."""
-    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
-    dtype = torch.float64 if name in FLOAT64 else torch.float32
-    value, slope = (1e-10, 1e-5) if name in FLOAT64 else (1e-5, 2e-4)
-    model, rows = tiny_model(name, dtype=dtype), begin_alike(make_groups(prompt_lengths), length)
+def widened(prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """The rows with six more columns of padding on the left and five on the right."""
+    pad = torch.nn.functional.pad
+    prompts = pad(prompt_ids, (6, 0), value=11), pad(prompt_mask, (6, 0))
+    return *prompts, pad(completion_ids, (0, 5), value=12), pad(completion_mask, (0, 5))
+
+
+GROUPS = make_groups((9, 3, 6))
+OTHER_MASK = [part[:2].clone() for part in GROUPS]
+OTHER_MASK[1][1, :4] = False
+CASES = {  # rows, and how many tokens each pass of the body sees
+    "rows apart": (make_rows(), [4 * (9 + 11)]),
+    "wide padding": (widened(*make_rows()), [4 * (15 + 16)]),
+    "a row without completion": (make_rows((5, 2, 7), (4, 0, 6)), [3 * (7 + 5)]),
+    "no completions": (make_rows((5, 2), (0, 0)), [2 * 5]),
+    "groups": (GROUPS, [3 * 9, 8 * 8]),
+    "groups, short prompts": (make_groups((1, 2, 2)), [3 * 2, 8 * 8]),
+    "groups, prompts of one length": (make_groups((4, 4, 4)), [3 * 4, 8 * 8]),
+    "groups, completions of one token": ((*GROUPS[:2], *(part[:, :1] for part in GROUPS[2:])), [8 * 9]),
+    "groups, no two neighbours of one prompt": ([part[[0, 3, 1, 4, 2]] for part in GROUPS], [5 * (9 + 8)]),
+    "the same ids under another mask": (OTHER_MASK, [2 * (9 + 8)]),
+    # prompts that begin alike, for fewer tokens than, as many as, and more than the shortest has
+    "beginning of 5, shortest 7": (begin_alike(make_groups((9, 7, 8)), 5), [5, 3 * 4, 8 * 8]),
+    "beginning of 4, shortest 4": (begin_alike(make_groups((5, 4, 6)), 4), [3, 3 * 3, 8 * 8]),
+    "beginning of 9, shortest 3": (begin_alike(GROUPS, 9), [2, 3 * 7, 8 * 8]),
+    "beginning of 3, shortest 1": (begin_alike(make_groups((9, 1, 5)), 3), [3 * 9, 8 * 8]),
+}
+
+
+def count_tokens(model):
+    """List that gets the number of tokens of each pass."""
     tokens = []
     model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
+    return tokens
+
+
+@pytest.mark.parametrize(("rows", "passes"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("name", "dtype"), PRECISIONS, ids=str)
+def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, rows, passes):
+    """Values and gradients; rows have random ids under their masks. Gemma2's window of 4 is shorter than they are."""
+    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
+    model = tiny_model(name, dtype=dtype)
+    tokens = count_tokens(model)
     actual = token_logprobs(model, *rows, 0.7)
-    L = 0 if name == "Gemma2" else min(length, min(prompt_lengths) - 1)  # its windows would count the padding
-    width = max(prompt_lengths)
-    assert tokens == [L] * (L > 0) + [3 * (width - L), 8 * 8]
+    if name in COLUMNS_COUNT and len(passes) == 3:
+        passes = [passes[1] + 3 * passes[0], passes[2]]
+    assert tokens == passes
     expected = plain_logprobs(model, *rows, 0.7)
+    assert actual.dtype == dtype
+    assert (actual[~rows[3]] == 0).all()
+    assert (actual[rows[3]] < 0).all()
+    value, slope = (1e-5, 2e-4) if dtype == torch.float32 else (1e-10, 1e-5)  # the norms are float32 all the same
     torch.testing.assert_close(actual, expected, rtol=0, atol=value)
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
 
 
-@pytest.mark.parametrize("name", ["GPTNeo", "Mpt"])
-def test_prompts_that_begin_alike_where_columns_count(tiny_model, monkeypatch, name):
-    """By a local window and by ALiBi: no padding may come between a common beginning and the rest."""
-    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
-    model, rows = tiny_model(name), begin_alike(make_groups((9, 3, 6)), 5)
-    expected = plain_logprobs(model, *rows)
-    torch.testing.assert_close(token_logprobs(model, *rows), expected, rtol=0, atol=1e-5)
-
-
 def test_a_short_common_beginning_is_not_worth_a_pass(tiny_model):
-    model, rows = tiny_model(), begin_alike(make_groups((9, 7, 8)), 5)
-    passes = []
-    model.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
-    token_logprobs(model, *rows)
-    assert len(passes) == 2
-
-
-def test_groups_with_completions_of_one_token(tiny_model):
-    model, rows = tiny_model(dtype=torch.float64), make_groups((9, 3, 6))
-    rows = (rows[0], rows[1], rows[2][:, :1], rows[3][:, :1])
-    torch.testing.assert_close(token_logprobs(model, *rows), plain_logprobs(model, *rows), rtol=0, atol=1e-10)
-
-
-def test_is_a_distribution(tiny_model):
-    """The probabilities of all 64 continuations by one token add up to 1, at any temperature."""
     model = tiny_model()
-    prompt = torch.arange(5, 10).expand(64, 5)
-    one = torch.ones(64, 1, dtype=torch.bool)
-    for temperature in (0.3, 1.0, 2.0):
-        logprobs = token_logprobs(model, prompt, one.expand(64, 5), torch.arange(64)[:, None], one, temperature)
-        assert logprobs.double().exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+    passes = count_tokens(model)
+    token_logprobs(model, *begin_alike(make_groups((9, 7, 8)), 5))
+    assert len(passes) == 2
 
 
 def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch):
@@ -249,15 +210,11 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 5, 10**6])
 @pytest.mark.parametrize("mode", ["none", "bf16"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_recomputing_way(
-    tiny_model, monkeypatch, name, mode, chunk
-):
+def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_plain_way(tiny_model, monkeypatch, name, mode, chunk):
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", chunk)
-    model, rows = tiny_model(name), make_groups((9, 3, 6))
-    mask = rows[3]
+    model, mask = tiny_model(name), GROUPS[3]
     coefficients = torch.randn(mask.shape, generator=torch.Generator().manual_seed(5))
-
     divisors = torch.arange(1.0, len(mask) + 1)[:, None]
 
     def token_loss(logprobs, coefficients):  # not linear: its slope depends on the log-prob
@@ -266,93 +223,32 @@ def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_recomputing_way(
     def loss(logprobs):
         return (token_loss(logprobs, coefficients).where(mask, 0.0) / divisors).sum()
 
-    context = autocast(mode, torch.device("cpu"))
-    with context:
-        expected = token_logprobs(model, *rows, 0.7)
-    loss(expected).backward()
-    want = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    model.zero_grad()
-    with context:
-        total, actual = backward_in_one_pass(model, *rows, 0.7, token_loss, (coefficients,), divisors)
-    got = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    with autocast(mode, CPU):
+        total, actual = backward_in_one_pass(model, *GROUPS, 0.7, token_loss, (coefficients,), divisors)
+        expected = token_logprobs(model, *GROUPS, 0.7)
     assert torch.equal(actual, expected)
     torch.testing.assert_close(total, loss(expected.detach()), rtol=1e-5, atol=1e-5)
     assert not actual.requires_grad
     assert not total.requires_grad
-    tolerance = 1e-5 if mode == "none" else 2e-2  # bf16 rounds the chunks' gradients apart
-    assert (got - want).norm() <= tolerance * want.norm()
-    if mode == "none":
-        plain = plain_logprobs(model, *rows, 0.7)
-        model.zero_grad()
-        loss(plain).backward()
-        want = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    parameters = list(model.parameters())
+    got = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    for logprobs in [expected] if mode == "bf16" else [expected, plain_logprobs(model, *GROUPS, 0.7)]:
+        want = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss(logprobs), parameters)])
+        tolerance = 1e-5 if mode == "none" else 2e-2  # bf16 rounds the chunks' gradients apart
         assert (got - want).norm() <= tolerance * want.norm()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_ids_under_the_mask_do_not_matter(tiny_model, name):
-    model, (prompt_ids, prompt_mask, completion_ids, completion_mask) = tiny_model(name), make_rows()
-    results = []
-    for garbage in (0, 63):
-        ids = prompt_ids.where(prompt_mask, garbage), completion_ids.where(completion_mask, garbage)
-        logprobs = token_logprobs(model, ids[0], prompt_mask, ids[1], completion_mask)
-        results.append((logprobs, gradients(model, logprobs)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_padding_columns_do_not_matter(tiny_model, name):
-    model, (prompt_ids, prompt_mask, completion_ids, completion_mask) = tiny_model(name), make_rows()
-    expected = token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    left = (6, 0)
-    wide = token_logprobs(
-        model,
-        torch.nn.functional.pad(prompt_ids, left, value=11),
-        torch.nn.functional.pad(prompt_mask, left),
-        torch.nn.functional.pad(completion_ids, (0, 5), value=12),
-        torch.nn.functional.pad(completion_mask, (0, 5)),
-    )
-    torch.testing.assert_close(wide[:, :12], expected, rtol=0, atol=1e-5)
-    assert (wide[:, 12:] == 0).all()
-
-
-def test_rows_without_an_unmasked_token(tiny_model):
-    model = tiny_model(dtype=torch.float64)
-    rows = make_rows((5, 2, 7), (4, 0, 6))
-    logprobs = token_logprobs(model, *rows)
-    assert torch.equal(logprobs[1], torch.zeros(6, dtype=torch.float64))
-    others = token_logprobs(model, *(part[[0, 2]] for part in rows))
-    torch.testing.assert_close(logprobs[[0, 2]], others, rtol=0, atol=1e-10)
-    torch.testing.assert_close(gradients(model, logprobs[[0, 2]]), gradients(model, others), rtol=1e-5, atol=1e-5)
-
-    nothing = token_logprobs(model, *make_rows((5, 2), (0, 0)))
-    assert torch.equal(nothing, torch.zeros(2, 1, dtype=torch.float64))
-    nothing.sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in model.parameters())
-
-
-def test_softcapping_is_the_models_own(tiny_model):
-    model, rows = tiny_model("Gemma2"), make_rows()
-    ids = rows[2][:1]
-    hidden = model.model(input_ids=ids).last_hidden_state
-    own = model(input_ids=ids).logits
-    torch.testing.assert_close(pspo.model.logprobs.head_logits(model, hidden), own, rtol=0, atol=1e-6)
-    assert model.lm_head(hidden).abs().max() > 3  # far beyond the cap of 2: without it the numbers would differ
-    assert own.abs().max() <= 2
 
 
 def test_bf16_autocast_still_takes_the_softmax_in_float32(tiny_model):
     model, rows = tiny_model(), make_rows()
     exact = token_logprobs(model, *rows, 0.6)
-    with autocast("bf16", torch.device("cpu")):
+    with autocast("bf16", CPU):
         rounded = token_logprobs(model, *rows, 0.6)
     assert rounded.dtype == torch.float32
     assert not torch.equal(rounded, exact)
     torch.testing.assert_close(rounded, exact, rtol=0, atol=0.5)
     # One token in a uniform vocabulary of 64: bfloat16 would give -4.15625 instead of -log 64 = -4.15888.
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    with autocast("bf16", torch.device("cpu")):
+    with autocast("bf16", CPU):
         uniform = token_logprobs(model, *rows)
     torch.testing.assert_close(uniform[rows[3]], torch.full((24,), -math.log(64)), rtol=0, atol=1e-6)
 
@@ -395,15 +291,13 @@ def test_gradient_checkpointing_with_shared_prompts_changes_no_bit(
     tiny_model, model_folder, load, monkeypatch, name, min_prefix
 ):
     monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", min_prefix)
-    prompt_ids, *rest = make_groups((9, 7, 8))
-    prompt_ids[rest[0].cumsum(dim=1).bool() & (rest[0].cumsum(dim=1) < 5)] = 7  # every prompt begins with four of them
-    folder, results = model_folder(tiny_model(name)), []
+    folder, rows, results = model_folder(tiny_model(name)), begin_alike(make_groups((9, 7, 8)), 4), []
     for checkpointing in (False, True):
         policy = load(folder, gradient_checkpointing=checkpointing, attn_implementation="eager")
         layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
         part, visits = next(layers[0].children()), []
         part.register_forward_pre_hook(lambda *_, visits=visits: visits.append(1))
-        logprobs = token_logprobs(policy, prompt_ids, *rest)
+        logprobs = token_logprobs(policy, *rows)
         results.append((logprobs, gradients(policy, logprobs)))
         shared = pspo.model.attends_fully(policy) and min_prefix == 1
         assert len(visits) == (3 if shared else 2) * (1 + checkpointing)  # passes, each of them recomputed
@@ -492,91 +386,59 @@ def test_completions_end_where_the_template_ends_the_assistants_turn(tiny_model,
     assert stop_token_ids(model, tokenizer) == sorted(expected)
 
 
-def test_stop_tokens_of_a_loaded_model(model_folder, load, tokenizer):
-    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert stop_token_ids(load(model_folder()), tokenizer) == [im_end]
-    assert stop_token_ids(load(model_folder(generation_config={"eos_token_id": [3, 552]})), tokenizer) == sorted(
-        [3, 552, im_end]
-    )
-    assert stop_token_ids(load(model_folder(without=["generation_config.json"])), tokenizer) == [im_end]
-
-
 def test_locate(tmp_path):
     assert locate("tiny-base") == str(ASSETS / "tiny-base")
     assert locate("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert locate(str(ASSETS / "tiny-math")) == str(ASSETS / "tiny-math")
-    for bad, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no config.json")):
-        with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
-            locate(str(bad))
-        assert str(error.value).endswith(what)
-        assert str(bad) in str(error.value)
-    with pytest.raises(ValueError, match=r"--model.name_or_path: model folder no/such/folder does not exist"):
+    for folder, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no config.json")):
+        for load in (lambda config: locate(config.name_or_path), load_tokenizer, lambda c: load_policy(c, CPU)):
+            with refused(rf"--model\.name_or_path.*{re.escape(str(folder))} {what}$"):
+                load(ModelConfig(name_or_path=str(folder)))
+    with refused(r"--model.name_or_path: model folder no/such/folder does not exist"):
         locate("./no/such/folder")
 
 
-def one_line(error):
-    return "\n" not in str(error.value) and len(str(error.value)) < 500
+@contextlib.contextmanager
+def refused(match):
+    with pytest.raises(ValueError, match=match) as error:
+        yield
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
 
 
 def test_attention_that_the_model_lacks(tiny_model, model_folder, load):
     folder = model_folder(tiny_model("Gemma2"))
     load(folder, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"^--model\.attn_implementation sdpa") as error:
+    with refused(r"^--model\.attn_implementation sdpa"):
         load(folder, attn_implementation="sdpa")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("loader", [load_tokenizer, lambda config: load_policy(config, torch.device("cpu"))])
-def test_what_is_no_model_folder(tmp_path, loader):
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
-            loader(ModelConfig(name_or_path=str(path)))
-        assert one_line(error)
 
 
 def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
-    with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
-        load(model_folder(without=["model.safetensors"]))
-    assert one_line(error)
-    folder = model_folder()
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
-        load(folder)
-    assert one_line(error)
-    with pytest.raises(ValueError, match=r"--model\.name_or_path") as error:
-        load(model_folder(config={"model_type": "no-such-model"}))
-    assert one_line(error)
+    broken = model_folder()
+    (broken / "config.json").write_text("{")
+    unknown = model_folder(config={"model_type": "no-such-model"})
+    for folder in (model_folder(without=["model.safetensors"]), broken, unknown):
+        with refused(r"--model\.name_or_path"):
+            load(folder)
 
 
-def test_a_tokenizer_without_chat_template(model_folder):
-    folder = model_folder(without=["chat_template.jinja"])
-    with pytest.raises(ValueError, match=r"has no chat template.*chat_template\.jinja") as error:
-        load_tokenizer(ModelConfig(name_or_path=str(folder)))
-    assert one_line(error)
-    assert str(folder) in str(error.value)
-
-
-PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast"}  # transformers gives a Qwen2Tokenizer the tokens it lacks
-
-
-def test_a_tokenizer_without_eos(model_folder):
-    folder = model_folder(tokenizer_config={"eos_token": None, **PLAIN}, config={"model_type": "llama"})
-    with pytest.raises(ValueError, match="has no eos token") as error:
-        load_tokenizer(ModelConfig(name_or_path=str(folder)))
-    assert one_line(error)
-    assert str(folder) in str(error.value)
+def test_tokenizers_that_lack_something(model_folder):
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast"}  # transformers gives a Qwen2Tokenizer the tokens it lacks
+    llama = {"config": {"model_type": "llama"}}
+    no_template = model_folder(without=["chat_template.jinja"])
+    no_eos = model_folder(tokenizer_config={"eos_token": None, **plain}, **llama)
+    for folder, what in ((no_template, r"has no chat template.*chat_template\.jinja"), (no_eos, "has no eos token")):
+        with refused(f"(?=.*{re.escape(str(folder))}).*{what}"):
+            load_tokenizer(ModelConfig(name_or_path=str(folder)))
+    no_pad = model_folder(tokenizer_config={"pad_token": None, **plain}, **llama)
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(no_pad)))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert load_tokenizer(ModelConfig()).pad_token == "<|endoftext|>"  # one that is there is kept
 
 
 def test_a_pad_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     model = tiny_model(vocab_size=len(tokenizer))
     pad_token_id(model, tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    with pytest.raises(ValueError, match=f"pad token '<pad>' .{model.config.vocab_size}. is none of the model's"):
+    with refused(f"pad token '<pad>' .{model.config.vocab_size}. is none of the model's"):
         pad_token_id(model, tokenizer)
-
-
-def test_a_missing_pad_token_becomes_eos(model_folder):
-    folder = model_folder(tokenizer_config={"pad_token": None, **PLAIN}, config={"model_type": "llama"})
-    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)))
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert load_tokenizer(ModelConfig()).pad_token == "<|endoftext|>"  # one that is there is kept

@@ -1,4 +1,4 @@
-"""Nucleus replay: the kept sets against a slow loop, log-probs that sum to 1 over them, gradients by differences."""
+"""Nucleus replay: the kept sets against a slow loop, log-probs and gradients against sums over those sets."""
 
 import copy
 import dataclasses
@@ -8,19 +8,15 @@ import pytest
 import torch
 
 import pspo.model.logprobs
-from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import GSPO, Clip, NoClip
-from pspo.model import backward_in_one_pass, token_logprobs
+from pspo.model import backward_in_one_pass, load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate
 from pspo.update import Learner, keep_logprobs, update
 
 TEMPERATURE, TOP_P = 0.7, 0.8
 PROMPTS = [[7, 8, 9, 10], [11, 12], [13, 14, 15]]
-
-
-class NoTexts:
-    def batch_decode(self, rows, **_):
-        return [""] * len(rows)
+STOPS = (5, 30, 41, 50)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +31,8 @@ def policy(tiny_model):
 def sample(policy, **options):
     settings = {"temperature": TEMPERATURE, "top_p": TOP_P, "max_completion_tokens": 8, "logprobs": True} | options
     torch.manual_seed(1)
-    sampling = Sampling(stop_ids=[5, 30, 41, 50], pad_id=0, nucleus=True, **settings)
-    return generate(policy, NoTexts(), PROMPTS, sampling, group_size=4)
+    sampling = Sampling(stop_ids=STOPS, pad_id=0, nucleus=True, **settings)
+    return generate(policy, load_tokenizer(ModelConfig()), PROMPTS, sampling, group_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def nucleus_of(probs, top_p=TOP_P, top_k=0, banned=()):
 def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, decoder):
     rollout = sample(policy, **options, decoder=decoder)
     cut = {name: options[name] for name in ("top_p", "top_k") if name in options}
-    banned = (5, 30, 41, 50) if "min_completion_tokens" in options else ()
+    banned = STOPS if "min_completion_tokens" in options else ()
     sizes = []
     for i in range(len(rollout)):
         completion = rollout.completion_ids[i].tolist()
@@ -85,9 +81,9 @@ def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, d
             probs = full.exp().tolist()
             assert kept == nucleus_of(probs, **cut, banned=banned)
             assert completion[t] in kept
-            own = math.log(probs[completion[t]] / math.fsum(probs[token] for token in kept))
-            assert rollout.sampler_logprobs[i, t].item() == pytest.approx(own, abs=1e-5)
             mass = math.fsum(probs[token] for token in kept)
+            own = math.log(probs[completion[t]] / mass)
+            assert rollout.sampler_logprobs[i, t].item() == pytest.approx(own, abs=1e-5)
             assert rollout.nucleus.mass[i, t].item() == pytest.approx(mass, abs=1e-5)
             if not cut.get("top_k") and not banned:
                 assert mass >= cut.get("top_p", TOP_P) - 1e-6
@@ -96,84 +92,34 @@ def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, d
 
 
 def renormalised(policy, rollout, i):
-    """log pi of row i's tokens over their kept sets, (t,), by a sum over each."""
+    """log pi of row i's tokens over their kept sets, (T,), by a sum over each; 0 where masked."""
     full, completion = full_logprobs(policy, rollout, i), rollout.completion_ids[i]
-    rows = [
-        row[completion[t]] - row[sorted(kept)].logsumexp(0)
-        for t, (row, kept) in enumerate(zip(full, kept_sets(rollout, i), strict=True))
-    ]
-    return torch.stack(rows)
+    values = torch.zeros(len(completion), dtype=full.dtype)
+    for t, (row, kept) in enumerate(zip(full, kept_sets(rollout, i), strict=True)):
+        values[t] = row[completion[t]] - row[sorted(kept)].logsumexp(0)
+    return values
 
 
-@pytest.fixture(params=[256, 5], ids=["one chunk", "chunks"])
-def chunks(request, monkeypatch):
+@pytest.mark.parametrize("chunk", [256, 5])
+def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, rollout, monkeypatch, chunk):
+    """By autograd, and by the one-pass head; the models' norms compute in float32."""
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", request.param)
-
-
-@pytest.mark.usefixtures("chunks")
-def test_log_probs_sum_to_1_over_the_kept_set(policy, rollout):
-    i = max(range(len(rollout)), key=lambda i: int(rollout.nucleus.counts[i].max()))
-    t = int(rollout.nucleus.counts[i].argmax())
-    kept = sorted(kept_sets(rollout, i)[t])
-    prefix = dataclasses.replace(rollout.rows(torch.tensor([i])), nucleus=None)
-    mask = prefix.completion_mask & (torch.arange(prefix.completion_mask.shape[1]) == t)
-    total = 0.0
-    for token in kept:
-        ids = prefix.completion_ids.clone()
-        ids[0, t] = token
-        inputs = (prefix.prompt_ids, prefix.prompt_mask, ids, prefix.completion_mask, TEMPERATURE)
-        logprobs = token_logprobs(policy, *inputs, rollout.rows(torch.tensor([i])).nucleus.kept(prefix.completion_mask))
-        total += logprobs[mask].exp().item()
-        if token == int(prefix.completion_ids[0, t]):
-            assert logprobs[mask].item() == pytest.approx(renormalised(policy, rollout, i)[t].item(), rel=1e-9)
-    assert len(kept) >= 3
-    assert total == pytest.approx(1.0, rel=1e-9)
-
-
-@pytest.mark.usefixtures("chunks")
-def test_gradient_by_finite_differences(policy, rollout):
-    """Of a weighted sum of log-probs: of all weights by the slow formula's, of the head's by finite differences."""
-    kept, mask = rollout.nucleus.kept(rollout.completion_mask), rollout.completion_mask
-    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def slow():
-        rows = (renormalised(policy, rollout, i) * weights[i][mask[i]] for i in range(len(rollout)))
-        return torch.cat(list(rows)).sum()
-
-    parameters = list(policy.parameters())
-    total = (token_logprobs(policy, *rollout.token_ids, TEMPERATURE, kept) * weights).sum()
-    expected = slow()
-    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
-    gradients = torch.autograd.grad(total, parameters)
-    for gradient, other in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
-
-    head = policy.get_output_embeddings().weight  # beyond the norms, which compute in float32
-    gradient = next(g for g, p in zip(gradients, parameters, strict=True) if p is head)
-    for seed in range(3):
-        direction = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed), dtype=head.dtype)
-        values = []
-        for step in (1e-5, -2e-5, 1e-5):  # there, to the other side, and back
-            with torch.no_grad():
-                head += step * direction
-                values.append(slow().item())
-        assert (gradient * direction).sum().item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
-
-
-@pytest.mark.usefixtures("chunks")
-def test_the_one_pass_head_has_the_same_gradient(policy, rollout):
-    kept, mask = rollout.nucleus.kept(rollout.completion_mask), rollout.completion_mask
-    weights = torch.randn(mask.shape, dtype=torch.float64)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", chunk)
+    kept, generator = rollout.nucleus.kept(rollout.completion_mask), torch.Generator().manual_seed(0)
+    weights = torch.randn(rollout.completion_mask.shape, generator=generator, dtype=torch.float64)
     logprobs = token_logprobs(policy, *rollout.token_ids, TEMPERATURE, kept)
+    expected = torch.stack([renormalised(policy, rollout, i) for i in range(len(rollout))])
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
     parameters = list(policy.parameters())
-    expected = torch.autograd.grad((logprobs * weights).sum(), parameters)
+    exact, gradients = (torch.autograd.grad((each * weights).sum(), parameters) for each in (expected, logprobs))
+
     policy.zero_grad()
     inputs = (policy, *rollout.token_ids, TEMPERATURE, lambda logprobs, weight: logprobs * weight, (weights,))
     _, own = backward_in_one_pass(*inputs, torch.ones(len(rollout), 1), kept)
-    assert torch.allclose(own, logprobs.detach(), rtol=0, atol=1e-12)
-    for parameter, gradient in zip(parameters, expected, strict=True):
+    torch.testing.assert_close(own, logprobs.detach(), rtol=0, atol=1e-12)
+    for parameter, gradient, other in zip(parameters, gradients, exact, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
     policy.zero_grad()
 
 

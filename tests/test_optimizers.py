@@ -24,15 +24,8 @@ def train(output: Path, *args: str) -> list[dict]:
 
 
 def test_a_step_of_plain_sgd_is_the_gradient_times_the_learning_rate(tmp_path):
-    args = (
-        "--rollout.prompts=12",
-        "--optimizer.lr=0.05",
-        "--algorithm.epochs=1",
-        "--run.max_steps=3",
-        "--run.save_every=1",
-        "--run.keep=3",
-    )
-    metrics = train(tmp_path / "out", *args)
+    often = ("--run.max_steps=3", "--run.save_every=1", "--run.keep=3")
+    metrics = train(tmp_path / "out", "--rollout.prompts=12", "--optimizer.lr=0.05", "--algorithm.epochs=1", *often)
     checkpoints = sorted((tmp_path / "out/checkpoints").iterdir())
     weights = [load_file(folder / "model.safetensors") for folder in checkpoints]
     for before, after, line in zip(weights, weights[1:], metrics[1:], strict=False):  # momentum would show from the 2nd
@@ -43,13 +36,10 @@ def test_a_step_of_plain_sgd_is_the_gradient_times_the_learning_rate(tmp_path):
 
 def test_under_plain_sgd_pspo_is_noclip_at_a_smaller_learning_rate_to_the_last_bit(tmp_path):
     """alpha = 1/2 and a learning rate twice as high: powers of two, so nothing is rounded on the way."""
-    pspo_, noclip = (
-        train(tmp_path / name, "--run.max_steps=6", *args)
-        for name, args in {
-            "pspo": ("--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=0.5", "--optimizer.lr=0.2"),
-            "noclip": ("--algorithm.surrogate=NoClip", "--optimizer.lr=0.1"),
-        }.items()
-    )
+    half = ("--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=0.5", "--optimizer.lr=0.2")
+    plain = ("--algorithm.surrogate=NoClip", "--optimizer.lr=0.1")
+    runs = {"pspo": half, "noclip": plain}
+    pspo_, noclip = (train(tmp_path / name, "--run.max_steps=6", *args) for name, args in runs.items())
     for key in ("reward", "tokens", "completion_tokens", "ratio_mean", "ratio_max"):
         assert [line[key] for line in pspo_] == [line[key] for line in noclip]
     assert [2 * line["grad_norm"] for line in pspo_] == [line["grad_norm"] for line in noclip]

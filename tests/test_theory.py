@@ -4,7 +4,6 @@ The smoothed policy is never written down here: it is read off the package's PSP
 minus the smoothed ratio, as pi_smoothed(a) = pi_old(a) * smoothed_ratio(a).
 """
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from pspo.losses import PSPO, NoClip
 
-DETERMINISTIC = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 # Of the order of rounding in float64, on sums of up to 8 probabilities; log-ratios stay inside the clamp of +-20.
 ROUNDING = 1e-12
 
@@ -22,14 +20,22 @@ policies = (
     .flatmap(lambda actions: st.tuples(*[st.lists(logits, min_size=actions, max_size=actions)] * 2))
     .map(lambda pair: tuple(torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in pair))
 )
-alphas = st.floats(0.0, 1.0)
+
+
+def every_pair(check):
+    """Run over pairs of policies' log-probabilities, (V,) each, and over alpha."""
+    deterministic = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    return deterministic(given(policies, st.floats(0.0, 1.0) | st.sampled_from([0.0, 1.0]))(check))
+
+
+def losses(alpha, new, old, advantages):
+    """PSPO's loss of every action, (V,)."""
+    return PSPO(alpha)(new[None], old[None], advantages[None], torch.ones(1, len(new), dtype=torch.bool))[0]
 
 
 def smoothed_policy(new, old, alpha):
     """(V,) probabilities from the log-probabilities new and old, (V,) each."""
-    ones = torch.ones(1, 1, dtype=torch.float64)
-    loss = PSPO(alpha)(new[None], old[None], ones, torch.ones(1, len(new), dtype=torch.bool))
-    return old.exp() * -loss[0]
+    return old.exp() * -losses(alpha, new, old, torch.ones_like(new))
 
 
 def l1(p, q):
@@ -40,8 +46,7 @@ def kl(p, q):
     return (p * (p.log() - q.log())).sum().item()
 
 
-@DETERMINISTIC
-@given(policies, alphas)
+@every_pair
 def test_smoothed_policy_is_the_mixture_and_a_distribution(pair, alpha):
     new, old = pair
     smoothed = smoothed_policy(new, old, alpha)
@@ -50,89 +55,59 @@ def test_smoothed_policy_is_the_mixture_and_a_distribution(pair, alpha):
     assert (smoothed > 0).all()
 
 
-@DETERMINISTIC
-@given(policies, alphas)
+@every_pair
 def test_lemma_total_variation_contracts(pair, alpha):
     new, old = pair
     distance = l1(smoothed_policy(new, old, alpha), old.exp())
     assert distance == pytest.approx((1 - alpha) * l1(new.exp(), old.exp()), rel=ROUNDING, abs=ROUNDING)
 
 
-@DETERMINISTIC
-@given(policies, alphas)
+@every_pair
 def test_corollary_both_kl_divergences_shrink(pair, alpha):
-    new, old = pair
-    smoothed = smoothed_policy(new, old, alpha)
-    pi, pi_old = new.exp(), old.exp()
-    assert kl(smoothed, pi_old) <= (1 - alpha) * kl(pi, pi_old) + ROUNDING
-    assert kl(pi_old, smoothed) <= (1 - alpha) * kl(pi_old, pi) + ROUNDING
+    pi, pi_old, smoothed = pair[0].exp(), pair[1].exp(), smoothed_policy(*pair, alpha)
+    for divergence in (kl, lambda p, q: kl(q, p)):
+        bound = (1 - alpha) * divergence(pi, pi_old)
+        assert divergence(smoothed, pi_old) <= bound + ROUNDING
+        if alpha in (0, 1):  # with equality at both ends
+            assert divergence(smoothed, pi_old) == pytest.approx(bound, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_corollary_holds_with_equality_at_both_ends(alpha):
+def test_corollary_is_strict_between_the_ends():
     new, old = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.7, 0.2, 0.1], [0.2, 0.3, 0.5]))
-    smoothed = smoothed_policy(new, old, alpha)
-    pi, pi_old = new.exp(), old.exp()
-    assert kl(smoothed, pi_old) == pytest.approx((1 - alpha) * kl(pi, pi_old), abs=ROUNDING)
-    assert kl(pi_old, smoothed) == pytest.approx((1 - alpha) * kl(pi_old, pi), abs=ROUNDING)
-    # and is strict between them
-    smoothed = smoothed_policy(new, old, 0.5)
+    smoothed, pi, pi_old = smoothed_policy(new, old, 0.5), new.exp(), old.exp()
     assert kl(smoothed, pi_old) < 0.5 * kl(pi, pi_old) - 0.01
     assert kl(pi_old, smoothed) < 0.5 * kl(pi_old, pi) - 0.01
 
 
-@DETERMINISTIC
-@given(policies, alphas, st.floats(-3.0, 3.0))
-def test_proposition_ratios_contract_and_the_slope_never_vanishes(pair, alpha, advantage):
+@every_pair
+def test_proposition_ratios_contract_and_the_slope_never_vanishes(pair, alpha):
     new, old = pair
     ratio = (new - old).exp()
     smoothed_ratio = smoothed_policy(new, old, alpha) / old.exp()
     assert ((smoothed_ratio - 1).abs() <= (1 - alpha) * (ratio - 1).abs() + ROUNDING * (1 + ratio)).all()
 
     # d(smoothed_ratio A)/dr by the chain rule from the package's d loss / d logprob = -d(...)/dr * r
-    logprobs = new[None].clone().requires_grad_()
-    advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    loss = PSPO(alpha)(logprobs, old[None], advantages, torch.ones_like(logprobs, dtype=torch.bool))
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    slope = -gradient / ratio
-    torch.testing.assert_close(slope, torch.full_like(slope, (1 - alpha) * advantage), rtol=1e-12, atol=1e-300)
+    logprobs, advantages = new.clone().requires_grad_(), torch.linspace(-3, 3, len(new), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(losses(alpha, logprobs, old, advantages).sum(), logprobs)
+    torch.testing.assert_close(-gradient / ratio, (1 - alpha) * advantages, rtol=1e-12, atol=1e-300)
 
 
-@DETERMINISTIC
-@given(policies, alphas)
+@every_pair
 def test_proposition_overconfidence(pair, alpha):
-    new, old = pair
-    pi, pi_old, smoothed = new.exp(), old.exp(), smoothed_policy(new, old, alpha)
+    pi, pi_old, smoothed = pair[0].exp(), pair[1].exp(), smoothed_policy(*pair, alpha)
     assert (smoothed <= torch.maximum(pi, pi_old) * (1 + ROUNDING)).all()
-    # Strict where pi > pi_old. The paper leaves out that this needs alpha > 0: see the equality cases below.
-    if alpha > 1e-3:
+    if alpha > 1e-3:  # strict where pi > pi_old; the paper leaves out that this needs alpha > 0
         above = pi > pi_old * (1 + 1e-6)
         assert (smoothed[above] < pi[above]).all()
 
 
-@DETERMINISTIC
-@given(policies)
-def test_proposition_overconfidence_equality_cases(pair):
-    new, old = pair
-    pi, pi_old = new.exp(), old.exp()
-    # alpha = 0 smooths nothing: the bound is met with equality where pi >= pi_old, strictness fails
-    torch.testing.assert_close(smoothed_policy(new, old, 0.0), pi, rtol=ROUNDING, atol=0)
-    # alpha = 1 is the old policy: equality where pi_old >= pi
-    torch.testing.assert_close(smoothed_policy(new, old, 1.0), pi_old, rtol=ROUNDING, atol=0)
-    # equal policies: equality for every alpha
-    torch.testing.assert_close(smoothed_policy(old, old, 0.3), pi_old, rtol=ROUNDING, atol=0)
-
-
-@DETERMINISTIC
-@given(policies, alphas, st.integers(0, 2**32 - 1))
-def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha, seed):
+@every_pair
+def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha):
     # One state, every action enumerated: E_{a ~ pi_old} of the package's loss, differentiated through softmax logits.
     new, old = pair
-    advantages = torch.from_numpy(np.random.default_rng(seed).standard_normal(len(old)))
+    advantages = torch.randn(len(old), generator=torch.Generator().manual_seed(len(old)), dtype=torch.float64)
     theta = new.clone().requires_grad_()
-    mask = torch.ones(1, len(old), dtype=torch.bool)
-    loss = PSPO(alpha)(theta.log_softmax(0)[None], old[None], advantages[None], mask)[0]
-    objective = -(old.exp() * loss).sum()
+    objective = -(old.exp() * losses(alpha, theta.log_softmax(0), old, advantages)).sum()
     (gradient,) = torch.autograd.grad(objective, theta)
 
     pi, pi_old = new.exp(), old.exp()
@@ -146,12 +121,12 @@ def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha,
 # ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
 
 
-def train_logit_table(surrogate, optimizer_class, rollouts=5, epochs=4, **optimizer_options):
+def train_logit_table(surrogate, eps, rollouts=5, epochs=4):
     """A toy policy, one softmax row of logits per state; fixed draws of actions and advantages for every caller."""
     generator = torch.Generator().manual_seed(0)
     states, actions, rows = 6, 5, 64
     table = torch.zeros(states, actions, dtype=torch.float64, requires_grad=True)
-    optimizer = optimizer_class([table], **optimizer_options)
+    optimizer = torch.optim.AdamW([table], lr=0.05, weight_decay=0.0, eps=eps)
     mask = torch.ones(rows, 1, dtype=torch.bool)
     for _ in range(rollouts):
         state = torch.randint(states, (rows,), generator=generator)
@@ -168,30 +143,11 @@ def train_logit_table(surrogate, optimizer_class, rollouts=5, epochs=4, **optimi
 
 @pytest.mark.parametrize("alpha", [0.1, 0.4, 0.9])
 def test_adamw_moves_pspo_and_noclip_alike(alpha):
-    options = {"lr": 0.05, "weight_decay": 0.0, "eps": 1e-30}
-    noclip = train_logit_table(NoClip(), torch.optim.AdamW, **options)
-    pspo = train_logit_table(PSPO(alpha), torch.optim.AdamW, **options)
+    noclip, pspo = (train_logit_table(s, eps=1e-30) for s in (NoClip(), PSPO(alpha)))
     assert noclip.abs().max() > 0.3  # they did move, far from where they started
     torch.testing.assert_close(pspo, noclip, rtol=0, atol=1e-9)
 
 
 def test_alpha_acts_through_adamws_eps():
-    options = {"lr": 0.05, "weight_decay": 0.0, "eps": 1e-2}
-    noclip = train_logit_table(NoClip(), torch.optim.AdamW, **options)
-    pspo = train_logit_table(PSPO(0.9), torch.optim.AdamW, **options)
+    noclip, pspo = (train_logit_table(s, eps=1e-2) for s in (NoClip(), PSPO(0.9)))
     assert (pspo - noclip).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.5, 1.0])
-def test_sgds_first_step_is_exactly_scaled(alpha):
-    options = {"rollouts": 1, "epochs": 1, "lr": 1.0}
-    noclip = train_logit_table(NoClip(), torch.optim.SGD, **options)  # the table starts at 0: this is the step
-    pspo = train_logit_table(PSPO(alpha), torch.optim.SGD, **options)
-    assert noclip.abs().max() > 0.02
-    torch.testing.assert_close(pspo, (1 - alpha) * noclip, rtol=1e-12, atol=1e-16)
-
-
-def test_sgd_does_not_move_them_alike():
-    noclip = train_logit_table(NoClip(), torch.optim.SGD, lr=1.0)
-    pspo = train_logit_table(PSPO(0.5), torch.optim.SGD, lr=1.0)
-    assert (pspo - noclip).abs().max() > 0.1

@@ -34,15 +34,14 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def fake(here, monkeypatch):
-    """A module that notes its calls in place of a tracker's own: fake("wandb")."""
+    """Calls of a module that stands in for a tracker's own: fake("wandb")."""
     (here / "fake_tracker.py").write_text(FAKE)
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "fake_tracker", raising=False)
-    module = importlib.import_module("fake_tracker")
 
-    def make(name: str):
+    def make(name: str) -> list:
         monkeypatch.setitem(MODULES, name, "fake_tracker")
-        return module
+        return importlib.import_module("fake_tracker").calls
 
     return make
 
@@ -53,9 +52,9 @@ def values(line: dict) -> dict:
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
-    service = fake(name)
+    calls = fake(name)
     pspo.train.main([*ARGS, f"--run.tracker={name}"])
-    (_, started), *logged = service.calls
+    (_, started), *logged = calls
     assert (started["project"], started["name"]) == ("pspo", "out")
     assert started["config"]["algorithm"]["surrogate"]["init_args"] == {"alpha": 0.1}
     lines = read_jsonl(here / "out/metrics.jsonl")
@@ -77,15 +76,15 @@ def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):
 
 
 def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(here, fake):
-    writer = fake("tensorboard")
+    calls = fake("tensorboard")
     start_tracker("tensorboard", here, {}, step=4)
-    assert writer.calls == [("init", str(here / "tensorboard"), 5)]
+    assert calls == [("init", str(here / "tensorboard"), 5)]
 
 
 def test_values_that_are_not_finite_are_left_out(here, fake):
-    service = fake("wandb")
+    calls = fake("wandb")
     start_tracker("wandb", here, {}).log({"step": 3, "loss": math.nan, "reward": 0.5, "ratio_max": math.inf})
-    assert service.calls[1:] == [("log", {"reward": 0.5}, 3)]
+    assert calls[1:] == [("log", {"reward": 0.5}, 3)]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

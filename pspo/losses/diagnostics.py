@@ -18,8 +18,7 @@ def token_weights(
     leaf = logprobs.detach().requires_grad_()
     with torch.enable_grad():
         loss = surrogate(leaf, old_logprobs.detach(), advantages.detach(), mask).sum()
-        # a loss that does not depend on the log-probs at all (PSPO at alpha = 1) weighs every token 0
-        (weights,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
+        (weights,) = torch.autograd.grad(loss, leaf, materialize_grads=True)  # 0 if the loss does not depend on them
     return torch.where(mask, weights, 0.0)
 
 
@@ -54,7 +53,7 @@ def diagnose(
     log_r = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_r.exp()
     ordered = ratio.sort().values  # torch.quantile refuses more than 2^24 values
-    p1, p50, p99 = (ordered[round(q * (len(ordered) - 1))] for q in (0.01, 0.5, 0.99))
+    percentiles = {f"ratio_p{p}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (1, 50, 99)}
     active = advantages != 0
     n_active = active.sum().clamp(min=1).to(dtype)
     distance = (ratio - 1).abs()[active]
@@ -63,9 +62,7 @@ def diagnose(
         "ratio_mean": ratio.mean(),
         "ratio_min": ratio.min(),
         "ratio_max": ratio.max(),
-        "ratio_p1": p1,
-        "ratio_p50": p50,
-        "ratio_p99": p99,
+        **percentiles,
         "ess": ratio.mean().square() / ratio.square().mean(),
         "kl_old_new": (torch.expm1(log_r) - log_r).mean(),
         "tv": 0.5 * distance.sum() / n_active,

@@ -11,13 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate, check, log_ratio, masked
-
-
-def policy_gradient(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """-sg(w) A logprob, (B, T), 0 where masked; ``weight`` (B, 1) or (B, T) float32 or wider, without gradient."""
-    logprobs = torch.where(mask, logprobs.to(weight.dtype), 0.0)
-    return masked(-weight * advantages * logprobs, mask)
+from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate, check, log_ratio, masked, policy_gradient
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """The six surrogates, each a map from per-token log-probabilities to a per-token loss.
 
-Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`` is the importance ratio,
-``A`` the advantage, and every surrogate returns a loss *to be minimised*, of shape (B, T), unreduced, 0 where
-masked. Means over tokens live in `pspo.losses.aggregate`, never here.
+Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`` is the importance ratio, ``A`` the
+advantage. Every loss is to be minimised; means over tokens live in `pspo.losses.aggregate`.
 
 `log_ratio` holds the one numerical rule: 0 under the mask and clamped to +-20 elsewhere, so that no finite input gives
 inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out. Only the gradient
-of float16 log-probs can overflow (r above 65,504, the largest float16): call ``.float()`` on them first.
+of float16 log-probs can overflow (r above 65,504): call ``.float()`` on them first.
 """
 
 import math
@@ -23,8 +22,8 @@ MAX_LOG_RATIO = 20.0
 class Surrogate(ABC):
     """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
 
-    Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask``
-    (B, T) bool to the per-token loss (B, T).
+    Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask`` (B, T)
+    bool to the per-token loss (B, T), unreduced, 0 where masked.
     """
 
     @abstractmethod
@@ -59,13 +58,17 @@ def check_loss(surrogate: Surrogate, loss: Tensor, logprobs: Tensor) -> None:
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log r = logprob - old_logprob, shape (B, T), 0 where masked, clamped to +-20; float32 or wider."""
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    difference = torch.where(mask, logprobs.to(dtype) - old_logprobs.to(dtype), 0.0)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return masked(logprobs.to(dtype) - old_logprobs.to(dtype), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def masked(per_token_loss: Tensor, mask: Tensor) -> Tensor:
-    """Set the loss to exactly 0 under the mask, whatever stood there."""
-    return torch.where(mask, per_token_loss, 0.0)
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Set values to exactly 0 under the mask, whatever stood there."""
+    return torch.where(mask, values, 0.0)
+
+
+def policy_gradient(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """-sg(w) A logprob, (B, T), 0 where masked; ``weight`` (B, 1) or (B, T) float32 or wider, without gradient."""
+    return masked(-weight * advantages * masked(logprobs.to(weight.dtype), mask), mask)
 
 
 def check(ok: bool, surrogate: Surrogate, rule: str, value: object) -> None:
@@ -110,8 +113,7 @@ class NoClip(Surrogate):
     """-r A: the plain importance-weighted policy gradient."""
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
-        return masked(-ratio * advantages, mask)
+        return masked(-log_ratio(logprobs, old_logprobs, mask).exp() * advantages, mask)
 
     silent_at_zero_advantage = token_local = True
 
@@ -183,8 +185,8 @@ class SAPO(Surrogate):
     tau_neg: float = 3.0
 
     def __post_init__(self) -> None:
-        check(0 < self.tau_pos < math.inf, self, "tau_pos must be above 0 and finite", self.tau_pos)
-        check(0 < self.tau_neg < math.inf, self, "tau_neg must be above 0 and finite", self.tau_neg)
+        for name, tau in vars(self).items():
+            check(0 < tau < math.inf, self, f"{name} must be above 0 and finite", tau)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
@@ -228,8 +230,7 @@ class TOPR(Surrogate):
             log_r = log_r.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # (B, 1)
         ratio = log_r.exp()
         weight = torch.where(advantages > 0, ratio.clamp(self.a_pos, self.b_pos), ratio.clamp(self.a_neg, self.b_neg))
-        logprobs = torch.where(mask, logprobs.to(ratio.dtype), 0.0)
-        return masked(-weight * advantages * logprobs, mask)
+        return policy_gradient(weight, logprobs, advantages, mask)
 
     silent_at_zero_advantage = True
 

@@ -17,7 +17,6 @@ def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.op
     Weight decay is decoupled (Loshchilov & Hutter 2019), of matrices and embeddings; norms and biases have none.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-
     matrices = [parameter.dim() > 1 for parameter in trained]
 
     def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -25,11 +25,8 @@ class StochasticRounding(torch.optim.Optimizer):
         self.weights = weights
         self.exact = [nn.Parameter(torch.empty(0, device=weight.device)) for weight in weights]
         self.inner = make(self.exact)
+        self.defaults = self.inner.defaults
         self.generator = torch.Generator(weights[0].device).manual_seed(0)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.inner.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ class Prompts:
     def fingerprint(self) -> str:
         """SHA-256 of the encoded prompts, and of the problems' answers, kinds and other fields."""
         parts = [
-            (ids, str(problem.answer), problem.source, problem.category, problem.level, problem.fields)
+            (ids, repr(problem.answer), problem.source, problem.category, problem.level, problem.fields)
             for ids, problem in zip(self.ids, self.problems, strict=True)
         ]
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import assert_same, forked, kill_at_file_event, one_layer, run_command
+from processes import assert_same, forked, kill_at_file_event, one_layer, run_command, states
 from safetensors.torch import load_file
 
 import pspo.train
@@ -36,10 +36,10 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
 
     def save(step: int) -> None:
         """Weights, steps and validation all tell the step."""
-        run.learner.steps, run.progress.best = step, {"step": step}
+        run.learner.steps = step
         embedding.data[0, 0] = step
-        run.save_checkpoint()
-        save_model(run.learner.policy, run.tokenizer, run.output / "best", "", run.progress.best)
+        run.checkpointer.save()
+        save_model(run.learner.policy, run.sampler.tokenizer, run.output / "best", "", {"step": step})
 
     def killed(n: int) -> None:
         kill_at_file_event(n)
@@ -55,7 +55,7 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
         code = forked(lambda n=n: killed(n))
         found = find_checkpoint(Path("out"), "auto")
         assert damage(found) is None
-        steps = json.loads((found / "state.json").read_text())["steps"]
+        steps = states(found / "parts.pt")["learner"]["steps"]
         assert load_file(found / "model.safetensors")["model.embed_tokens.weight"][0, 0] == steps
         best = json.loads(Path("out/best/validation.json").read_text())["step"]
         assert load_file("out/best/model.safetensors")["model.embed_tokens.weight"][0, 0] == best

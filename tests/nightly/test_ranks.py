@@ -1,6 +1,5 @@
 """Two ranks: what is sent when, a full disk, and two launchers that are one job."""
 
-import json
 import os
 import resource
 import shutil
@@ -16,14 +15,14 @@ from pathlib import Path
 import pytest
 import test_distributed
 import torch
-from processes import assert_same, at_call, before, kill_at_file_event, ranks
+from processes import assert_same, at_call, before, kill_at_file_event, ranks, states
 from test_distributed import SMALL, make_config, step, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig
 from pspo.losses import SAPO
-from pspo.run.run import Run
+from pspo.run.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.nightly
 REPOSITORY = Path(__file__).parents[2]
@@ -91,7 +90,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactl
 
     def fault() -> None:
         if os.environ["RANK"] == str(rank):
-            before("save_checkpoint", at_call(2, lambda: kill_at_file_event(n)), Run)
+            before("save", at_call(2, lambda: kill_at_file_event(n)), Checkpointer)
 
     codes = train(tmp_path / "run", "fsdp2", fault=fault)
     assert codes[rank] == -signal.SIGKILL
@@ -106,7 +105,8 @@ def test_another_number_of_ranks_draws_anew_what_waited(tmp_path):
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     for name, number in (("two", 2), ("one", 1)):
         assert train(tmp_path / name, "ddp", lag, number=number) == [0] * number
-        prompts[name] = json.loads((tmp_path / name / "checkpoints/step-000006/state.json").read_text())["prompts"]
+        parts = states(tmp_path / name / "checkpoints/step-000006/parts.pt")
+        prompts[name] = parts["stream"]["position"]
     assert prompts["one"] == prompts["two"] + 2  # one rollout's
 
 
