@@ -62,7 +62,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> StepMetrics:
     """Accumulate a minibatch's gradient over its microbatches; a first visit's log-probs become the old ones."""
     policy, (counts, batches) = learner.policy, minibatch
-    gradient = one_pass_backward if learner.one_pass and config.algorithm.token_local else backward
+    gradient = one_pass if learner.one_pass and config.algorithm.token_local else backward
     metrics = StepMetrics(config.algorithm, counts, policy.device)
     for i, batch in enumerate(dist.communicate_once(policy, batches, config.distributed.gather)):
         loss, logprobs = gradient(policy, batch, counts, config)
@@ -90,9 +90,7 @@ def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: Trai
     return loss.detach(), logprobs.detach()
 
 
-def one_pass_backward(
-    policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig
-) -> tuple[Tensor, Tensor]:
+def one_pass(policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
     algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -43,7 +44,7 @@ from pspo.losses import (
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, prompt_order
 from pspo.run.prepare import prepare
-from pspo.run.recorder import crossed
+from pspo.run.recorder import Recorder
 from pspo.tasks import load_problems
 from pspo.update import Learner, split_minibatches, update
 
@@ -103,7 +104,7 @@ def make_learner(policy, config, sgd=None, fused=True):
 
 def patch_heads(monkeypatch, wrap):
     """Wrap the plain step and the one-pass one."""
-    for name in ("backward", "one_pass_backward"):
+    for name in ("backward", "one_pass"):
         monkeypatch.setattr(pspo.update, name, wrap(getattr(pspo.update, name)))
 
 
@@ -843,10 +844,14 @@ def test_prompt_order_is_a_permutation_an_epoch():
     assert first(1, 0, 3) == [0, 0, 0]
 
 
-def test_crossed():
+def test_a_save_is_due_where_a_multiple_was_crossed():
+    def is_due(every, before, after):
+        learner = SimpleNamespace(steps=after)
+        return Recorder.is_due(SimpleNamespace(limit_reached=False, first_step=before, learner=learner), every)
+
     for every in range(1, 6):
         for before in range(12):
             for after in range(before, 15):
                 multiples = [step for step in range(before + 1, after + 1) if step % every == 0]
-                assert crossed(every, before, after) == bool(multiples)
-    assert not any(crossed(0, before, before + 3) for before in range(5))
+                assert is_due(every, before, after) == bool(multiples)
+    assert not any(is_due(0, before, before + 3) for before in range(5))

@@ -132,3 +132,11 @@ def episodes_as_rollout(first: Rollout, episodes: list[Episode], pad_id: int) ->
         sampled_mask=sampled == 1,
         environment_rewards=[episode.reward for episode in episodes],
     )
+
+
+def transcripts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+    """The completions as texts; episodes whole, with the tokens between the turns."""
+    if rollout.sampled_mask is None:
+        return rollout.texts
+    pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+    return tokenizer.batch_decode([ids[mask] for ids, mask in pairs])

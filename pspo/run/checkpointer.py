@@ -134,15 +134,13 @@ class Checkpointer:
         else:
             saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
             policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
-        states, ranks = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True), rank_files(folder)
-        if len(ranks) == dist.world_size():
+        states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
+        ranks = len(list(folder.glob("rank-*.pt")))
+        if ranks == dist.world_size():
+            own = folder / f"rank-{dist.rank()}.pt"
             with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
-                states |= torch.load(ranks[dist.rank()], map_location=policy.device, weights_only=True)
-        return states, len(ranks)
-
-
-def rank_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank-*.pt"), key=lambda file: int(file.stem.removeprefix("rank-")))
+                states |= torch.load(own, map_location=policy.device, weights_only=True)
+        return states, ranks
 
 
 def serialized(value: Any) -> bytes:

@@ -76,9 +76,9 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
 
     stream = PromptStream(prompts["train"], config)
     sampler = Sampler(decoder, engine, make_environment, output)
-    recorder = Recorder(config, learner, tokenizer, prompts["train"].problems, output)
+    recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
     delay = Delay(config, stream, sampler, recorder)
-    validator = Validator(config, learner, sampler, recorder, prompts, output)
+    validator = Validator(config, sampler, recorder, prompts)
     parts = {"stream": stream, "sampler": sampler, "delay": delay}
     parts |= {"learner": learner, "validator": validator, "recorder": recorder}
     checkpointer = Checkpointer(config, parts, output)

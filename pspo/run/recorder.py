@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.progress import Bar
 from pspo.config import TrainConfig
+from pspo.environments import transcripts
 from pspo.optimizers.learner import Learner
 from pspo.records.files import append_text, to_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint, writing
 from pspo.records.metrics import known, rollout_metrics, status
 from pspo.records.trackers import Tracker
-from pspo.rollout import Experience, Rollout
-from pspo.tasks import Problem
+from pspo.rollout import Experience, Prompts
 from pspo.tasks.failures import FIRST_FAILURES
 
 
@@ -35,17 +35,14 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
-        problems: list[Problem],
-        output: Path,
+        self, config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, output: Path
     ) -> None:
-        self.config, self.learner, self.tokenizer = config, learner, tokenizer
-        self.problems, self.output, self.tracker = problems, output, Tracker()
-        self.began = time.perf_counter()
+        self.config, self.learner, self.tokenizer, self.prompts = config, learner, tokenizer, prompts
+        self.output, self.began = output, time.perf_counter()
         self.tokens, self.skipped, self.first_step = 0, 0, 0
+        self._clear()
+
+    def _clear(self) -> None:
         self.line: dict[str, Any] = {}
         self.samples = ""  # lines of samples.jsonl
         self.steps: list[dict[str, float]] = []
@@ -72,7 +69,7 @@ class Recorder:
 
     def is_due(self, every: int) -> bool:
         """True if the rollout's steps have crossed a multiple of ``every``, or were the last; 0 is at the end alone."""
-        return self.limit_reached or crossed(every, self.first_step, self.learner.steps)
+        return self.limit_reached or (every > 0 and self.first_step // every < self.learner.steps // every)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -92,7 +89,7 @@ class Recorder:
         if not dist.is_main():
             return
         rows = {name: list(chain(*(values[name] for _, values in by_rank))) for name in by_rank[0][1]}
-        rows["problem"] = [self.problems[i] for i in rows["problem"]]
+        rows["problem"] = [self.prompts.problems[i] for i in rows["problem"]]
         self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy one
         if self.config.rollout.resample:
             drawn_rewards = list(chain(*(values for values, _ in by_rank)))
@@ -111,20 +108,13 @@ class Recorder:
         rows = {
             "problem": [i for i in experience.prompts for _ in range(group_size)],
             "text": rollout.texts,
-            "episode": self._episodes(rollout),
+            "episode": transcripts(self.tokenizer, rollout),
             "reward": experience.rewards.tolist(),
             "advantage": experience.advantages.tolist(),
             "tokens": rollout.loss_mask.sum(dim=1).tolist(),
             "truncated": (~rollout.terminated).tolist(),
         } | {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
         return rows | ({} if rollout.sampled_mask is None else {"turns": rollout.turns.tolist()})
-
-    def _episodes(self, rollout: Rollout) -> list[str]:
-        """The completions as texts; episodes whole, with the tokens between the turns."""
-        if rollout.sampled_mask is None:
-            return rollout.texts
-        pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
-        return self.tokenizer.batch_decode([ids[mask] for ids, mask in pairs])
 
     def write(self) -> None:
         """Write the rollout's line and samples; RunFailed after --optimizer.max_skipped skipped steps in a row."""
@@ -138,7 +128,8 @@ class Recorder:
             a_step = (self.seconds["generate"] + self.seconds["reward"] + self.seconds["train"]) / len(self.steps)
             seconds = f"  {a_step:.1f} s/step" if self.bar.in_lines else ""  # a bar has its own
             self.bar.advance(len(self.steps), status(self.line) + seconds, always)
-        steps, self.line, self.samples, self.steps, self.seconds = self.steps, {}, "", [], {}
+        steps = self.steps
+        self._clear()
         for step in steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= self.config.optimizer.max_skipped:
@@ -149,16 +140,10 @@ class Recorder:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"tokens": self.tokens, "skipped": self.skipped, "elapsed": self.elapsed}
-        rollout = {"first_step": self.first_step, "line": self.line, "samples": self.samples}
-        return counts | rollout | {"steps": self.steps, "seconds": dict(self.seconds)}
+        state = {name: getattr(self, name) for name in ("tokens", "skipped", "first_step", "line", "samples", "steps")}
+        return state | {"seconds": dict(self.seconds), "elapsed": self.elapsed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.began = time.perf_counter() - state["elapsed"]
         for name in ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds"):
             setattr(self, name, state[name])
-
-
-def crossed(every: int, before: int, after: int) -> bool:
-    """True if a multiple of ``every`` lies in (before, after]; never for 0."""
-    return every > 0 and before // every < after // every

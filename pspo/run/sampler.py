@@ -93,6 +93,7 @@ class Sampler:
         random.setstate(state["python"])
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-        torch.set_rng_state(state["torch"][0])
-        if len(state["torch"]) > 1 and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["torch"][1], self.decoder.policy.device)
+        cpu, *gpu = (generator.cpu() for generator in state["torch"])
+        torch.set_rng_state(cpu)
+        if gpu and torch.cuda.is_available():
+            torch.cuda.set_rng_state(gpu[0], self.decoder.policy.device)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -15,7 +14,6 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
 from pspo.hub.save import save_model
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.optimizers.learner import Learner
 from pspo.records.files import describe_changes, to_jsonl, write_text
 from pspo.records.folders import writing
 from pspo.rollout import Prompts
@@ -38,17 +36,9 @@ class Validator:
         best_trained: the best, excluding step 0.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        learner: Learner,
-        sampler: Sampler,
-        recorder: Recorder,
-        prompts: dict[str, Prompts],
-        output: Path,
-    ) -> None:
-        self.config, self.learner, self.sampler, self.recorder = config, learner, sampler, recorder
-        self.prompts, self.output = prompts, output
+    def __init__(self, config: TrainConfig, sampler: Sampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
+        self.config, self.sampler, self.recorder, self.prompts = config, sampler, recorder, prompts
+        self.learner, self.output = recorder.learner, recorder.output
         self.problems = {split: prompts[split].fingerprint() for split in ("validation", "test") if split in prompts}
         self.before: dict[str, Any] | None = None
         self.untrained, self.validated, self.best, self.best_trained = ({} for _ in range(4))
@@ -71,19 +61,22 @@ class Validator:
             unknown | self.evaluate("validation", sampler, "validate", Evaluation.means)
             for sampler in (self.sampler, self.sampler.greedy(self.learner.policy))
         )
-        of_greedy = {"validation_greedy_reward": greedy["mean_reward"]}
-        of_greedy = {"validation_accuracy": greedy["accuracy"]} if "accuracy" in greedy else of_greedy
-        return {"validation_reward": sampled["mean_reward"]} | of_greedy
+        name, measure = ("greedy_reward", "mean_reward") if "accuracy" not in greedy else ("accuracy", "accuracy")
+        return {"validation_reward": sampled["mean_reward"], f"validation_{name}": greedy[measure]}
 
     def validate(self) -> dict[str, float]:
         """`measure` the policy, and save it if it is the best so far."""
         step, validation = self.learner.steps, self.measure()
+
+        def is_better(best: dict[str, Any]) -> bool:
+            return not best or validation["validation_reward"] > best["validation_reward"]
+
         self.validated = {"step": step, "tokens": self.recorder.tokens} | validation
         if step == 0:
             self.untrained = self.validated
-        elif is_better(validation, self.best_trained):
+        elif is_better(self.best_trained):
             self.best_trained = self.validated
-        if is_better(validation, self.best):
+        if is_better(self.best):
             self.best = self.validated
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
         return validation
@@ -150,7 +143,3 @@ class Validator:
         """Restore the validations; ``problems`` stay those that were loaded."""
         for name in ("before", "untrained", "validated", "best", "best_trained"):
             setattr(self, name, state[name])
-
-
-def is_better(validation: dict[str, Any], best: dict[str, Any]) -> bool:
-    return not best or validation["validation_reward"] > best["validation_reward"]
