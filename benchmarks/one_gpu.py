@@ -1,4 +1,4 @@
-"""Plan the recipes of configs/one-gpu by `pspo.checks.memory`: ``python -m benchmarks.one_gpu``, about a minute on a CPU.
+"""Plan the recipes of configs/one-gpu by `pspo.checks.memory`: ``python -m benchmarks.one_gpu``, a minute on a CPU.
 
 Shapes are Qwen2.5's; prompts of 300 tokens, GSM8K's longest with a system prompt. Two layers of each model run here, in
 bf16 autocast as on a GPU; a GPU's attention may keep a little more or less.

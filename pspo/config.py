@@ -4,24 +4,27 @@ The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``.
 the switches. A value out of range raises ValueError naming its switch, before any model is loaded.
 """
 
+import importlib.util
 import inspect
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
-from pspo.distributed import Strategy
-from pspo.hub.models import resolve_adapters, uses_adapters
 from pspo.losses import PSPO, Aggregation, Correction, KLEstimator, Surrogate
-from pspo.rollout.advantages import AdvantageScale
-from pspo.rollout.types import Decoder
 from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.workers import check_importable
 
 T = TypeVar("T")
+
+AdvantageScale = Literal["none", "group", "batch", "rloo", "maxrl"]
+Decoder = Literal["pspo", "graphs", "hf"]
+Strategy = Literal["none", "ddp", "fsdp2"]
 
 
 def require(ok: bool, switch: str, rule: str, value: object) -> None:
@@ -124,15 +127,36 @@ class ModelConfig:
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
+    @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters are trained; of a PEFT folder only once it is resolved."""
+        return self.lora.rank > 0 or self.lora.name_or_path is not None
+
+    def resolved(self) -> "ModelConfig":
+        """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder.
+
+        Raises ValueError if adapters are wanted without peft.
+        """
+        config, folder = self, Path(self.name_or_path).expanduser()
+        if (folder / "adapter_config.json").is_file():
+            about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
+            if not base["name_or_path"]:
+                raise ValueError(f"{folder} names no base model: name it, and this folder as --model.lora.name_or_path")
+            config = replace(self, **base, lora=replace(self.lora, name_or_path=str(folder)))
+        if config.has_adapters and importlib.util.find_spec("peft") is None:
+            raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
+        return config
+
 
 def default_lr(model: ModelConfig) -> float:
     """The learning rate for a model by the size of its weights, as far as that is known before it is loaded."""
-    model = resolve_adapters(model)
+    model = model.resolved()
     folder = Path(__file__).parent / "assets" / model.name_or_path
     folder = folder if folder.is_dir() else Path(model.name_or_path).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     rate = TINY_LR if 0 < size < TINY_BYTES else PAPER_LR
-    return LORA_LR[rate] if uses_adapters(model) else rate
+    return LORA_LR[rate] if model.has_adapters else rate
 
 
 @section("data")
@@ -418,6 +442,40 @@ class DistributedConfig:
             require(fits, f"distributed.{name}", rule, getattr(self, name))
 
 
+# What does not go together, for every run: the switch to change, what it must be, and when it is not.
+UNTOLD = "with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, which cannot tell it"
+CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
+    ("algorithm.correction", "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own "
+     "log-probs", lambda c: c.ratios_to_engine and c.algorithm.correction != "none"),
+    ("algorithm.minibatches", "must not be above rollout.prompts ({rollout.prompts}): groups stay whole",
+     lambda c: c.algorithm.minibatches > c.rollout.prompts),
+    ("distributed.rollout", "must be gathered with an engine, which needs no weights of the policy's to sample",
+     lambda c: c.rollout.external and c.distributed.rollout == "synced"),
+    ("distributed.rollout", "must be gathered with an environment: ranks end their episodes after different numbers of "
+     "turns", lambda c: c.rollout.environment is not None and c.distributed.rollout == "synced"),
+    ("rollout.min_completion_tokens", "must be 0 with an engine and stop_tokens: it would mask the model's own as well",
+     lambda c: c.rollout.external and c.rollout.stop_tokens is not None and c.rollout.min_completion_tokens > 0),
+    ("algorithm.correction", f"must be none {UNTOLD}",
+     lambda c: c.algorithm.correction != "none" and not c.tells_logprobs),
+    ("algorithm.nucleus", f"must be ignore {UNTOLD}",
+     lambda c: c.algorithm.nucleus != "ignore" and not c.tells_logprobs),
+    ("algorithm.nucleus", "must be ignore with an engine, which does not tell what it kept",
+     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
+    ("algorithm.nucleus", "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing",
+     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and c.rollout.top_k == 0),
+    ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",
+     lambda c: c.optimizer.schedule != "constant" and c.optimizer.warmup_steps >= c.run.max_steps),
+    ("rollout.max_rows", "must be a number under fsdp2, whose shards no plan counts",
+     lambda c: c.sharded and c.rollout.max_rows == "auto"),
+    ("optimizer.microbatch_tokens", "must be a number under fsdp2, whose shards no plan counts",
+     lambda c: c.sharded and c.optimizer.microbatch_tokens == "auto"),
+    ("optimizer.name", "must be adamw or sgd under fsdp2, which shards it",
+     lambda c: c.sharded and "8bit" in c.optimizer.name),
+    ("model.dtype", "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them",
+     lambda c: c.sharded and c.model.dtype == "bfloat16" and not c.model.resolved().has_adapters),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a language model by reinforcement learning. Guide: README.md; defaults: configs/tiny.yaml."""
@@ -434,55 +492,24 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.optimizer.lr is None:
             object.__setattr__(self, "optimizer", replace(self.optimizer, lr=default_lr(self.model)))
-        external = self.rollout.external
         if self.algorithm.correction is None:
-            needed = external and self.rollout.environment is None and not self.ratios_to_engine
+            needed = self.rollout.external and self.rollout.environment is None and not self.ratios_to_engine
             default = "token_truncate" if needed else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
-        rule = (
-            "must be none with rollout.engine vllm, rollout.lag and ratio_to behaviour: ratios are to vllm's log-probs"
-        )
-        given = self.algorithm.correction
-        require(given == "none" or not self.ratios_to_engine, "algorithm.correction", rule, given)
-        minibatches, prompts = self.algorithm.minibatches, self.rollout.prompts
-        rule = f"must not be above rollout.prompts ({prompts}): groups stay whole"
-        require(minibatches <= prompts, "algorithm.minibatches", rule, minibatches)
-        rule = "must be gathered with rollout.engine vllm, which needs no weights of the policy's to sample"
-        require(not external or self.distributed.rollout == "gathered", "distributed.rollout", rule, "synced")
-        rule = "must be 0 with rollout.engine vllm and stop_tokens: it would mask the model's own as well"
-        shortest = self.rollout.min_completion_tokens
-        named = self.rollout.stop_tokens is not None
-        require(not (external and named and shortest), "rollout.min_completion_tokens", rule, shortest)
-        library = not external and (self.rollout.decoder == "hf" or self.rollout.repetition_penalty != 1)
-        available = not library and self.distributed.rollout != "synced" and self.rollout.environment is None
-        for name, off in (("correction", "none"), ("nucleus", "ignore")):
-            rule = (
-                f"must be {off} with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, "
-                "which cannot tell it"
-            )
-            value = getattr(self.algorithm, name)
-            require(value == off or available, f"algorithm.{name}", rule, value)
-        rule = "must be ignore with rollout.engine vllm, which does not tell what it kept"
-        require(self.algorithm.nucleus == "ignore" or not external, "algorithm.nucleus", rule, self.algorithm.nucleus)
-        cut = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        rule = "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing"
-        require(self.algorithm.nucleus == "ignore" or cut, "algorithm.nucleus", rule, self.algorithm.nucleus)
-        warmup, max_steps = self.optimizer.warmup_steps, self.run.max_steps
-        fits = self.optimizer.schedule == "constant" or warmup < max_steps
-        rule = f"must be below run.max_steps ({max_steps}) for a {self.optimizer.schedule} schedule"
-        require(fits, "optimizer.warmup_steps", rule, warmup)
+        for switch, rule, is_conflict in CONFLICTS:
+            require(not is_conflict(self), switch, rule.format_map(vars(self)), attrgetter(switch)(self))
         check_reward(self.data, self.reward)
-        alone = self.rollout.environment is None or self.distributed.rollout != "synced"
-        rule = "must be gathered with an environment: ranks end their episodes after different numbers of turns"
-        require(alone, "distributed.rollout", rule, self.distributed.rollout)
-        if self.distributed.strategy == "fsdp2":
-            rows, tokens = self.rollout.max_rows, self.optimizer.microbatch_tokens
-            for name, value in (("rollout.max_rows", rows), ("optimizer.microbatch_tokens", tokens)):
-                require(value != "auto", name, "must be a number under fsdp2, whose shards no plan counts", value)
-            kept, whole = self.optimizer.name, not uses_adapters(resolve_adapters(self.model))
-            require("8bit" not in kept, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", kept)
-            rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
-            require(not (whole and self.model.dtype == "bfloat16"), "model.dtype", rule, self.model.dtype)
+
+    @property
+    def sharded(self) -> bool:
+        return self.distributed.strategy == "fsdp2"
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """True if what draws can tell the log-probs and the nucleus that it drew from."""
+        rollout = self.rollout
+        library = not rollout.external and (rollout.decoder == "hf" or rollout.repetition_penalty != 1)
+        return not library and self.distributed.rollout != "synced" and rollout.environment is None
 
     @property
     def ratios_to_engine(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Literal
 
 from benchmarks.plan.shapes import GPU, GPUS, QWEN, Shape
 from pspo.config import ModelConfig, TrainConfig, require
-from pspo.hub.models import uses_adapters
 from pspo.model import load_model_config
 from pspo.model.logprobs import CHUNK_TOKENS
 
@@ -68,7 +67,7 @@ class PlanConfig(TrainConfig):
         require(cast != "none", "model.autocast", "must be auto or bf16 for a plan", cast)
         rule = "must be left out of a plan, which knows float32 weights, all of them trained by AdamW or SGD"
         require(self.model.dtype != "bfloat16", "model.dtype", rule, self.model.dtype)
-        require(not uses_adapters(self.model), "model.lora", rule, self.model.lora)
+        require(not self.model.has_adapters, "model.lora", rule, self.model.lora)
         require("8bit" not in self.optimizer.name, "optimizer.name", rule, self.optimizer.name)
         rule = f"must be above 0 and at most rollout.max_completion_tokens ({limit})"
         require(mean is None or 0 < mean <= limit, "plan.completion_tokens", rule, mean)

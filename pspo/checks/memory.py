@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import LoraConfig, ModelConfig, TrainConfig
-from pspo.hub.models import resolve_adapters, uses_adapters
 from pspo.model import autocast, casts_to_bf16
 from pspo.model.load import ready, weights_dtype, without_dropout
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
@@ -42,7 +41,7 @@ class Planner:
     """
 
     def __init__(self, config: ModelConfig, prompt_tokens: int, device: torch.device):
-        self.config, self.prompt_tokens = resolve_adapters(config), prompt_tokens
+        self.config, self.prompt_tokens = config.resolved(), prompt_tokens
         self.policy, self.cast = empty_policy(self.config, device), casts_to_bf16(config.autocast, device)
         self.layer, self.rest, self.keys = measure_layers(self.config, device)
 
@@ -53,7 +52,7 @@ class Planner:
         weights = sum(p.numel() * p.element_size() for p in parameters)
         trained = [p for p in parameters if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in trained)
-        copies = gradients if uses_adapters(self.config) else weights  # of the reference
+        copies = gradients if self.config.has_adapters else weights  # of the reference
         resting = {
             "weights": weights + (copies if config.algorithm.beta > 0 else 0),
             "optimizer": STATES[config.optimizer.name] * sum(p.numel() for p in trained),

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 T = TypeVar("T")
-Strategy = Literal["none", "ddp", "fsdp2"]
 
 
 def under_torchrun() -> bool:
@@ -35,7 +34,7 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if under_torchrun() else torch.device("cuda")
 
 
-def init(strategy: Strategy, timeout: float) -> None:
+def init(strategy: str, timeout: float) -> None:
     """Join the other ranks, if torchrun started this one; ``timeout`` is how many seconds they wait for each other.
 
     Raises ValueError if strategy and launcher do not fit, or there are too few GPUs.
@@ -56,7 +55,7 @@ def init(strategy: Strategy, timeout: float) -> None:
     run_on_main(lambda: check_strategy(strategy))
 
 
-def check_strategy(strategy: Strategy) -> None:
+def check_strategy(strategy: str) -> None:
     """Raise ValueError if several ranks would each train the same model alone."""
     if strategy == "none" and world_size() > 1:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from pspo.config import TrainConfig
 from pspo.engines import EngineError
 from pspo.hub.adapters import weights_of_files
-from pspo.hub.models import locate, resolve_adapters
+from pspo.hub.models import locate
 from pspo.model import casts_to_bf16
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
@@ -40,7 +40,7 @@ class VLLM:
 
     def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
         self.check()
-        model = resolve_adapters(config.model)
+        model = config.model.resolved()
         bf16 = casts_to_bf16(model.autocast, device)
         options = {
             "model": locate(model.name_or_path),

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from pspo import __version__
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
-from pspo.hub.models import ASSETS, resolve_adapters
+from pspo.hub.models import ASSETS
 from pspo.records.files import as_argument, as_setting
 from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
@@ -39,7 +39,7 @@ def model_card(
         validations: such as `Progress.validated`, each shown once.
         changes: those on the way, as `describe_changes` puts them.
     """
-    lora = resolve_adapters(config.model).lora
+    lora = config.model.resolved().lora
     adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules}" if lora.rank else ""
     adapters = f"from {Path(lora.name_or_path).name}" if lora.name_or_path else adapters
     base, method = config.model.name_or_path, type(config.algorithm.surrogate).__name__

@@ -13,7 +13,6 @@ import torch
 
 from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig, require
-from pspo.hub.models import resolve_adapters
 from pspo.hub.save import save_pretrained
 from pspo.model import load_policy, load_tokenizer
 
@@ -32,7 +31,7 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> None:
-    model, output = resolve_adapters(config.model), Path(config.output_dir)
+    model, output = config.model.resolved(), Path(config.output_dir)
     found = model.lora.name_or_path is not None
     require(found, "model.name_or_path", "must be a PEFT folder: other models are whole", model.name_or_path)
     require(not output.exists(), "output_dir", "must not exist yet", config.output_dir)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -18,9 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pspo import distributed as dist
-
-if TYPE_CHECKING:
-    from pspo.config import ModelConfig
+from pspo.config import ModelConfig
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
@@ -52,7 +49,7 @@ class StartingAdapters:
         torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
 
 
-def add_adapters(policy: PreTrainedModel, config: "ModelConfig") -> None:
+def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
     """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
     from peft import LoraConfig
 

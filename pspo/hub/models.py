@@ -2,13 +2,10 @@
 
 import contextlib
 import difflib
-import importlib.util
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 import jinja2
@@ -20,10 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pspo.config import ModelConfig
 from pspo.hub import is_offline
-
-if TYPE_CHECKING:
-    from pspo.config import ModelConfig
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -44,7 +39,7 @@ def locate(name_or_path: str) -> str:
     return name_or_path
 
 
-def from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) -> Any:
+def from_pretrained(auto_class: Any, model: ModelConfig, /, **options: Any) -> Any:
     """Load with one of transformers' Auto classes; raises ValueError naming the switch to mend."""
     source = locate(model.name_or_path)
     if not Path(source).is_dir():
@@ -55,30 +50,9 @@ def from_pretrained(auto_class: Any, model: "ModelConfig", /, **options: Any) ->
         )
 
 
-def resolve_adapters(config: "ModelConfig") -> "ModelConfig":
-    """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder.
-
-    Raises ValueError if adapters are wanted without peft.
-    """
-    folder = Path(config.name_or_path).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
-        if not base["name_or_path"]:
-            raise ValueError(f"{folder} names no base model: name it, and this folder as --model.lora.name_or_path")
-        config = replace(config, **base, lora=replace(config.lora, name_or_path=str(folder)))
-    if uses_adapters(config) and importlib.util.find_spec("peft") is None:
-        raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
-    return config
-
-
-def uses_adapters(config: "ModelConfig") -> bool:
-    return config.lora.rank > 0 or config.lora.name_or_path is not None
-
-
-def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    tokenizer = from_pretrained(AutoTokenizer, resolve_adapters(config))
+    tokenizer = from_pretrained(AutoTokenizer, config.resolved())
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
         (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
@@ -91,12 +65,12 @@ def load_tokenizer(config: "ModelConfig") -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model_config(config: "ModelConfig") -> PretrainedConfig:
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    return from_pretrained(AutoConfig, resolve_adapters(config))
+    return from_pretrained(AutoConfig, config.resolved())
 
 
-def room_for_prompts(config: "ModelConfig", max_completion_tokens: int, switch: str) -> float:
+def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
     """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
 
     LongRoPE's positions end where it would switch to other frequencies, for all rows of a batch at once. Raises
@@ -112,7 +86,7 @@ def room_for_prompts(config: "ModelConfig", max_completion_tokens: int, switch: 
     return math.inf if positions is None else positions - max_completion_tokens
 
 
-def without_dropout(config: "ModelConfig") -> PretrainedConfig:
+def without_dropout(config: ModelConfig) -> PretrainedConfig:
     """The model's own configuration, with every dropout at 0."""
     model_config = load_model_config(config)
     for part in (model_config, model_config.get_text_config()):
@@ -163,7 +137,7 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return pad
 
 
-def weight_files(config: "ModelConfig") -> list[Path]:
+def weight_files(config: ModelConfig) -> list[Path]:
     """The safetensors files of a local model, or of one of the hub, downloaded if need be."""
     with load_errors(config):
         source = locate(config.name_or_path)
@@ -177,7 +151,7 @@ def weight_files(config: "ModelConfig") -> list[Path]:
 
 
 @contextlib.contextmanager
-def load_errors(config: "ModelConfig") -> Iterator[None]:
+def load_errors(config: ModelConfig) -> Iterator[None]:
     """Turn whatever the library raises on a model folder into a ValueError of one sentence."""
     try:
         yield

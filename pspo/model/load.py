@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
+from pspo.config import ModelConfig
 from pspo.hub.adapters import add_adapters, fill_adapters
 from pspo.hub.models import (
     from_pretrained,
     load_errors,
-    resolve_adapters,
-    uses_adapters,
     weight_files,
     without_dropout,
 )
@@ -25,11 +24,8 @@ from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
-if TYPE_CHECKING:
-    from pspo.config import ModelConfig
 
-
-def load_policy(config: "ModelConfig", device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:
+def load_policy(config: ModelConfig, device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     If ``sharded``, it is spread over the ranks, and each reads its own rows.
@@ -40,16 +36,16 @@ def load_policy(config: "ModelConfig", device: torch.device | None = None, shard
     Raises ValueError for a model that cannot be found. Whether it computes what the trainer takes it to compute, is
     for `pspo.checks.exactness` to check.
     """
-    device, config = device or dist.local_device(), resolve_adapters(config)
+    device, config = device or dist.local_device(), config.resolved()
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
-    if uses_adapters(config):
+    if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
     if config.compile:
         policy.base_model.compile(dynamic=True)
     return policy
 
 
-def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
+def _whole_policy(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
     options |= {"dtype": weights_dtype(config, device), "config": without_dropout(config)}
     policy, loading = from_pretrained(AutoModelForCausalLM, config, **options)
@@ -58,13 +54,13 @@ def _whole_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMode
     return ready(policy.to(device), config)
 
 
-def weights_dtype(config: "ModelConfig", device: torch.device) -> torch.dtype:
+def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype of the weights; of the frozen ones under LoRA."""
-    auto = "bfloat16" if uses_adapters(config) and casts_to_bf16(config.autocast, device) else "float32"
+    auto = "bfloat16" if config.has_adapters and casts_to_bf16(config.autocast, device) else "float32"
     return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
-def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedModel:
+def _sharded_policy(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
     dist.run_on_main(lambda: weight_files(config))  # downloads once, before the other ranks look
     files, model_config = weight_files(config), without_dropout(config)
@@ -88,12 +84,12 @@ def _sharded_policy(config: "ModelConfig", device: torch.device) -> PreTrainedMo
     return policy
 
 
-def ready(policy: PreTrainedModel, config: "ModelConfig") -> PreTrainedModel:
+def ready(policy: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         what = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
         raise ValueError(f"--model.attn_implementation sdpa {what}: set it to eager")
-    if uses_adapters(config):
+    if config.has_adapters:
         add_adapters(policy, config)
     policy.eval()
     use_onednn(policy)

@@ -1,13 +1,10 @@
 """Group-relative advantages."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from pspo import distributed as dist
-
-AdvantageScale = Literal["none", "group", "batch", "rloo", "maxrl"]
+from pspo.config import AdvantageScale
 
 
 def group_relative_advantages(

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,13 +15,11 @@ from transformers import (
     StopStringCriteria,
 )
 
+from pspo.config import Decoder, RolloutConfig
 from pspo.hub.models import token_ids
 from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_ids
 from pspo.rollout.decode import decode
-from pspo.rollout.types import Decoder, Nucleus, Rollout, Sampling, cat_padded, to_device
-
-if TYPE_CHECKING:
-    from pspo.config import RolloutConfig
+from pspo.rollout.types import Nucleus, Rollout, Sampling, cat_padded, to_device
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +31,7 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def make_sampling(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig", **more: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, **more: bool
 ) -> Sampling:
     """Sampling as the switches and ``more`` fields say, with the model's own padding, and stop tokens unless named."""
     shared = {part.name for part in fields(Sampling)} & {part.name for part in fields(config)}

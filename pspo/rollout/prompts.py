@@ -6,17 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from pspo.config import DataConfig
 from pspo.tasks import Problem, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat
-
-if TYPE_CHECKING:
-    from pspo.config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Prompts:
 
 
 def load_prompts(
-    config: "DataConfig",
+    config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     split: str,
     limit: int | None = None,

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig
 
-Decoder = Literal["pspo", "graphs", "hf"]
+from pspo.config import Decoder
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
