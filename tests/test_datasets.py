@@ -293,7 +293,6 @@ def test_hub(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr("pspo.tasks.datasets.is_offline", lambda: False)
     fields = {"solution_type": "Sum", "answer": "9 (apples)", "formula": "9=9"}
     assert load_problems("asdiv", "test") == [Problem("B. Q?", Fraction(9), fields, source="asdiv", category="Sum")]
     assert len(load_problems("gsm8k", "validation")) == 473

@@ -1,21 +1,20 @@
 """What a bad command line is answered with: one line, whole, and exit code 2; the answers stand in messages.yaml."""
 
-import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import constants
 
-from pspo import hub
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
 from pspo.tasks import MathReward
-from pspo.train import main
 
 ROOT = Path(__file__).parents[1]
 CASES = yaml.safe_load((ROOT / "tests/messages.yaml").read_text(encoding="utf-8"))
@@ -61,19 +60,19 @@ def here(folder, monkeypatch) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["command"])
 def test_message(case, here, capsys):
     command, *words = shlex.split(case["command"])
-    if not case["now"]:
+    if not case["says"]:
         parse(CONFIGS[command], f"pspo.{command}", words)
         return
     began = time.monotonic()
     with pytest.raises(SystemExit, match=r"^2$"):
         parse(CONFIGS[command], f"pspo.{command}", words)
     assert time.monotonic() - began < 5
-    assert capsys.readouterr() == ("", f"pspo.{command}: error: {case['now']}\n")
+    assert capsys.readouterr() == ("", f"pspo.{command}: error: {case['says']}\n")
 
 
 def test_no_message_speaks_of_jsonargparse():
     for case in CASES:
-        assert not re.search(r"Parser key|Union|<class|typing\.|Expected|class_path", case["now"])
+        assert not re.search(r"Parser key|Union|<class|typing\.|Expected|class_path", case["says"])
 
 
 def test_what_is_accepted_means_what_it_looks_like(here):
@@ -101,29 +100,18 @@ def test_a_later_switch_takes_the_blame_from_the_file(here, capsys):
     assert capsys.readouterr().err == "pspo.train: error: --optimizer.lr must be above 0, got -2.0\n"
 
 
-DATA_FIX = "check --data.name and --data.config, or load local files with --data.path"
-LOST = "not in the hub's cache, and the hub cannot be reached"
-
-
 @pytest.mark.parametrize(
-    ("switch", "now"),
+    ("switch", "message"),
     [
-        ("--model.name_or_path=nobody/no-such-model", f"{{switch}} is no folder here and {LOST}"),
-        ("--model.name_or_path=tiny-bse", f"{{switch}} is no folder here and {LOST}; did you mean tiny-base?"),
-        ("--data.name=gsm8k", f"cannot load openai/gsm8k from the hub: it is {LOST}; {DATA_FIX}"),
+        ("--model.name_or_path=nobody/no-such-model", r"is neither an embedded model \(.*\) nor one that loads: .*"),
+        ("--model.name_or_path=tiny-bse", r"does not exist; did you mean tiny-base\?"),
+        ("--data.name=gsm8k", r"cannot load openai/gsm8k from the hub: .*; check --data.name .* --data.path"),
     ],
 )
-def test_without_a_network_there_is_an_answer_at_once(switch, now, tmp_path, monkeypatch, capsys):
-    """Before, the hub's libraries retried for 55 s (a model) or 32 s (a data set)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # restored after the test, as the next lines are
-    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_CACHE", str(tmp_path))):
-        monkeypatch.setattr(constants, name, value)
-    hub._answers.cache_clear()
-    importlib.import_module("datasets")  # which takes seconds of its own
-    began = time.monotonic()
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main([switch, "--run.output_dir=out"])
-    assert time.monotonic() - began < 15  # alone 1 s
-    assert capsys.readouterr().err == f"pspo.train: error: {now.format(switch=switch.replace('=', ' '))}\n"
-    hub._answers.cache_clear()
+def test_without_the_hub_there_is_one_line(switch, message, tmp_path):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}  # read when the libraries are imported
+    command = [sys.executable, "-m", "pspo.train", switch, "--run.output_dir=out"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2
+    named = "" if switch.startswith("--data") else f"{switch.replace('=', ' ')} "
+    assert re.fullmatch(f"pspo.train: error: {named}{message}\n", ended.stderr)

@@ -1,29 +1,50 @@
 """Command line: switches and YAML files into a configuration, user errors into one line on stderr.
 
 jsonargparse turns every field of a configuration class into a switch (``--rollout.temperature 0.6``), reads YAML files
-(``--config file.yaml``) and accepts classes by name or import path (``--algorithm.surrogate Clip``).
+(``--config file.yaml``) and accepts classes by name or import path (``--algorithm.surrogate Clip``). Words and keys are
+read once before: unknown ones are refused with what was perhaps meant, and values may be written more freely.
 """
 
 import argparse
 import contextlib
+import copy
+import difflib
 import functools
+import importlib
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ActionConfigFile, ArgumentError, DefaultHelpFormatter, Namespace, set_dumper
+import docstring_parser
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_dumper
 
-from pspo.cli.switches import Parser, check_names, leaf_of
 from pspo.config import require
 from pspo.model import is_out_of_memory
-from pspo.records.files import to_yaml
+from pspo.records.files import as_argument, flat, to_yaml
 
 C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping",
+         Callable: "a function", NoneType: "null"}  # fmt: skip
 set_dumper("yaml", to_yaml)
+
+
+class Switch(NamedTuple):
+    """Type of a field, and its line of help."""
+
+    hint: Any
+    help: str
+
+
+Switches = dict[str, Switch]
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, str]:
@@ -37,18 +58,27 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
 def read_config(config_class: type[C], prog: str, args: Sequence[str] | dict[str, Any] | None = None) -> tuple[C, str]:
     """Read switches and YAML files as `parse` does, or a nested dict; raises ValueError."""
-    parser, sections = make_parser(config_class, prog)
-    words = sys.argv[1:] if args is None else args
-    files = check_names(parser, words)
+    parser, switches = make_parser(config_class, prog)
+    files: dict[str, str] = {}  # by switch, the file that set it
+    if isinstance(args, dict):
+        words = [config_word(args, switches)]
+    else:
+        words = read_words(sys.argv[1:] if args is None else args, switches, files)
     try:
-        namespace = parser.parse_object(words) if isinstance(words, dict) else parser.parse_args(words)
+        namespace = parser.parse_args(words)
         parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
+        sections = sorted({name.partition(".")[0] for name in switches if "." in name})
         for name in sections:
             require(isinstance(namespace[name], Namespace), name, "must be a mapping of fields", namespace[name])
         values = parser.instantiate(namespace)
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
     except (ArgumentError, TypeError, ValueError) as error:
-        raise ValueError(_sentence(str(error), files)) from error
+        message = sentence(str(error), switches)
+        if isinstance(error, ValueError) and not message.startswith("--"):
+            message = class_error(namespace, switches) or message
+        switch = re.match(r"--([\w.]+)", message)
+        file = files.get(leaf_of(switch[1], files)) if switch else None
+        raise ValueError(f"--config {file}: {message}" if file else message) from error
     for name in sections:
         for key in [key for key, value in vars(namespace[name]).items() if value is None]:
             namespace[f"{name}.{key}"] = getattr(getattr(config, name), key)  # a default that depends on the model
@@ -61,49 +91,263 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | dict[str
 
 
 @functools.cache
-def make_parser(config_class: type, prog: str) -> tuple[Parser, list[str]]:
-    """The parser of a configuration class, and its sections' names."""
-    hints = get_type_hints(config_class)
-    sections = [part.name for part in fields(config_class) if is_dataclass(hints[part.name])]
+def make_parser(config_class: type, prog: str) -> tuple[ArgumentParser, Switches]:
+    """The parser of a configuration class, and its switches."""
+    switches = leaf_switches(config_class)
+    usage = USAGE if any("." in name for name in switches) else None
     description = (config_class.__doc__ or "").partition("\n")[0]
-    options = {"exit_on_error": False, "allow_abbrev": False, "print_config": None, "formatter_class": _Help}
-    parser = Parser(prog, USAGE if sections else None, description, **options)
+    options = {"exit_on_error": False, "allow_abbrev": False, "print_config": None, "formatter_class": Help}
+    parser = ArgumentParser(prog, usage, description, **options)
     config_help = "YAML file; later switches override it"
     parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help=config_help)
     print_help = "print the configuration as YAML and exit"
     parser.add_argument("--print_config", action="store_true", help=print_help)  # jsonargparse's: before defaults
     parser.add_class_arguments(config_class)
-    for action in parser._actions:
-        if action.dest in (*sections, "model.lora"):
-            action.help = argparse.SUPPRESS  # `--rollout FILE`: works, and need not be listed
-        elif getattr(action, "_typehint", None) is bool:
-            action.nargs, action.const = "?", True  # the bare switch means true
-    return parser, sections
+    return parser, switches
 
 
-def _sentence(message: str, files: dict[str, str]) -> str:
-    """Our own message, with the file that the value came from; argparse's in the same words."""
-    if words := re.match("unrecognized arguments: (.*)", message):
-        return f"{words[1]} belongs to no switch: files follow --config, lists are written '[a, b]'"
-    message = re.sub(r"argument (--\S+): expected one argument", r"\1 needs a value", message)
-    switch = re.match(r"--([\w.]+)", message)
-    file = files.get(leaf_of(switch[1], files)) if switch else None
-    return f"--config {file}: {message}" if file else message
+def leaf_switches(config_class: type, prefix: str = "") -> Switches:
+    """The fields of a configuration class and of its sections."""
+    texts = {
+        part.arg_name: part.description or "" for part in docstring_parser.parse(config_class.__doc__ or "").params
+    }
+    switches = {}
+    for name, hint in get_type_hints(config_class).items():
+        nested = leaf_switches(hint, f"{prefix}{name}.") if is_dataclass(hint) else {}
+        switches |= nested or {f"{prefix}{name}": Switch(hint, texts.get(name, ""))}
+    return switches
 
 
-class _Help(DefaultHelpFormatter):
-    """Show a switch, its one-line text and its default, without jsonargparse's types."""
+class Help(argparse.HelpFormatter):
+    """Show a switch, its one-line text and its default, and no section as a switch of its own."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=38)
 
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return "VALUE"
+    def add_argument(self, action: argparse.Action) -> None:
+        shown, default = copy.copy(action), action.default
+        if default not in (None, argparse.SUPPRESS) and action.nargs != 0 and len(str(default)) < 40:
+            shown.help = f"{action.help} (default: {default})"
+        if action.nargs != 0 and action.metavar is None:
+            shown.metavar = "VALUE"
+        if not str(action.help).startswith("Path to a configuration file"):  # `--rollout FILE`
+            super().add_argument(shown)
 
-    def _get_help_string(self, action: argparse.Action) -> str:
-        default = action.default
-        shown = default not in (None, argparse.SUPPRESS) and len(str(default)) < 40  # no prompts, no nested classes
-        return f"{action.help} (default: {default})" if shown else action.help or ""
+
+# Words and keys, before parsing
+
+
+def read_words(words: Sequence[str], switches: Switches, files: dict[str, str]) -> list[str]:
+    """Words as the parser takes them, each with its value; ValueError for what is no switch, or lacks a value.
+
+    ``files`` gets the file that set each switch last.
+    """
+    firsts, read, rest = first_fields(switches), [], deque(words)
+    while rest:
+        word = rest.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        leaf = leaf_of(name, switches)
+        if word in ("-h", "--help", "--print_config"):
+            read.append(word)
+            continue
+        if not word.startswith("-"):
+            stray = " ".join([word, *(rest.popleft() for _ in range(len(rest)) if not rest[0].startswith("--"))])
+            raise ValueError(f"{stray} belongs to no switch: files follow --config, lists are written '[a, b]'")
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.popleft()
+        elif not equals and leaf and switches[leaf].hint is bool:
+            value = "true"
+        elif not equals and (leaf or name == "config"):
+            raise ValueError(f"--{name} needs a value")
+        if name == "config":
+            content = read_file(value)
+            read.append(config_word(content, switches, f"--config {value}: "))
+            files |= {leaf_of(key, switches) or key: value for key in flat(content)}
+        elif name in firsts and not Path(value).is_file():
+            raise ValueError(f"--{name} is a section; did you mean --{firsts[name]}?")
+        elif leaf is None and name not in firsts:
+            raise ValueError(f"{word.partition('=')[0]} is unknown{suggestion(name, switches, '--')}")
+        else:
+            files.pop(leaf, None)
+            value = as_argument(normal(value, switches[leaf].hint, leaf)) if name == leaf else value
+            read.append(f"--{name}={value}")
+    return read
+
+
+def config_word(content: dict[str, Any], switches: Switches, where: str = "") -> str:
+    """The --config word of a file's or dict's content; ValueError for a key that is no switch."""
+    firsts = first_fields(switches)
+    for key in flat(content):
+        if leaf_of(key, switches) is None and key not in firsts:
+            raise ValueError(f"{where}{key} is unknown{suggestion(key, switches)}")
+
+    def as_typed(value: Any, name: str) -> Any:
+        if name in switches:
+            try:
+                return normal(value, switches[name].hint, name)
+            except ValueError as error:
+                raise ValueError(f"{where}{error}") from error
+        if not isinstance(value, dict):
+            return value
+        return {key: as_typed(part, f"{name}.{key}".lstrip(".")) for key, part in value.items()}
+
+    return f"--config={to_yaml(as_typed(content, ''))}"
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The content of a YAML file of sections; ValueError if it cannot be read."""
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeys) or {}
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"--config {path}, line {error.problem_mark.line + 1}: {error.problem}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold sections with fields, as configs/tiny.yaml does")
+    return content
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Refuse a key that comes twice in a mapping; YAML would take the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.composer.ComposerError(None, None, f"{twice[0]} comes twice", node.start_mark)
+        return node
+
+
+def first_fields(switches: Iterable[str]) -> dict[str, str]:
+    """The first switch of each section."""
+    return {name.partition(".")[0]: name for name in reversed(list(switches)) if "." in name}
+
+
+def leaf_of(name: str, switches: Iterable[str]) -> str | None:
+    """The switch that this is, or a parameter of."""
+    return next((switch for switch in switches if f"{name}.".startswith(f"{switch}.")), None)
+
+
+def suggestion(name: str, switches: Switches, dashes: str = "") -> str:
+    """The switches perhaps meant: of almost the same name, of the same name elsewhere, or with it in their help."""
+    name = name.lower().replace("-", "_")
+    lasts = {switch: switch.rpartition(".")[2] for switch in switches}
+    own = name.rpartition(".")[2]
+    close = difflib.get_close_matches(own, lasts.values(), 1, 0.8)
+    meant = (
+        difflib.get_close_matches(name, switches, 1, 0.85)
+        or [switch for switch in switches if lasts[switch] in (close or [own])]
+        or [switch for switch in switches if switch.startswith(name.removesuffix(own)) and own in lasts[switch]]
+        or [switch for switch, (_, text) in switches.items() if own.replace("_", " ") in text]
+    )
+    return f"; did you mean {' or '.join(dashes + switch for switch in meant[:2])}?" if meant else "; --help lists all"
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def normal(value: Any, hint: Any, switch: str) -> Any:
+    """A value as its type wants it: a list of one value, 100 for 1e2, a class by name in any case."""
+    loaded, options = value, alternatives(hint)
+    if value is None or value == "null":
+        return None if NoneType in options else value
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(yaml.YAMLError):
+            loaded = yaml.safe_load(value)
+    for option in options:
+        if get_origin(option) is list and (isinstance(loaded, list) or str not in options):
+            items = loaded if isinstance(loaded, list) else [loaded]
+            return [normal(item, get_args(option)[0], switch) for item in items]
+        if option is int and isinstance(value, str | float):
+            with contextlib.suppress(ValueError):
+                number = float(value)
+                return int(number) if number.is_integer() and abs(number) < 2**53 else value
+        if inspect.isabstract(option) and option is not Callable:
+            return resolve(loaded, option, switch)
+    return value
+
+
+def resolve(value: Any, base: type, switch: str) -> Any:
+    """A class or function, named by import path or in any case, alone or with parameters; ValueError without one."""
+    if isinstance(value, dict) and "class_path" in value:
+        return value | {"class_path": resolve(value["class_path"], base, switch)}
+    if not isinstance(value, str):
+        return value
+    if "." not in value:
+        known = {cls.__name__.lower(): cls.__name__ for cls in subclasses(base)}
+        if value.lower() in known:
+            return known[value.lower()]
+        close = difflib.get_close_matches(value.lower(), known, 1)
+        names = ", ".join(cls.__name__ for cls in subclasses(base) if cls.__module__.startswith("pspo."))
+        choice = f"; did you mean {known[close[0]]}?" if close else f": choose from {names}, or an import path"
+        raise ValueError(f"--{switch} has no {value!r}{choice}")
+    try:
+        found = import_path(value)
+    except Exception as error:  # a module of the user's raises anything
+        lost = isinstance(error, ModuleNotFoundError) and error.name == value.partition(".")[0]
+        hint = "; its file must be in the current folder or on PYTHONPATH" if lost else ""
+        raise ValueError(f"--{switch} cannot import {value}: {type(error).__name__}: {error}{hint}") from error
+    if inspect.isclass(found) and (not issubclass(found, base) or inspect.isabstract(found)):
+        raise ValueError(f"--{switch} needs a subclass of {base.__name__} with all its methods, and {value} is none")
+    return value
+
+
+def import_path(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def subclasses(base: type) -> list[type]:
+    """All classes below this one that can be made."""
+    below = [cls for child in base.__subclasses__() for cls in (child, *subclasses(child))]
+    return [cls for cls in below if not inspect.isabstract(cls)]
+
+
+# Errors
+
+
+def sentence(message: str, switches: Switches) -> str:
+    """The parser's error in one sentence that names the switch; our own as it is."""
+    keys, path = re.findall(r'Parser key "([\w.]+)"', message), re.search(r"class_path '([\w.]+)'", message)
+    if not keys:
+        return message
+    switch, hints = ".".join(keys), dict(switches)
+    if path:
+        hints |= {f"{keys[0]}.{name}": Switch(hint, "") for name, hint in get_type_hints(import_path(path[1])).items()}
+    if unknown := re.search(r"Option '(\w+)' is not accepted", message):
+        has = ", ".join(inspect.signature(import_path(path[1])).parameters) if path else ""
+        return f"--{switch}.{unknown[1]} is unknown; " + (f"choose from {has}" if has else "there are none")
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
+    got = yaml.safe_load(value[1]) if value else None
+    without_quotes = " without quotes" * ("type: <class 'int'>" in message or "type: <class 'float'>" in message)
+    kind = describe(hints[switch].hint) if switch in hints else "a value that its class takes"
+    return f"--{switch} must be {kind}, got {'null' if got is None else repr(got)}{without_quotes}"
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) is Literal:
+        return "one of " * (len(get_args(hint)) > 1) + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is list:
+        items = [re.sub("^an? ", "", describe(item)) for item in alternatives(get_args(hint)[0])]
+        return f"one or more {' or '.join(f'{item}s' for item in items)}"
+    if len(alternatives(hint)) > 1:
+        return " or ".join(map(describe, alternatives(hint)))
+    return KINDS.get(get_origin(hint) or hint) or f"a {getattr(hint, '__name__', hint)}"
+
+
+def class_error(namespace: Namespace, switches: Switches) -> str | None:
+    """What a class of the user's raises when it is made, after its switch; None if all can be made."""
+    for switch in switches:
+        values = namespace[switch]
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, Namespace) and "class_path" in value:
+                try:
+                    import_path(value.class_path)(**vars(value.get("init_args", Namespace())))
+                except (TypeError, ValueError) as error:
+                    return f"--{switch}: {error}"
+    return None
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from pspo.config import ModelConfig
-from pspo.hub import is_offline
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -26,7 +25,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 def locate(name_or_path: str) -> str:
     """The folder of an embedded model or of a local one, or else the name as a hub id.
 
-    Raises ValueError for a path that is no model folder.
+    Raises ValueError for a path that is no model folder, and for a name almost that of an embedded model.
     """
     if (ASSETS / name_or_path / "config.json").is_file():
         return str(ASSETS / name_or_path)
@@ -36,18 +35,20 @@ def locate(name_or_path: str) -> str:
             what = "holds no config.json" if path.is_dir() else "does not exist"
             raise ValueError(f"--model.name_or_path: model folder {path} {what}")
         return str(path)
+    if close := difflib.get_close_matches(name_or_path, embedded_models(), 1, 0.8):
+        raise ValueError(f"--model.name_or_path {name_or_path} does not exist; did you mean {close[0]}?")
     return name_or_path
+
+
+def embedded_models() -> list[str]:
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
 def from_pretrained(auto_class: Any, model: ModelConfig, /, **options: Any) -> Any:
     """Load with one of transformers' Auto classes; raises ValueError naming the switch to mend."""
-    source = locate(model.name_or_path)
-    if not Path(source).is_dir():
-        is_offline()
+    source, how = locate(model.name_or_path), {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with load_errors(model):
-        return auto_class.from_pretrained(
-            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
-        )
+        return auto_class.from_pretrained(source, **how, **options)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -164,11 +165,5 @@ def load_errors(config: ModelConfig) -> Iterator[None]:
             ) from error
         if isinstance(error, ImportError) or "attention implementation" in reason or "attn_implementation" in reason:
             raise ValueError(f"--model.attn_implementation {config.attn_implementation}: {reason}") from error
-        embedded = sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
-        close = difflib.get_close_matches(config.name_or_path, embedded, 1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        if isinstance(error, OSError) and not Path(locate(config.name_or_path)).is_dir() and is_offline():
-            reason = "is no folder here and not in the hub's cache, and the hub cannot be reached"
-        else:
-            reason = f"is neither an embedded model ({', '.join(embedded)}) nor one that loads: {reason}"
-        raise ValueError(f"--model.name_or_path {config.name_or_path} {reason}{meant}") from error
+        what = f"is neither an embedded model ({', '.join(embedded_models())}) nor one that loads: {reason}"
+        raise ValueError(f"--model.name_or_path {config.name_or_path} {what}") from error

@@ -21,7 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from pspo.hub import is_offline
 from pspo.tasks import arithmetic, calculator, letters
 from pspo.tasks.answers import parse_number
 from pspo.tasks.arithmetic import SPLITS
@@ -298,13 +297,11 @@ def _hub_rows(source: Source) -> dict[str, Callable[[], list[Row]]]:
     """Load a data set of the hub; return, by split, what makes its rows."""
     import datasets  # slow to import
 
-    datasets.config.HF_HUB_OFFLINE = is_offline()
     try:
         tables = {config: datasets.load_dataset(source.hub_id, config) for config in source.configs}
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        lost = "it is not in the hub's cache, and the hub cannot be reached" if is_offline() else f"{error!r}"
         fix = "check --data.name and --data.config, or load local files with --data.path"
-        raise ValueError(f"cannot load {source.hub_id} from the hub: {lost}; {fix}") from error
+        raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
     names = list(next(iter(tables.values())))
     splits = {ours: [theirs] for ours, theirs in (source.splits or {}).items()} or _by_split({n: n for n in names})
     if unknown := {name for theirs in splits.values() for name in theirs} - {*names}:
