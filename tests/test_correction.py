@@ -67,6 +67,7 @@ def test_unknown_mode(mode):
         correction_weights(zeros, zeros, zeros == 0, mode, 3.0)
 
 
+@pytest.mark.parametrize("algorithm", [{"correction": "token_mask"}, {"nucleus": "replay"}], ids=str)
 @pytest.mark.parametrize(
     "section",
     [
@@ -76,7 +77,8 @@ def test_unknown_mode(mode):
     ],
     ids=str,
 )
-def test_samplers_that_keep_no_logprobs_are_refused(section):
+def test_samplers_that_keep_neither_logprobs_nor_nucleus_are_refused(section, algorithm):
     TrainConfig(**section)
-    with pytest.raises(ValueError, match=r"--algorithm\.correction must be none .*got 'token_mask'"):
-        TrainConfig(algorithm=AlgorithmConfig(correction="token_mask"), **section)
+    ((name, value),) = algorithm.items()
+    with pytest.raises(ValueError, match=rf"--algorithm\.{name} must be (none|ignore) .*got '{value}'"):
+        TrainConfig(algorithm=AlgorithmConfig(**algorithm), **section)

@@ -5,7 +5,6 @@ import torch
 from architectures import OUTCOMES, tiny
 from processes import run_command
 from test_model import gradients, make_groups, make_rows, plain_logprobs
-from transformers import Qwen2ForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.train
@@ -59,20 +58,6 @@ def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
         slope = gradients(policy, expected)
         torch.testing.assert_close(gradients(policy, actual), slope, rtol=0, atol=1e-3 * slope.abs().max().item())
-
-
-def test_a_changed_forward_is_refused(monkeypatch, load, tokenizer):
-    policy, original = load("tiny-base"), Qwen2ForCausalLM.forward
-    check(policy, tokenizer)
-
-    def shifted(self, *args, **kwargs):
-        out = original(self, *args, **kwargs)
-        out.logits = out.logits + 0.1 * torch.arange(out.logits.shape[-1])
-        return out
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", shifted)
-    with pytest.raises(ValueError, match="does more to its logits"):
-        check(policy, tokenizer)
 
 
 @pytest.mark.parametrize(("name", "setting"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
