@@ -25,28 +25,18 @@ HOSTILE = {
     "beams": {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "num_return_sequences": 2},
     "lengths": {"max_length": 5, "max_new_tokens": 2, "min_new_tokens": 11, "min_length": 15, "max_time": 1e-4},
     "tokens": {
-        "bad_words_ids": [[5], [6, 7]],
-        "suppress_tokens": list(range(8, 40)),
-        "begin_suppress_tokens": [40, 41],
-        "forced_bos_token_id": 3,
-        "forced_eos_token_id": 4,
-        "eos_token_id": list(range(64)),
-        "pad_token_id": 1,
+        "bad_words_ids": [[5], [6, 7]], "suppress_tokens": list(range(8, 40)), "begin_suppress_tokens": [40, 41],
+        "forced_bos_token_id": 3, "forced_eos_token_id": 4, "eos_token_id": list(range(64)), "pad_token_id": 1,
         "sequence_bias": [[[5], 10.0]],
     },
     "processors": {
-        "no_repeat_ngram_size": 2,
-        "encoder_repetition_penalty": 1.3,
-        "exponential_decay_length_penalty": [2, 1.5],
-        "epsilon_cutoff": 0.1,
-        "eta_cutoff": 0.1,
-        "guidance_scale": 3.0,
-        "renormalize_logits": True,
+        "no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.3, "exponential_decay_length_penalty": [2, 1.5],
+        "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "guidance_scale": 3.0, "renormalize_logits": True,
         "remove_invalid_values": True,
     },
     "output": {"return_dict_in_generate": True, "output_scores": True, "use_cache": False, "stop_strings": ["a"]},
     "assisted": {"prompt_lookup_num_tokens": 3, "penalty_alpha": 0.6, "dola_layers": "low"},
-}
+}  # fmt: skip
 
 
 @torch.no_grad()

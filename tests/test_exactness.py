@@ -83,7 +83,7 @@ def test_a_body_that_ignores_an_input_is_refused(monkeypatch, load, tokenizer, d
 
 def test_refused_before_a_run_begins(model_folder, tmp_path, capsys):
     folder, output = model_folder(tiny("bart")), tmp_path / "run"
-    switches = ("--model.name_or_path", str(folder), "--run.output_dir", str(output), "--run.quiet")
+    switches = ("--model.name_or_path", str(folder), "--run.output_dir", str(output), "--run.quiet", "--data.limit=9")
     for command in (pspo.train.main, pspo.evaluate.__main__.main):
         assert run_command(command, *switches) == 2
         error = capsys.readouterr().err
