@@ -9,7 +9,6 @@ from transformers import GenerationConfig
 
 from pspo.config import SYSTEM_PROMPT, RolloutConfig
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.generate import left_pad
 
 SAMPLING = Sampling(stop_ids=[7, 8], pad_id=0, max_completion_tokens=5, decoder="hf")  # the model's own method
 
@@ -91,16 +90,9 @@ def test_rows_of_one_prompt_are_adjacent_and_columns_of_padding_never_reach_the_
         assert mask[:, 0].any()
         assert (ids[mask == 0] == 0).all()
     assert rollout.prompt_ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 3], [0, 0, 3], [4, 5, 6], [4, 5, 6]]
-    assert rollout.prompt_mask.sum(dim=1).tolist() == [2, 2, 1, 1, 3, 3]
+    assert rollout.prompt_mask.tolist() == (rollout.prompt_ids != 0).tolist()
     assert completions(rollout) == [[1, 7], [2, 2, 2, 7], [7], [3, 7], [4, 7], [5, 5, 7]]
     assert len(rollout) == len(rollout.texts) == 6
-
-
-def test_left_pad():
-    ids, mask = left_pad([[1, 2, 3], [4]], 9)
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]]
-    assert mask.tolist() == [[True] * 3, [False, False, True]]
-    assert (ids.dtype, mask.dtype) == (torch.int64, torch.bool)
 
 
 def test_stop_tokens_by_name(tiny_model, tokenizer):
