@@ -43,7 +43,8 @@ def test_values_worked_by_hand(mode, expected, share):
     stats = diagnose_correction(old, sampler, ratios, mask, 3.0)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
     assert stats == pytest.approx({"kl_sampler_old": kl, "sampler_ratio_max": 4, "corrected_share": share}, rel=1e-12)
-    assert diagnose_correction(old, old, torch.ones_like(old), mask, 1.0)["corrected_share"] == 0.0  # at the cap
+    assert correction_weights(old, old, mask, mode, 1.0).tolist() == [[1, 1, 0]]  # at the cap
+    assert diagnose_correction(old, old, torch.ones_like(old), mask, 1.0)["corrected_share"] == 0.0
     nothing = diagnose_correction(old, sampler, ratios, mask & False, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 

@@ -253,6 +253,7 @@ def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, 
     ([0.25, 0.25, 0.25, 0.25], 0.5, {0, 1, 2, 3}),
     ([0.1, 0.4, 0.1, 0.3, 0.1], 0.75, {0, 1, 2, 3, 4}),  # 0.4 and 0.3 are 0.7: one of the 0.1s, and so all
     ([0.1, 0.4, 0.1, 0.3, 0.1], 0.65, {1, 3}),
+    ([0.25, 0.5, 0.25], 0.5, {1}),
 ])  # fmt: skip
 def test_equally_likely_tokens_at_the_edge_belong_together(sampler, probs, top_p, nucleus):
     assert set(sampler(torch.tensor([probs]).expand(2000, -1), top_p).tolist()) == nucleus
