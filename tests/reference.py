@@ -5,6 +5,7 @@ Written from the papers' formulas and not from the package. Matrices are lists o
 """
 
 import math
+import statistics
 
 MAX_LOG_RATIO = 20.0
 
@@ -166,11 +167,6 @@ def kl(logprob, ref_logprob, estimator):
     return value, (slope if x == raw else 0.0)
 
 
-def standard_deviation(values):
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-
-
 def group_relative_advantages(rewards, group_size, scale="none", eps=1e-4):
     advantages = []
     for start in range(0, len(rewards), group_size):
@@ -181,7 +177,7 @@ def group_relative_advantages(rewards, group_size, scale="none", eps=1e-4):
         mean = math.fsum(group) / group_size
         divisor = 1.0
         if scale in ("group", "batch"):
-            divisor = standard_deviation(group if scale == "group" else rewards) + eps
+            divisor = statistics.stdev(group if scale == "group" else rewards) + eps
         elif scale == "maxrl":
             divisor = mean
         elif scale == "rloo":  # R - mean of the others

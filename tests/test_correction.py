@@ -43,7 +43,8 @@ def test_values_worked_by_hand(mode, expected, share):
     stats = diagnose_correction(old, sampler, ratios, mask, 3.0)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
     assert stats == pytest.approx({"kl_sampler_old": kl, "sampler_ratio_max": 4, "corrected_share": share}, rel=1e-12)
-    assert diagnose_correction(old, old, torch.ones_like(old), mask, 1.0)["corrected_share"] == 0.0  # at the cap
+    assert correction_weights(old, old, mask, mode, 1.0).tolist() == [[1, 1, 0]]  # at the cap
+    assert diagnose_correction(old, old, torch.ones_like(old), mask, 1.0)["corrected_share"] == 0.0
     nothing = diagnose_correction(old, sampler, ratios, mask & False, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 
@@ -67,6 +68,7 @@ def test_unknown_mode(mode):
         correction_weights(zeros, zeros, zeros == 0, mode, 3.0)
 
 
+@pytest.mark.parametrize("algorithm", [{"correction": "token_mask"}, {"nucleus": "replay"}], ids=str)
 @pytest.mark.parametrize(
     "section",
     [
@@ -76,7 +78,8 @@ def test_unknown_mode(mode):
     ],
     ids=str,
 )
-def test_samplers_that_keep_no_logprobs_are_refused(section):
+def test_samplers_that_keep_neither_logprobs_nor_nucleus_are_refused(section, algorithm):
     TrainConfig(**section)
-    with pytest.raises(ValueError, match=r"--algorithm\.correction must be none .*got 'token_mask'"):
-        TrainConfig(algorithm=AlgorithmConfig(correction="token_mask"), **section)
+    ((name, value),) = algorithm.items()
+    with pytest.raises(ValueError, match=rf"--algorithm\.{name} must be (none|ignore) .*got '{value}'"):
+        TrainConfig(algorithm=AlgorithmConfig(**algorithm), **section)

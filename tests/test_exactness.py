@@ -5,7 +5,6 @@ import torch
 from architectures import OUTCOMES, tiny
 from processes import run_command
 from test_model import gradients, make_groups, make_rows, plain_logprobs
-from transformers import Qwen2ForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.train
@@ -61,20 +60,6 @@ def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
         torch.testing.assert_close(gradients(policy, actual), slope, rtol=0, atol=1e-3 * slope.abs().max().item())
 
 
-def test_a_changed_forward_is_refused(monkeypatch, load, tokenizer):
-    policy, original = load("tiny-base"), Qwen2ForCausalLM.forward
-    check(policy, tokenizer)
-
-    def shifted(self, *args, **kwargs):
-        out = original(self, *args, **kwargs)
-        out.logits = out.logits + 0.1 * torch.arange(out.logits.shape[-1])
-        return out
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", shifted)
-    with pytest.raises(ValueError, match="does more to its logits"):
-        check(policy, tokenizer)
-
-
 @pytest.mark.parametrize(("name", "setting"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
 def test_scaled_logits_are_refused(model_folder, load, tokenizer, name, setting):
     check(load(model_folder(tiny(name, **{setting: 1.0}))), tokenizer)
@@ -98,7 +83,7 @@ def test_a_body_that_ignores_an_input_is_refused(monkeypatch, load, tokenizer, d
 
 def test_refused_before_a_run_begins(model_folder, tmp_path, capsys):
     folder, output = model_folder(tiny("bart")), tmp_path / "run"
-    switches = ("--model.name_or_path", str(folder), "--run.output_dir", str(output), "--run.quiet")
+    switches = ("--model.name_or_path", str(folder), "--run.output_dir", str(output), "--run.quiet", "--data.limit=9")
     for command in (pspo.train.main, pspo.evaluate.__main__.main):
         assert run_command(command, *switches) == 2
         error = capsys.readouterr().err

@@ -44,20 +44,13 @@ def test_values_and_gradients_are_those_of_float64(layers, shape, bias):
     results = []
     for layer, dtype in ((exact, torch.float64), (ours, torch.float32)):
         inputs = x.to(dtype, copy=True).requires_grad_()
-        outputs = layer(inputs)
+        outputs = layer(inputs if len(shape) < 3 else inputs.mT.contiguous().mT)  # a view that is not contiguous
         (outputs * weights.to(dtype)).sum().backward()
         results.append([outputs, inputs.grad, *(parameter.grad for parameter in layer.parameters())])
     for expected, got in zip(*results, strict=True):
         assert got.shape == expected.shape
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_views_are_multiplied_as_what_they_show(layers):
-    theirs, ours = layers(16, 8)
-    x = torch.randn(16, 3, 5).transpose(0, 2)  # (5, 3, 16), not contiguous
-    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours(x[::2, 1:]), theirs(x[::2, 1:]), rtol=1e-5, atol=1e-6)
 
 
 def test_a_frozen_layer_gets_no_gradient_and_passes_one_on(layers):

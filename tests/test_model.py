@@ -149,29 +149,23 @@ def test_a_short_common_beginning_is_not_worth_a_pass(tiny_model):
     assert len(passes) == 2
 
 
-def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch):
-    model, rows = tiny_model(dtype=torch.float64), make_rows()
-    chunks, original = [], pspo.model.logprobs.head_logits
+@pytest.mark.parametrize(
+    ("chunk_bytes", "sizes"),
+    [(10**9, [24]), (5 * 4 * 64, [5, 5, 5, 5, 4]), (1, [1] * 24)],  # the last less than a token's: one at a time
+)
+def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk_bytes, sizes):
+    """Logits of 7 + 1 + 12 + 4 unmasked tokens."""
+    model, rows, chunks, original = tiny_model(), make_rows(), [], pspo.model.logprobs.head_logits
     monkeypatch.setattr(
         pspo.model.logprobs, "head_logits", lambda model, h, T: (chunks.append(len(h)), original(model, h, T))[1]
     )
-    whole = token_logprobs(model, *rows)
-    whole_gradient = gradients(model, whole)
-    assert chunks == [24, 24]  # 7 + 1 + 12 + 4 unmasked tokens at once, and again in the backward pass
-
-    chunks.clear()
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 5 * 4 * 64)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
-    chunked = token_logprobs(model, *rows)
-    assert chunks == [5, 5, 5, 5, 4]
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(gradients(model, chunked), whole_gradient, rtol=1e-5, atol=1e-5)
-    assert sorted(chunks) == [4, 4, *[5] * 8]
-
-    chunks.clear()
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)  # less than one token's: one at a time
-    torch.testing.assert_close(token_logprobs(model, *rows), whole, rtol=0, atol=1e-12)
-    assert chunks == [1] * 24
+    actual, expected = token_logprobs(model, *rows), plain_logprobs(model, *rows)
+    assert chunks == sizes
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=2e-4, atol=2e-4)
+    assert sorted(chunks) == sorted(sizes * 2)
 
 
 class LargestTensor(TorchDispatchMode):

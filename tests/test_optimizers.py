@@ -23,17 +23,6 @@ def train(output: Path, *args: str) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_step_of_plain_sgd_is_the_gradient_times_the_learning_rate(tmp_path):
-    often = ("--run.max_steps=3", "--run.save_every=1", "--run.keep=3")
-    metrics = train(tmp_path / "out", "--rollout.prompts=12", "--optimizer.lr=0.05", "--algorithm.epochs=1", *often)
-    checkpoints = sorted((tmp_path / "out/checkpoints").iterdir())
-    weights = [load_file(folder / "model.safetensors") for folder in checkpoints]
-    for before, after, line in zip(weights, weights[1:], metrics[1:], strict=False):  # momentum would show from the 2nd
-        squares = [(after[name].double() - before[name].double()).square().sum() for name in before]
-        assert line["grad_norm"] > 0
-        assert sum(squares).sqrt().item() == pytest.approx(0.05 * line["grad_norm"], rel=1e-4)
-
-
 def test_under_plain_sgd_pspo_is_noclip_at_a_smaller_learning_rate_to_the_last_bit(tmp_path):
     """alpha = 1/2 and a learning rate twice as high: powers of two, so nothing is rounded on the way."""
     half = ("--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=0.5", "--optimizer.lr=0.2")

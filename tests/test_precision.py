@@ -65,12 +65,8 @@ def train(output: str, *args: str) -> int:
     return run_command(pspo.train.main, *SMALL, f"--run.output_dir={output}", *args)
 
 
-BY_NIGHT = ("bfloat16", "adamw8bit", "paged_adamw8bit, bfloat16", "sgd, bfloat16")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in SETTINGS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, name):
     if "8bit" in name:
         pytest.importorskip("bitsandbytes")

@@ -9,7 +9,6 @@ from transformers import GenerationConfig
 
 from pspo.config import SYSTEM_PROMPT, RolloutConfig
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.generate import left_pad
 
 SAMPLING = Sampling(stop_ids=[7, 8], pad_id=0, max_completion_tokens=5, decoder="hf")  # the model's own method
 
@@ -91,16 +90,9 @@ def test_rows_of_one_prompt_are_adjacent_and_columns_of_padding_never_reach_the_
         assert mask[:, 0].any()
         assert (ids[mask == 0] == 0).all()
     assert rollout.prompt_ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 3], [0, 0, 3], [4, 5, 6], [4, 5, 6]]
-    assert rollout.prompt_mask.sum(dim=1).tolist() == [2, 2, 1, 1, 3, 3]
+    assert rollout.prompt_mask.tolist() == (rollout.prompt_ids != 0).tolist()
     assert completions(rollout) == [[1, 7], [2, 2, 2, 7], [7], [3, 7], [4, 7], [5, 5, 7]]
     assert len(rollout) == len(rollout.texts) == 6
-
-
-def test_left_pad():
-    ids, mask = left_pad([[1, 2, 3], [4]], 9)
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]]
-    assert mask.tolist() == [[True] * 3, [False, False, True]]
-    assert (ids.dtype, mask.dtype) == (torch.int64, torch.bool)
 
 
 def test_stop_tokens_by_name(tiny_model, tokenizer):
@@ -124,21 +116,11 @@ def test_texts_have_no_special_tokens(tokenizer):
 # ---------------------------------------------------------------- rollouts and their rows
 
 
-def make_rollout():
+def test_rows_trim_both_sides_and_keep_the_values():
     prompt_mask = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1]]).bool()
     completion_mask = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
-    return Rollout(
-        torch.arange(16).view(4, 4),
-        prompt_mask,
-        torch.arange(100, 120).view(4, 5),
-        completion_mask,
-        torch.tensor([True, True, False, False]),
-        ["a", "b", "c", "d"],
-    )
-
-
-def test_rows_trim_both_sides_and_keep_the_values():
-    rollout = make_rollout()
+    ids, terminated = (torch.arange(16).view(4, 4), torch.arange(100, 120).view(4, 5)), torch.arange(4) < 2
+    rollout = Rollout(ids[0], prompt_mask, ids[1], completion_mask, terminated, ["a", "b", "c", "d"])
     assert rollout.tokens == (1 + 3 + 2 + 4) + (2 + 1 + 5 + 0)
     assert len(rollout) == 4
     rows = rollout.rows(torch.tensor([2, 0]))
@@ -178,13 +160,11 @@ def test_the_system_prompt_is_the_papers():
 
 def test_prompts_are_the_rendered_template(tokenizer):
     texts = ["Tom has 3 apples.\nHow many?", "  <b>2 + 2</b> "]
-    for text, ids in zip(texts, encode_prompts(tokenizer, texts, SYSTEM_PROMPT), strict=True):
-        assert tokenizer.decode(ids) == (
-            f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
-    for text, ids in zip(texts, encode_prompts(tokenizer, texts, ""), strict=True):
-        assert tokenizer.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    for system in (SYSTEM_PROMPT, ""):
+        before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+        for text, ids in zip(texts, encode_prompts(tokenizer, texts, system), strict=True):
+            turns = f"{before}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+            assert tokenizer.decode(ids) == turns
     assert encode_prompts(tokenizer, texts) == encode_prompts(tokenizer, texts, SYSTEM_PROMPT)  # as the command
 
 
@@ -204,8 +184,7 @@ def test_exactly_one_bos(tokenizer):
     assert tokenizer("3")["input_ids"][0] == bos  # so text rendered first and encoded after that would get two
     for system in ("Be brief.", ""):
         for ids in encode_prompts(tokenizer, ["3 + 4", "5"], system):
-            assert ids.count(bos) == 1
-            assert ids[0] == bos
+            assert (ids[0], ids.count(bos)) == (bos, 1)
 
 
 def test_a_template_without_system_turn(tokenizer):

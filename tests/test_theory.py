@@ -72,13 +72,6 @@ def test_corollary_both_kl_divergences_shrink(pair, alpha):
             assert divergence(smoothed, pi_old) == pytest.approx(bound, abs=ROUNDING)
 
 
-def test_corollary_is_strict_between_the_ends():
-    new, old = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.7, 0.2, 0.1], [0.2, 0.3, 0.5]))
-    smoothed, pi, pi_old = smoothed_policy(new, old, 0.5), new.exp(), old.exp()
-    assert kl(smoothed, pi_old) < 0.5 * kl(pi, pi_old) - 0.01
-    assert kl(pi_old, smoothed) < 0.5 * kl(pi_old, pi) - 0.01
-
-
 @every_pair
 def test_proposition_ratios_contract_and_the_slope_never_vanishes(pair, alpha):
     new, old = pair
@@ -121,19 +114,19 @@ def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha)
 # ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
 
 
-def train_logit_table(surrogate, eps, rollouts=5, epochs=4):
+def train_logit_table(surrogate, eps):
     """A toy policy, one softmax row of logits per state; fixed draws of actions and advantages for every caller."""
     generator = torch.Generator().manual_seed(0)
     states, actions, rows = 6, 5, 64
     table = torch.zeros(states, actions, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.AdamW([table], lr=0.05, weight_decay=0.0, eps=eps)
     mask = torch.ones(rows, 1, dtype=torch.bool)
-    for _ in range(rollouts):
+    for _ in range(5):
         state = torch.randint(states, (rows,), generator=generator)
         action = torch.randint(actions, (rows,), generator=generator)
         advantages = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
         old = table.log_softmax(1)[state, action, None].detach()
-        for _ in range(epochs):
+        for _ in range(4):
             logprobs = table.log_softmax(1)[state, action, None]
             optimizer.zero_grad()
             surrogate(logprobs, old, advantages, mask).mean().backward()

@@ -1,11 +1,11 @@
 """Trackers get the lines of metrics.jsonl and nothing else; a missing one stops the run before it starts."""
 
-import importlib
 import math
 import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,14 +16,6 @@ from pspo.records.trackers import MODULES, start_tracker
 
 ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=0",
         "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20", "--run.output_dir=out")  # fmt: skip
-FAKE = """
-calls = []
-def init(**arguments): calls.append(("init", arguments))
-def log(metrics, step): calls.append(("log", metrics, step))
-def finish(): calls.append(("finish",))
-class SummaryWriter:
-    def __init__(self, folder, purge_step): calls.append(("init", folder, purge_step))
-"""
 
 
 @pytest.fixture
@@ -33,15 +25,19 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def fake(here, monkeypatch):
+def fake(monkeypatch):
     """Calls of a module that stands in for a tracker's own: fake("wandb")."""
-    (here / "fake_tracker.py").write_text(FAKE)
-    monkeypatch.syspath_prepend(here)
-    monkeypatch.delitem(sys.modules, "fake_tracker", raising=False)
 
     def make(name: str) -> list:
-        monkeypatch.setitem(MODULES, name, "fake_tracker")
-        return importlib.import_module("fake_tracker").calls
+        calls = []
+        module = SimpleNamespace(
+            init=lambda **arguments: calls.append(("init", arguments)),
+            log=lambda metrics, step: calls.append(("log", metrics, step)),
+            finish=lambda: calls.append(("finish",)),
+            SummaryWriter=lambda folder, purge_step: calls.append(("init", folder, purge_step)),
+        )
+        monkeypatch.setitem(sys.modules, MODULES[name], module)
+        return calls
 
     return make
 
