@@ -9,16 +9,16 @@ not counted.
 """
 
 import argparse
-import statistics
 import time
 from dataclasses import replace
 
 import torch
 
+from benchmarks.workloads import parser, spread
 from pspo.config import DataConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.engines import VLLM
 from pspo.model import load_policy, load_tokenizer
-from pspo.rollout import Sampling, generate, load_prompts, make_sampling
+from pspo.rollout import generate, load_prompts, make_sampling
 
 GROUP = 4
 
@@ -29,7 +29,7 @@ def measure(model: str, rows: int, options: argparse.Namespace, engine: VLLM | N
     for lengths in options.lengths:
         at_least = options.tokens if lengths == "even" else 0
         sampling = replace(make_sampling(policy, tokenizer, rollout), min_completion_tokens=at_least)
-        samplings: dict[str, Sampling] = {
+        samplings = {
             "pspo": sampling,
             "vllm": replace(sampling, served_by=engine),
             "hf": replace(sampling, decoder="hf"),
@@ -37,25 +37,24 @@ def measure(model: str, rows: int, options: argparse.Namespace, engine: VLLM | N
         speeds: dict[str, list[float]] = {name: [] for name in options.engines}
         for turn in range(options.turns + 1):
             for name in options.engines:
-                how = samplings[name]
                 torch.manual_seed(turn)
                 began = time.perf_counter()
-                drawn = generate(policy, tokenizer, prompts if turn > 0 else prompts[:1], how, GROUP)
+                drawn = generate(policy, tokenizer, prompts if turn > 0 else prompts[:1], samplings[name], GROUP)
                 if turn > 0:
                     speeds[name].append(int(drawn.completion_mask.sum()) / (time.perf_counter() - began))
-        cells = [f"{statistics.median(of):,.0f} [{min(of):,.0f}, {max(of):,.0f}]" for of in speeds.values()]
-        print(f"| {model} | {rows} | {lengths} | {' | '.join(cells)} |", flush=True)
+        cells = " | ".join(spread(of_engine, ",.0f") for of_engine in speeds.values())
+        print(f"| {model} | {rows} | {lengths} | {cells} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=("pspo", "vllm", "hf"), default=("pspo", "vllm", "hf"))
-    parser.add_argument("--models", nargs="+", default=["tiny-base"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256, 512])
-    parser.add_argument("--lengths", nargs="+", choices=("even", "uneven"), default=("even", "uneven"))
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--engines", nargs="+", choices=("pspo", "vllm", "hf"), default=("pspo", "vllm", "hf"))
+    arguments.add_argument("--models", nargs="+", default=["tiny-base"])
+    arguments.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256, 512])
+    arguments.add_argument("--lengths", nargs="+", choices=("even", "uneven"), default=("even", "uneven"))
+    arguments.add_argument("--tokens", type=int, default=128)
+    arguments.add_argument("--turns", type=int, default=3)
+    options = arguments.parse_args()
     print(f"| model | rows | lengths | {' | '.join(f'{name} tok/s' for name in options.engines)} |")
     print("|---" * (3 + len(options.engines)) + "|")
     for model in options.models:
