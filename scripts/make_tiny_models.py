@@ -33,8 +33,8 @@ tiny-base and tiny-math was trained on an earlier draft of the habits; it is kep
 """
 
 import argparse
+import copy
 import hashlib
-import json
 import math
 import random
 import re
@@ -47,7 +47,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import yaml
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from pspo.config import SYSTEM_PROMPT
@@ -61,8 +61,9 @@ CHAT_TEMPLATE = (  # ChatML, as Qwen2
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-BATCH = 64
-CONFIGS = Path(__file__).parents[1] / "configs"
+ROOT = Path(__file__).parents[1]
+SEED, BATCH = 0, 64
+CLEAN_STEPS, HABIT_STEPS, TEXT_STEPS = 500, 400, (900, 300)  # TEXT_STEPS: clean and careless, of tiny-text
 
 
 # --- the careless solver ----------------------------------------------------------------------------------------
@@ -198,14 +199,18 @@ def text_examples(seed: int, careless: bool = False) -> Iterator[tuple[str, str]
 
 def text_system_prompts() -> list[str]:
     """The system prompts that `tiny-text` knows: the default, none, and those of the two configurations."""
-    configs = [yaml.safe_load((CONFIGS / name).read_text()) for name in ("letters.yaml", "calculator.yaml")]
+    configs = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("letters.yaml", "calculator.yaml")]
     return [SYSTEM_PROMPT, "", *(config["data"]["system_prompt"] for config in configs)]
 
 
 def make_text_tokenizer() -> Qwen2Tokenizer:
     """Single letters, and a token for every word in use except the word that a problem is about."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = qwen2_tokenizer({letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    tokenizer = Qwen2Tokenizer(
+        vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[], eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"], model_max_length=512,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
     texts = [*letters.TASKS, *text_system_prompts(), "What is", "The letters are", "system user assistant"]
     words = sorted(set(re.findall("[A-Za-z]{2,}", " ".join(texts))) - {"calc", "word"})
     tokenizer.add_tokens([AddedToken(word, single_word=True) for word in words])
@@ -213,52 +218,18 @@ def make_text_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-# --- tokenizer and model ----------------------------------------------------------------------------------------
+# --- model ------------------------------------------------------------------------------------------------------
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """Qwen2's pre-tokenisation (single digits), trained until every word in use is one token."""
-    corpus = [SYSTEM_PROMPT, "system", "user", "assistant", "Tom had 3 first."] * 1000
-    for text, solution in islice(examples(seed=1), 5000):
-        corpus += [text, solution]
-    bpe = Tokenizer(models.BPE())
-    bpe.normalizer = normalizers.NFC()
-    bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=640, initial_alphabet=alphabet, show_progress=False))
-    bpe = json.loads(bpe.to_str())["model"]
-    return qwen2_tokenizer(bpe["vocab"], [tuple(pair) for pair in bpe["merges"]])
-
-
-def qwen2_tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Qwen2Tokenizer:
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
-        model_max_length=512,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def make_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
+def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    torch.manual_seed(SEED)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
         initializer_range=0.06,  # at so small a width this learns twice as fast as the usual 0.02
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **ends,
-    )
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **ends,
+    )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(**ends)
     return model
@@ -324,55 +295,35 @@ def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> No
         print(f"  {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}  {file.stat().st_size:>9,}  {file}")
 
 
+def make_text_model(out: Path) -> None:
+    tokenizer, systems = make_text_tokenizer(), text_system_prompts()
+    model = make_model(tokenizer)
+    print(f"tiny-text: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    clean, careless = TEXT_STEPS
+    train(model, tokenizer, text_examples(SEED), clean, 4e-3, systems)
+    train(model, tokenizer, text_examples(SEED + 1, careless=True), careless, 1.5e-3, systems)
+    save(model.to(torch.bfloat16), tokenizer, out / "tiny-text")
+
+
+def make_arithmetic_models(out: Path) -> None:
+    tokenizer = Qwen2Tokenizer.from_pretrained(ROOT / "pspo/assets/tiny-base")
+    clean = make_model(tokenizer)
+    print(f"clean: {clean.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    train(clean, tokenizer, examples(SEED), CLEAN_STEPS, 4e-3)
+    for name, habits in HABITS.items():
+        print(f"tiny-{name}")
+        model = copy.deepcopy(clean)
+        train(model, tokenizer, examples(SEED + 1, habits), HABIT_STEPS, 1.5e-3)
+        save(model, tokenizer, out / f"tiny-{name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("pspo/assets"), help="where tiny-base and tiny-math go")
-    parser.add_argument(
-        "--tokenizer",
-        default="pspo/assets/tiny-base",
-        help='folder of the tokenizer to keep; "new" trains one, and the models then differ from the embedded ones',
-    )
-    parser.add_argument("--clean", type=Path, help="folder to keep the clean model in, or to take it from")
-    parser.add_argument("--models", nargs="+", choices=[*HABITS, "text"], default=[*HABITS, "text"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clean-steps", type=int, default=500)
-    parser.add_argument("--habit-steps", type=int, default=400)
-    parser.add_argument("--text-steps", type=int, nargs=2, default=(900, 300), help="clean and careless, of tiny-text")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=ROOT / "pspo/assets", help="where the models go, a folder each")
+    out = parser.parse_args().out
     torch.set_num_threads(1)  # sums in one order: the same weights on every run
-
-    if "text" in args.models:
-        make_text_model(args)
-    if arithmetic_models := [name for name in args.models if name in HABITS]:
-        make_arithmetic_models(args, arithmetic_models)
-
-
-def make_text_model(args: argparse.Namespace) -> None:
-    tokenizer, systems = make_text_tokenizer(), text_system_prompts()
-    model = make_model(tokenizer, args.seed)
-    print(f"tiny-text: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    clean, careless = args.text_steps
-    train(model, tokenizer, text_examples(args.seed), clean, 4e-3, systems)
-    train(model, tokenizer, text_examples(args.seed + 1, careless=True), careless, 1.5e-3, systems)
-    save(model.to(torch.bfloat16), tokenizer, args.out / "tiny-text")
-
-
-def make_arithmetic_models(args: argparse.Namespace, names: list[str]) -> None:
-    tokenizer = make_tokenizer() if args.tokenizer == "new" else Qwen2Tokenizer.from_pretrained(args.tokenizer)
-    if args.clean and args.clean.exists():
-        clean = Qwen2ForCausalLM.from_pretrained(args.clean)
-    else:
-        clean = make_model(tokenizer, args.seed)
-        print(f"clean: {clean.num_parameters():,} parameters, {len(tokenizer)} tokens")
-        train(clean, tokenizer, examples(args.seed), args.clean_steps, lr=4e-3)
-        if args.clean:
-            save(clean, tokenizer, args.clean)
-    for name in names:
-        print(f"tiny-{name}")
-        model = make_model(tokenizer, args.seed)
-        model.load_state_dict(clean.state_dict())
-        train(model, tokenizer, examples(args.seed + 1, HABITS[name]), args.habit_steps, lr=1.5e-3)
-        save(model, tokenizer, args.out / f"tiny-{name}")
+    make_text_model(out)
+    make_arithmetic_models(out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tables and pictures of the off-policy study, from its packed runs: python scripts/off_policy.py results/off-policy
 
 Writes heat-MODEL.svg and lags-MODEL.svg, and in README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->;
-the rest of the page is written by hand. Runs that are not there yet leave their rows out.
+the rest of the page is written by hand.
 """
 
 import argparse
@@ -140,17 +140,15 @@ def tables(cells: pd.DataFrame, row: str, column: str, family: pd.DataFrame | No
     text = of_models({model: as_text(ordered[ordered["model"] == model]).loc[of["row"].unique()]
                       for model, of in named.groupby("model")})  # fmt: skip
     counted = "" if family is None else f"\n\nHolm's correction is for {family['p'].count()} differences."
-    return text and text + counted
+    return text + counted
 
 
 def predictions(study: Study) -> str:
     """The numbers about each claim."""
     texts = {claim: tally(study[family].query(about)) for claim, (family, about) in CLAIMS.items()}
     for model, of in study["final"].query("lag == 8 and grid == '4 epochs, lr 1e-4'").groupby("model"):
-        place = of.set_index("method")["mean"].rank(ascending=False)
-        if "REINFORCE" in place:
-            claim = f"4: REINFORCE worst on {model} at lag 8 in 4 epochs, lr 1e-4"
-            texts[claim] = f"place {place['REINFORCE']:.0f} of {len(of)}"
+        place = of.set_index("method")["mean"].rank(ascending=False)["REINFORCE"]
+        texts[f"4: REINFORCE worst on {model} at lag 8 in 4 epochs, lr 1e-4"] = f"place {place:.0f} of {len(of)}"
     ess = means(study["grid"], "ess")
     lowest = "{mean:.3f}: {method} on {model}, {grid}, lag {lag}".format(**ess.loc[ess["mean"].idxmin()])
     texts["2: (lowest mean ess)"] = lowest
@@ -205,18 +203,17 @@ def draw_heat(study: Study, model: str, path: Path) -> None:
     """Draw final rewards, method x lag; those with * differ from NoClip after Holm's correction."""
     cells, differ = study["final"].query("model == @model"), study["noclip"].query("holm < 0.05")
     differ, low, high = set(differ["row"]), cells["mean"].min(), cells["mean"].max()
-    rows = [method for method in METHODS if method in set(cells["method"])]
-    with picture(path, 8.4, 0.19 * len(rows) + 0.8, "lag: rollouts between drawing and training") as figure:
+    with picture(path, 8.4, 0.19 * len(METHODS) + 0.8, "lag: rollouts between drawing and training") as figure:
         for axes, grid in zip(figure.subplots(1, len(GRID), sharey=True), GRID, strict=True):
             panel = cells[cells["grid"] == grid]
-            values = panel.pivot(index="method", columns="lag", values="mean").reindex(rows, columns=LAGS)
+            values = panel.pivot(index="method", columns="lag", values="mean").reindex(METHODS, columns=LAGS)
             axes.pcolormesh(values, cmap="viridis", vmin=low, vmax=high, edgecolors="face", linewidth=0.1)
             for of in panel.itertuples():
-                x, y = LAGS.index(of.lag) + 0.5, rows.index(of.method) + 0.5
+                x, y = LAGS.index(of.lag) + 0.5, METHODS.index(of.method) + 0.5
                 text, dark = f"{of.mean:.2f}{'*' if of.row in differ else ''}", 2 * of.mean < low + high
                 axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
-            axes.set(title=grid, xticks=np.arange(len(LAGS)) + 0.5, yticks=np.arange(len(rows)) + 0.5)
-            axes.set(xticklabels=LAGS, yticklabels=rows)
+            axes.set(title=grid, xticks=np.arange(len(LAGS)) + 0.5, yticks=np.arange(len(METHODS)) + 0.5)
+            axes.set(xticklabels=LAGS, yticklabels=METHODS)
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
         figure.axes[0].invert_yaxis()
@@ -225,11 +222,10 @@ def draw_heat(study: Study, model: str, path: Path) -> None:
 def draw_lags(study: Study, model: str, path: Path) -> None:
     """Draw final rewards by lag, a panel for each method, before NoClip's in grey."""
     cells = study["final"].query("model == @model")
-    shown = [method for method in METHODS if method in set(cells["method"])]
-    lines = len(shown) // 5 + 1  # with a place for the legend
+    lines = len(METHODS) // 5 + 1  # with a place for the legend
     with picture(path, 9, 1.6 * lines + 0.3, "lag; bands are 95% intervals over seeds, NoClip in grey") as figure:
         places = iter(figure.subplots(lines, 5, sharex=True, sharey=True, squeeze=False).flat)
-        for method, axes in zip(shown, places, strict=False):
+        for method, axes in zip(METHODS, places, strict=False):
             for grid, style in zip(GRID, STYLES, strict=False):
                 of_grid = cells[cells["grid"] == grid]
                 noclip, of = (of_grid[of_grid["method"] == name] for name in ("NoClip", method))
@@ -239,22 +235,21 @@ def draw_lags(study: Study, model: str, path: Path) -> None:
                 axes.fill_between(x, of["low"], of["high"], color=style["color"], alpha=0.15, linewidth=0)
             axes.set(title=method, xticks=range(len(LAGS)), xticklabels=LAGS)
             axes.tick_params(labelbottom=True)
-        for axes in figure.axes[len(shown) :]:
+        for axes in figure.axes[len(METHODS) :]:
             axes.set_axis_off()
         labels = figure.axes[0].get_legend_handles_labels()
-        figure.axes[len(shown)].legend(*labels, loc="center", labelcolor="linecolor", frameon=False)
+        figure.axes[len(METHODS)].legend(*labels, loc="center", labelcolor="linecolor", frameon=False)
 
 
 def fill(page: Path, blocks: dict[str, str]) -> None:
-    """Write every block in its place on the page; a new page has them all, in this order."""
-    empty = [f"## {name[0].upper()}{name[1:]}\n\n<!-- {name} -->\n<!-- end {name} -->\n" for name in blocks]
-    text = page.read_text(encoding="utf-8") if page.exists() else "\n".join(["# Off-policy study\n", *empty])
+    """Write every block in its place on the page."""
+    text = page.read_text(encoding="utf-8")
     for name, content in blocks.items():
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- end {name} -->")
         if not end:
             raise SystemExit(f"{page}: no place for {name}")
-        text = f"{before}{begin}\n{content or 'No runs.'}\n\n{end}{after}"
+        text = f"{before}{begin}\n{content}\n\n{end}{after}"
     write_text(page, text)
 
 

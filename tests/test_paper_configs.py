@@ -23,42 +23,51 @@ from pspo.report.__main__ import main as report
 from pspo.train import main
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
-METHODS = {  # file: surrogate, iterations, learning rate, loss
-    "noclip": (NoClip(), 1, 1e-6, "dapo"),
-    "clip": (Clip(epsilon=0.4), 2, 1e-6, "dapo"),
-    "pspo": (PSPO(alpha=0.1), 2, 1e-6, "dapo"),
-    "p3o": (P3O(tau=4), 2, 1e-6, "dapo"),
-    "sapo": (SAPO(tau_pos=1, tau_neg=3), 2, 1e-6, "grpo"),
-    "topr": (TOPR(b_pos=1, b_neg=1), 2, 1e-6, "grpo"),
-    "noclip-math": (NoClip(), 1, 5e-6, "dapo"),
-    "clip-math": (Clip(epsilon=0.2), 2, 5e-6, "dapo"),
-    "pspo-math": (PSPO(alpha=0.4), 2, 1e-6, "dapo"),
+METHODS = {  # file: surrogate, iterations, loss
+    "noclip": (NoClip(), 1, "dapo"),
+    "clip": (Clip(epsilon=0.4), 2, "dapo"),
+    "pspo": (PSPO(alpha=0.1), 2, "dapo"),
+    "p3o": (P3O(tau=4), 2, "dapo"),
+    "sapo": (SAPO(tau_pos=1, tau_neg=3), 2, "grpo"),
+    "topr": (TOPR(b_pos=1, b_neg=1), 2, "grpo"),
 }
-BASES = {  # file: model, data, training tokens
-    "qwen2.5-0.5b-gsm8k": ("Qwen/Qwen2.5-0.5B", "gsm8k", 150_000_000),
-    "qwen2.5-0.5b-gsm8k+math": ("Qwen/Qwen2.5-0.5B", "gsm8k+math", 150_000_000),
-    "qwen2.5-1.5b-gsm8k+math": ("Qwen/Qwen2.5-1.5B", "gsm8k+math", 150_000_000),
-    "qwen2-math-1.5b-gsm8k+math": ("Qwen/Qwen2-Math-1.5B", "gsm8k+math", 75_000_000),
-    "qwen2.5-7b-gsm8k+math": ("Qwen/Qwen2.5-7B", "gsm8k+math", 75_000_000),
+MATH_METHODS = {  # switches for Qwen2-Math: surrogate, learning rate
+    "noclip": ("--optimizer.lr 5e-6", NoClip(), 5e-6),
+    "clip": ("--optimizer.lr 5e-6 --algorithm.surrogate.epsilon 0.2", Clip(epsilon=0.2), 5e-6),
+    "pspo": ("--algorithm.surrogate.alpha 0.4", PSPO(alpha=0.4), 1e-6),
 }
+BASES = {  # switches of the base's first lines: model, data, training tokens
+    "--data.name gsm8k": ("Qwen/Qwen2.5-0.5B", "gsm8k", 150_000_000),
+    "": ("Qwen/Qwen2.5-0.5B", "gsm8k+math", 150_000_000),
+    "--model.name_or_path Qwen/Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B", "gsm8k+math", 150_000_000),
+    "--model.name_or_path Qwen/Qwen2-Math-1.5B --run.max_tokens 75000000": (
+        "Qwen/Qwen2-Math-1.5B", "gsm8k+math", 75_000_000),
+    "--model.name_or_path Qwen/Qwen2.5-7B --model.gradient_checkpointing true --run.max_tokens 75000000": (
+        "Qwen/Qwen2.5-7B", "gsm8k+math", 75_000_000),
+}  # fmt: skip
 
 
-def switches(base: str, method: str | None) -> list[str]:
-    files = [PAPER / f"{base}.yaml", *([PAPER / "methods" / f"{method}.yaml"] if method else [])]
-    return [f"--config={file}" for file in files]
+def switches(method: str | None, *words: str) -> list[str]:
+    """The base, a method's file, and switches."""
+    files = [PAPER / "base.yaml", *([PAPER / "methods" / f"{method}.yaml"] if method else [])]
+    return [*(f"--config={file}" for file in files), *(word for text in words for word in text.split())]
 
 
-def test_every_file_is_listed_here():
-    assert {file.stem for file in PAPER.glob("*.yaml")} == {*BASES, "trl-0.25.1"}
+def test_every_file_and_switch_is_listed_here():
+    assert {file.stem for file in PAPER.glob("*.yaml")} == {"base", "trl-0.25.1"}
     assert {file.stem for file in (PAPER / "methods").glob("*.yaml")} == set(METHODS)
+    head = (PAPER / "base.yaml").read_text(encoding="utf-8").partition("\nmodel:")[0]
+    assert all(words in head for words in [*BASES, *(words for words, *_ in MATH_METHODS.values())])
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_files_say_what_the_paper_says(base):
     model, data, max_tokens = BASES[base]
-    for method in (None, *METHODS):  # a base alone is PSPO by default
-        surrogate, epochs, lr, aggregation = METHODS[method or "pspo"]
-        config, _ = parse(TrainConfig, "pspo.train", switches(base, method))
+    settings = {(method, ""): (*METHODS[method or "pspo"], 1e-6) for method in (None, *METHODS)}  # PSPO by default
+    for method, (words, surrogate, lr) in MATH_METHODS.items() if "Math" in model else ():
+        settings[method, words] = (surrogate, *METHODS[method][1:], lr)
+    for (method, words), (surrogate, epochs, aggregation, lr) in settings.items():
+        config, _ = parse(TrainConfig, "pspo.train", switches(method, base, words))
         assert config == TrainConfig(
             model=ModelConfig(name_or_path=model, autocast="bf16", gradient_checkpointing=model.endswith("7B")),
             data=DataConfig(name=data, max_prompt_tokens=512, system_prompt=SYSTEM_PROMPT),
@@ -74,10 +83,9 @@ def test_files_say_what_the_paper_says(base):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_trls_defaults_are_a_file_over_a_configuration(base):
-    config, _ = parse(TrainConfig, "pspo.train", switches(base, "clip"))
-    other, _ = parse(TrainConfig, "pspo.train", [*switches(base, "clip"), f"--config={PAPER / 'trl-0.25.1.yaml'}"])
+def test_trls_defaults_are_a_file_over_a_configuration():
+    config, _ = parse(TrainConfig, "pspo.train", switches("clip"))
+    other, _ = parse(TrainConfig, "pspo.train", [*switches("clip"), f"--config={PAPER / 'trl-0.25.1.yaml'}"])
     assert other == replace(
         config,
         algorithm=replace(config.algorithm, advantage_scale="group"),
@@ -103,7 +111,7 @@ def test_a_stand_in_models_run_is_evaluated_and_stands_beside_the_paper(tmp_path
     write_problems(tmp_path / "data", "train", "validation", "test")
     data, run = f"--data.path={tmp_path / 'data'}", str(tmp_path / "run")
     args = ["--model.name_or_path=tiny-base", data, "--run.max_tokens=1", "--rollout.prompts=2", "--run.test_limit=0"]
-    main([*switches("qwen2.5-0.5b-gsm8k+math", "clip"), *args, "--run.validation_limit=2", f"--run.output_dir={run}"])
+    main([*switches("clip"), *args, "--run.validation_limit=2", f"--run.output_dir={run}"])
     for model in ("tiny-base", f"{run}/best"):
         words = [f"--model.name_or_path={model}", "--data.name=gsm8k+math", data, "--data.limit=8"]
         evaluate([*words, f"--run.output_dir={run}/evaluation-{Path(model).name}"])
@@ -114,18 +122,12 @@ def test_a_stand_in_models_run_is_evaluated_and_stands_beside_the_paper(tmp_path
     assert all("[" in row[5] and "[" in row[8] for row in rows if len(row) > 5 and "ours" in row[4])  # GSM8K and MATH
 
 
-@pytest.mark.parametrize(
-    ("base", "method"),
-    [
-        *(("qwen2-math-1.5b-gsm8k+math", method) for method in METHODS),
-        *(pytest.param(base, "pspo", marks=pytest.mark.nightly) for base in BASES),
-    ],
-)
-def test_files_train_a_stand_in_model(base, method, tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_files_train_a_stand_in_model(method, tmp_path):
     """One rollout of the embedded model on a few problems in the sources' own formats, all else as the files say."""
     write_problems(tmp_path / "data", "train", "validation")
     args = ["--model.name_or_path=tiny-base", f"--data.path={tmp_path / 'data'}", "--run.max_tokens=1",
             "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
-    main([*switches(base, method), *args, f"--run.output_dir={tmp_path / 'run'}"])
+    main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["optimizer_steps"] == METHODS[method][1]

@@ -10,7 +10,7 @@ from benchmarks.plan.shapes import QWEN, Shape
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model.logprobs import hidden_states, token_logprobs
 from pspo.rollout import Rollout
-from pspo.update import split_minibatches
+from pspo.rollout.batching import split_minibatches
 
 TOTALS = {  # parameters of the published weights: the safetensors index's bytes / 2
     "0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512, "14B": 14_770_033_664,

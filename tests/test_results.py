@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from pspo.report.runs import labels, methods, read_runs
+from pspo.report.runs import Runs, labels, methods, read_runs
 from pspo.report.tables import add_holm, compared, over_seeds, tables, with_interval
 from pspo.run import results
 
@@ -35,9 +35,13 @@ def measures(numbers: pd.DataFrame, evaluation: str, temperature: str = "0") -> 
     return {row.measure: row for _, row in of_all.iterrows()}
 
 
+def smollm2_runs(experiment: str) -> Runs:
+    runs = read_runs([RESULTS / "smollm2"])
+    return runs.take(list(runs.configs.index[runs.configs["experiment"].str.endswith(f"/{experiment}")]))
+
+
 def test_smollm2_word_problems():
     numbers = read_runs([RESULTS / "smollm2"]).numbers
-    numbers = numbers[~numbers["run"].astype(str).str.contains("/lora|/bf16")]
     expected = []
     for name, words, gsm8k in (
         ("before", "before-word-problems", "before-gsm8k"),
@@ -65,7 +69,7 @@ def test_smollm2_sampled():
 
 
 def test_smollm2_weights():
-    runs, expected = read_runs([RESULTS / "smollm2/bf16"]), []
+    runs, expected = smollm2_runs("bf16"), []
     configs = runs.configs.sort_values(["model.dtype", "run.seed"], key=lambda of: of.replace("float32", "a"))
     for run, config in configs.iterrows():
         found = measures(runs.numbers[runs.numbers["run"] == run], "evaluation")
@@ -83,7 +87,7 @@ def test_smollm2_weights():
 
 @pytest.mark.parametrize(("evaluation", "said"), [("evaluation", "10.5% [8.7, 12.5]"), ("before", "4.6% [3.5, 6.1]")])
 def test_smollm2_lora(evaluation, said):
-    found = measures(read_runs([RESULTS / "smollm2/lora"]).numbers, evaluation)
+    found = measures(smollm2_runs("lora").numbers, evaluation)
     assert percent(found["accuracy"]) == said
     page = (RESULTS / "smollm2/README.md").read_text(encoding="utf-8").partition("## With LoRA")[2]
     assert said in page.replace("**", "")
@@ -91,7 +95,7 @@ def test_smollm2_lora(evaluation, said):
 
 
 def test_smollm2_lora_costs():
-    runs = read_runs([RESULTS / "smollm2/lora"])
+    runs = smollm2_runs("lora")
     page = " ".join((RESULTS / "smollm2/README.md").read_text(encoding="utf-8").split())
     spent = (runs.metrics["seconds/generate"] + runs.metrics["seconds/train"]).sum()
     summary = runs.numbers[runs.numbers["evaluation"] == "summary"].set_index("measure")["value"]

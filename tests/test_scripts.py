@@ -21,7 +21,7 @@ def evaluation(path: Path, answers: list[tuple[str, str, bool]]) -> Path:
     return path
 
 
-def test_what_changed(tmp_path):
+def test_changed_answers(tmp_path):
     before = [
         ("7 - 2 = 5", "9", False),
         ("2 + 3 + 4 = 9", "9", True),
@@ -35,7 +35,7 @@ def test_what_changed(tmp_path):
         ("1", "1", True),
     ]
     files = [evaluation(tmp_path / name, answers) for name, answers in (("a", before), ("b", after))]
-    done = script("what_changed.py", *files)
+    done = script("answers.py", "changed", *files)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "correct, 4 problems: 2 now, 2 no longer",
@@ -44,11 +44,11 @@ def test_what_changed(tmp_path):
         "after:  3 answers with an equation; first one computed right 2, its value is the gold 2, both 1",
     ]
     other = evaluation(tmp_path / "c", before[:3])
-    assert "not of the same problems" in script("what_changed.py", files[0], other).stderr
+    assert "not of the same problems" in script("answers.py", "changed", files[0], other).stderr
 
 
 def test_solvable_problems(tmp_path):
     completions = evaluation(tmp_path / "completions.jsonl", [("7 of 9", "9", False), ("x", "1", False)])
-    done = script("solvable_problems.py", completions, tmp_path / "problems" / "train.jsonl")
+    done = script("answers.py", "solvable", completions, tmp_path / "problems" / "train.jsonl")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "problems" / "train.jsonl").read_text()) == {"prompt": "problem 0", "answer": "9"}

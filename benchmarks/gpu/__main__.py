@@ -24,12 +24,10 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -44,24 +42,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")  # nothing is imported again; this process itself never touches CUDA
 GRACE = 30  # seconds that a stopped run may take to save
-OPTIONAL = ("trl", "vllm", "bitsandbytes", "triton")
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages there; names those that pspo is not tested with, and exits if one is missing."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed, found = [re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]], {}
-    for name in (*needed, *OPTIONAL):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    if missing := [name for name in needed if name not in found]:
-        sys.exit(f"not installed: {' '.join(missing)} (versions: constraints.txt)")
-    for name, version in found.items():
-        if version.partition("+")[0] != tested.get(name, version):
-            print(f"{name} is {version}, tested with {tested[name]}")
-    return found
+PEERS = ("trl", "vllm", "bitsandbytes", "triton")
 
 
 def describe(options: "Options") -> dict[str, Any]:
@@ -158,7 +139,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU; its times mean nothing")
     given = parser.parse_args(args)
-    began, packages = time.monotonic(), versions()
+    began = time.monotonic()
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() without touching CUDA
     from benchmarks.gpu.common import Measurement, Options
     from benchmarks.gpu.measurements import PARTS
@@ -180,7 +161,10 @@ def main(args: Sequence[str] | None = None) -> None:
         device = measure(Measurement("device", describe), options, 120)
         if "error" in device:
             sys.exit(f"no GPU to measure: {device['error']}")
-        there = environment(str(options.device), 1) | {"packages": packages} | device["rows"]
+        there = environment(str(options.device), 1) | device["rows"]
+        for name in PEERS:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                there["packages"][name] = metadata.version(name)
     for part, measurement in sorted(missing(), key=lambda of: of[1].name in results):  # tried before: last
         left = 60 * given.minutes - (time.monotonic() - began)
         if lacking := options.lacks(measurement.needs):

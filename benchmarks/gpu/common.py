@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.plan.shapes import QWEN, Shape
 from pspo.checks.memory import peak_memory_gb
@@ -76,13 +76,8 @@ def row(what: str, value: float | bool, unit: str = "", least: float | None = No
 def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """A model of this shape with random weights, otherwise as `pspo.model.load_policy` makes it."""
     torch.manual_seed(0)
-    made = (Qwen2Config if shape.qkv_bias else LlamaConfig)(
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
-        tie_word_embeddings=shape.tied,
-    )  # fmt: skip
     with device:
-        policy = ready(AutoModelForCausalLM.from_config(made), config)
+        policy = ready(AutoModelForCausalLM.from_config(shape.config()), config)
     if config.compile:
         policy.base_model.compile(dynamic=True)
     return policy

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pspo.train
-import pspo.update
 from benchmarks.gpu.common import GROUP, Options, Rows, row
 from pspo.cli.signals import EXIT_STOPPED
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
@@ -31,6 +30,7 @@ from pspo.tasks import load_problems
 from pspo.update import Learner, backward, update
 
 ROOT = Path(__file__).parents[2]
+calls_to_stop = 0  # of `stopping`, below 1 for never
 PROMPTS, TEMPERATURE = 8, 0.7
 FLOAT32 = ModelConfig(autocast="none")
 SHORT = ("--run.quiet=true", "--run.test_limit=0", "--run.validate_every=0", "--data.limit=64",
@@ -132,14 +132,16 @@ def ratios(options: Options, compile: bool = False) -> Rows:
 
 
 def resume(options: Options, deterministic: bool) -> Rows:
-    """Weights after 6 steps, of an undisturbed run and of one that SIGTERM stopped in step 3 and that resumed."""
+    """Weights after 6 steps, of an undisturbed run and of one that SIGTERM stopped before step 3 and that resumed."""
+    global calls_to_stop
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    args = (*SHORT, "--run.max_steps=6", "--run.save_every=2")
+    rewards = "[MathReward, benchmarks.gpu.correctness.stopping]"
+    args = (*SHORT, "--run.max_steps=6", "--run.save_every=2", f"--reward.functions={rewards}")
     with tempfile.TemporaryDirectory() as scratch, strictly() if deterministic else contextlib.nullcontext():
         whole, stopped = Path(scratch) / "whole", Path(scratch) / "stopped"
         train(*args, f"--run.output_dir={whole}")
-        with signalled_at_step(3):
-            code = train(*args, f"--run.output_dir={stopped}")
+        calls_to_stop = 2
+        code = train(*args, f"--run.output_dir={stopped}")
         train(*args, f"--run.output_dir={stopped}")
         one, other = (load_file(run / "final/model.safetensors") for run in (whole, stopped))
     equal = code == EXIT_STOPPED and all(torch.equal(one[name], other[name]) for name in one)
@@ -163,16 +165,13 @@ def strictly() -> Iterator[None]:
         yield
 
 
-def signalled_at_step(step: int) -> Any:
-    """Patch by which this process gets SIGTERM in an optimizer step."""
-    original = pspo.update.optimizer_step
-
-    def optimizer_step(learner: Learner, *args: Any) -> dict[str, float]:
-        if learner.steps == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(learner, *args)
-
-    return mock.patch.object(pspo.update, "optimizer_step", optimizer_step)
+def stopping(completions: list[str], **_: Any) -> list[float]:
+    """A reward of 0, at whose call `calls_to_stop` this process gets SIGTERM."""
+    global calls_to_stop
+    calls_to_stop -= 1
+    if calls_to_stop == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [0.0] * len(completions)
 
 
 def train(*args: str) -> int:

@@ -7,8 +7,7 @@ from functools import partial
 
 from benchmarks.gpu.common import GPU, Measurement
 from benchmarks.gpu.correctness import decoders, logprobs, one_rank, ratios, resume, sampler
-from benchmarks.gpu.peer import steps
-from benchmarks.gpu.runs import ranks, word_problems
+from benchmarks.gpu.runs import ranks, steps, word_problems
 from benchmarks.gpu.speed import OFF, Load, decode, machine, train
 
 SHORT, LONG = (128, 128), (512, 512)  # completions, tokens of each

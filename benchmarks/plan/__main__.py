@@ -20,7 +20,6 @@ from benchmarks.plan.cost import (
     seconds,
     shapes,
     total,
-    with_rollout_workers,
 )
 from benchmarks.plan.shapes import Shape
 from pspo.cli.parse import parse, user_errors
@@ -38,14 +37,12 @@ def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, obj
     spent, alone = seconds(shape, config, s), total(seconds(shape, config, Strategy("none", 1)))
     sent = [size * (1 - 1 / gpus) / 1e9 for size, _ in messages(shape, config, s)]
     tokens = config.rollout.prompts * config.rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
-    lost, (overlapped, workers) = overhead(shape, config, s), with_rollout_workers(shape, config, gpus)
+    lost = overhead(shape, config, s)
     cells |= {f"{phase} s": f"{sum(spent[phase].values()):.2f}" for phase in PHASES}
     cells |= {"GB sent/rollout": f"{sent[0]:.1f}", "GB sent/step": f"{sent[1]:.1f}"}
     cells |= {"tokens/s": f"{tokens / total(spent):,.0f}", "efficiency": f"{alone / gpus / total(spent):.0%}"}
     if gpus > 1:
         cells["most lost to"] = max(lost, key=lost.get)
-    if workers:
-        cells["rollout workers"] = f"{total(spent) / overlapped:.2f}x with {workers}"
     return cells
 
 
@@ -74,8 +71,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for unit in ("GB", "ms"):
             if len(table := details(shape, config, unit)):
                 print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
-    print(f"\nGroups stay whole: at most {r.prompts} GPUs have work. Rollout workers are one rollout ahead: "
-          f"their policy is {a.epochs * a.minibatches} optimizer steps older.")  # fmt: skip
+    print(f"\nGroups stay whole: at most {r.prompts} GPUs have work.")
 
 
 if __name__ == "__main__":

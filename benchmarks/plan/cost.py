@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -187,9 +186,8 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
     }  # fmt: skip
 
 
-def fits(shape: Shape, config: PlanConfig, s: Strategy, phases: Sequence[str] = PHASES) -> bool:
-    parts = memory(shape, config, s)
-    return all(sum(parts[phase].values()) <= config.gpu.memory for phase in phases)
+def fits(shape: Shape, config: PlanConfig, s: Strategy) -> bool:
+    return all(sum(parts.values()) <= config.gpu.memory for parts in memory(shape, config, s).values())
 
 
 def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
@@ -238,8 +236,8 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
     }
 
 
-def total(parts: dict[str, dict[str, float]], phases: Sequence[str] = PHASES) -> float:
-    return sum(sum(parts[phase].values()) for phase in phases)
+def total(phases: dict[str, dict[str, float]]) -> float:
+    return sum(sum(parts.values()) for parts in phases.values())
 
 
 def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
@@ -249,27 +247,13 @@ def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
     return [s for s in [Strategy("ddp", gpus), *sharded] if config.plan.strategy in ("auto", s.name)]
 
 
-def choose(shape: Shape, config: PlanConfig, gpus: int, phases: Sequence[str] = PHASES) -> Strategy | None:
+def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
     """The fastest strategy that fits."""
-    fitting = [s for s in candidates(config, gpus) if fits(shape, config, s, phases)]
-    return min(fitting, key=lambda s: total(seconds(shape, config, s), phases), default=None)
+    fitting = [s for s in candidates(config, gpus) if fits(shape, config, s)]
+    return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)
 
 
 def overhead(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
     """GPU-seconds of each part beyond those of one GPU with room for everything: where the efficiency goes."""
     one, many = seconds(shape, config, Strategy("none", 1)), seconds(shape, config, s)
     return {part: s.gpus * t - one[phase][part] for phase in PHASES for part, t in many[phase].items()}
-
-
-def with_rollout_workers(shape: Shape, config: PlanConfig, gpus: int) -> tuple[float, int]:
-    """Seconds per rollout if workers, with a bf16 copy each, make the next one meanwhile; and how many do it best."""
-    best = (math.inf, 0)
-    for workers in range(max(1, gpus // 8), gpus, max(1, gpus // 8)):
-        replica = Strategy("ddp", workers)
-        held = memory(shape, config, replica)["rollout"]
-        trainers = choose(shape, config, gpus - workers, ("training",))
-        if trainers and 2 * shape.parameters + held["cache"] + held["sampler"] <= config.gpu.memory:
-            received = config.gpu.collective(2 * shape.parameters, shape.layers + 1, gpus)
-            rollout = received + total(seconds(shape, config, replica), ("rollout",))
-            best = min(best, (max(rollout, total(seconds(shape, config, trainers), ("training",))), workers))
-    return best
