@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 
 import pspo.model.linear
+import pspo.rollout.batching
 import pspo.rollout.decode
-import pspo.update
 from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
 from pspo.losses import PSPO, Clip
 from pspo.model import shared_prompts
@@ -65,7 +65,7 @@ TRAINING = {  # what is off: surrogate, and what is patched
     f"{RECOMPUTED}, prompts computed per row": (Clip(), UNSHARED),
     "microbatches not sorted by length": (
         Clip(),
-        partial(mock.patch.object, pspo.update, "sorted", in_order, create=True),
+        partial(mock.patch.object, pspo.rollout.batching, "sorted", in_order, create=True),
     ),
     "AdamW not fused": (Clip(), AS_IT_IS),
     "PyTorch's own float32 products": (Clip(), PLAIN_PRODUCTS),

@@ -22,9 +22,9 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.workloads import parser
+from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED
 from pspo.records.folders import checkpoints
 from pspo.records.folders import damage as damage_of
-from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
 MEAN_SECONDS = 12  # from a start to a fault
 FAULTS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "second run")

@@ -98,8 +98,9 @@ def run_pspo(
     """Seconds by phase and tokens of each rollout; ``vllm``: by that comparison's rules."""
     import torch
 
-    from pspo.model import autocast, token_logprobs
-    from pspo.rollout import generate
+    from pspo.engines import EngineSampler
+    from pspo.model import token_logprobs
+    from pspo.rollout import Prompts, TransformersSampler
     from pspo.update import update
 
     s = set_up(workload, folder, rollouts, dtype, lora, data)
@@ -107,19 +108,19 @@ def run_pspo(
     if vllm:
         sampling = replace(sampling, stop_ids=(), min_completion_tokens=0, top_p=1.0, logprobs=True)
     if by_vllm:
-        from pspo.engines import VLLM
+        from pspo.engines.vllm import VLLM
 
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
         engine = VLLM(config, ROOM, s.policy.device)
-        sampling = replace(sampling, served_by=engine)
     learner, records, loaded = s.learner(), [], resident_mb()
+    sampler = TransformersSampler(s.policy, s.tokenizer, sampling, config.model.autocast)
+    if engine is not None:
+        sampler = EngineSampler(engine, learner, s.tokenizer, sampling)
     torch.manual_seed(0)
     for first in range(0, len(s.prompts), workload.prompts):
         clock, rows = Clock(vllm), slice(first, first + workload.prompts)
-        with clock("generate"), autocast(config.model.autocast, s.policy.device):
-            if engine is not None:
-                engine.push(s.policy, learner.steps)
-            rollout = generate(s.policy, s.tokenizer, s.prompts[rows], sampling, workload.group_size)
+        with clock("generate"):
+            rollout = sampler.draw(Prompts(s.problems[rows], s.prompts[rows]), workload.group_size)
         with clock("reward"):
             advantages = workload.advantages(rollout, s.problems[rows])
         record = {"tokens": rollout.tokens, "old log-probs": 0.0, "loaded_mb": loaded}

@@ -43,10 +43,11 @@ from pspo.losses import (
 )
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, prompt_order
+from pspo.rollout.batching import split_minibatches
 from pspo.run.prepare import prepare
 from pspo.run.recorder import Recorder
 from pspo.tasks import load_problems
-from pspo.update import Learner, split_minibatches, update
+from pspo.update import Learner, update
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
 SURROGATES = [Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR()]

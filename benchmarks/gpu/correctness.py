@@ -23,7 +23,7 @@ from pspo.cli.signals import EXIT_STOPPED
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, Counts
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
-from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
+from pspo.rollout import Batch, Drawing, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.decode import sample_nucleus
 from pspo.rollout.types import cat_padded
 from pspo.tasks import load_problems
@@ -153,15 +153,17 @@ def resume(options: Options, deterministic: bool) -> Rows:
 def strictly() -> Iterator[None]:
     """Deterministic algorithms, or an error; in sampling a warning, for its sums along the vocabulary have none."""
 
-    def sampled(*args: Any, **kwargs: Any) -> Rollout:
+    complete = pspo.train.complete
+
+    def sampled(*args: Any) -> Drawing:
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            return generate(*args, **kwargs)
+            return complete(*args)
         finally:
             torch.use_deterministic_algorithms(True)
 
     torch.use_deterministic_algorithms(True)
-    with mock.patch.object(pspo.train, "generate", sampled):
+    with mock.patch.object(pspo.train, "complete", sampled):
         yield
 
 

@@ -14,12 +14,12 @@ from benchmarks.gpu.common import GROUP, Options, Rows, checksum, now, random_po
 from benchmarks.gpu.correctness import ROOT, SHORT, torchrun, train
 from benchmarks.gpu.speed import MICROBATCH, Load
 from benchmarks.workloads import trl_trainer
+from pspo.checks.memory import peak_memory_gb
 from pspo.config import ModelConfig
 from pspo.model import autocast
 from pspo.optimizers import make_optimizer
-from pspo.rollout import generate, group_relative_advantages
 from pspo.records.files import read_json, read_jsonl
-from pspo.checks.memory import peak_memory_gb
+from pspo.rollout import generate, group_relative_advantages
 from pspo.tasks import load_problems
 from pspo.update import Learner, update
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from processes import run_command
 
 import pspo.train
+from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.records.folders import checkpoints, damage
-from pspo.cli.parse import parse
 from pspo.tasks import extract_answer, load_problems, math_reward
 
 pytestmark = pytest.mark.nightly
