@@ -3,14 +3,16 @@
 For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward.
 """
 
+from __future__ import annotations
+
 import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig
@@ -72,7 +74,9 @@ def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> S
     return metrics
 
 
-def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
+def backward(
+    policy: transformers.PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig
+) -> tuple[Tensor, Tensor]:
     """Accumulate the gradient of a microbatch's share of the minibatch's loss.
 
     Returns:
@@ -90,7 +94,9 @@ def backward(policy: PreTrainedModel, batch: Batch, counts: Counts, config: Trai
     return loss.detach(), logprobs.detach()
 
 
-def one_pass(policy: PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
+def one_pass(
+    policy: transformers.PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig
+) -> tuple[Tensor, Tensor]:
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
     algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
 

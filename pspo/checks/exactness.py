@@ -4,14 +4,17 @@ There are architectures that ignore padding or positions, let the rows of a batc
 after the output embedding, or decode otherwise than they train.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pspo.engines import EngineError, EngineSampler
 from pspo.model import autocast, is_out_of_memory, token_logprobs
@@ -24,7 +27,7 @@ DECODING = "decodes (--rollout.decoder {}) other tokens than its forward pass fi
 
 @torch.no_grad()
 def check_exactness(
-    policy: PreTrainedModel,
+    policy: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -76,7 +79,10 @@ def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float
 
 
 def differences(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+    policy: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
 ) -> tuple[bool, list[tuple[str, Tensor]]]:
     """True for logits of 16 bits; and ways in which a model may differ from itself, with the nats at n tokens, (n,)."""
     text = list(islice(cycle(chain.from_iterable(prompts)), 52))
@@ -100,7 +106,7 @@ def differences(
     return alone[0].dtype.itemsize == 2, found
 
 
-def logits_alone(policy: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+def logits_alone(policy: transformers.PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
     """(t, V) logits at a completion's t tokens, from the model's own forward pass of one row."""
     ids = torch.tensor([prompt + completion], device=policy.device)
     return policy(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -4,6 +4,8 @@ The two layers have the model's width and dtypes and run on the run's device, so
 attention, its precision and its adapters.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import resource
@@ -15,8 +17,9 @@ from importlib.util import find_spec
 from operator import attrgetter
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from pspo import distributed as dist
 from pspo.config import LoraConfig, ModelConfig, TrainConfig
@@ -129,7 +132,7 @@ def rows_to_decode(config: TrainConfig) -> int:
     return max(rank_prompts(config) * config.rollout.group_size, -(-evaluated // dist.world_size()))
 
 
-def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> PreTrainedModel:
+def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> transformers.PreTrainedModel:
     """The policy without memory, on the meta device; or random on the device, with so many layers and 8 tokens."""
     model_config = without_dropout(config)
     if layers:
@@ -159,7 +162,7 @@ def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, fl
     return layer, per_token[0] - layer, keys
 
 
-def saved_bytes(policy: PreTrainedModel, width: int, config: ModelConfig, device: torch.device) -> int:
+def saved_bytes(policy: transformers.PreTrainedModel, width: int, config: ModelConfig, device: torch.device) -> int:
     """Bytes that the forward pass of 4 rows keeps for the backward pass, parameters aside."""
     kept = {}
 

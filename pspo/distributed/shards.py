@@ -1,6 +1,7 @@
 """Sharded models: weights, gradients and optimizer state spread over the ranks by FSDP2 (`fully_shard`).
 
 Layers are gathered for each pass; for rollouts all weights are gathered once, so that decoding needs no communication.
+torch's own parts for this take a second to import: only a sharded run does.
 """
 
 import contextlib
@@ -13,12 +14,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pspo.distributed.ranks import rank, world_size
 
@@ -31,6 +26,8 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
     The float32 shards are optimized. Under autocast, weights are gathered in that dtype, and so are the norms and the
     residual stream (autocast alone keeps those in float32); gradients are reduced in float32.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
     layers = [module for module in policy.modules() if type(module).__name__ in policy._no_split_modules]
     for module in (*layers, policy):
@@ -53,7 +50,7 @@ def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+    return hasattr(model, "set_reshard_after_forward")  # of an FSDPModule
 
 
 @torch.no_grad()
@@ -74,7 +71,7 @@ def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]
         with safe_open(file, framework="pt") as tensors:
             for name in missing.keys() & tensors.keys():
                 tensor = missing.pop(name)
-                if not isinstance(tensor, DTensor):
+                if not hasattr(tensor, "placements"):
                     tensor.copy_(tensors.get_tensor(name))
                     continue
                 size = -(-len(tensor) // world_size())  # rows of a rank; the last ones may have fewer, or none
@@ -126,7 +123,9 @@ def sum_gradients(model: nn.Module) -> None:
 def assign(parameter: Tensor, whole: Tensor) -> None:
     """Set a parameter, sharded or not, to rank 0's whole tensor on every rank."""
     whole = whole.to(parameter.device)
-    if isinstance(parameter, DTensor):
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
     elif world_size() > 1:
         dist.broadcast(whole, src=0)
@@ -135,18 +134,20 @@ def assign(parameter: Tensor, whole: Tensor) -> None:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank, if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard, if the tensor is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     """A sharded model's whole weights, all that are trained, on rank 0's CPU; None for a model that is whole anyway."""
     if not is_sharded(model):
         return None
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     return get_model_state_dict(model, options=options)
 
@@ -183,6 +184,9 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write every rank's shards as safetensors files; raises RuntimeError if a rank cannot."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _plain_error():
         checkpoint.save(_shards(model, optimizer), storage_writer=writer)
@@ -190,6 +194,9 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read what `save_shards` wrote, on any number of ranks; raises RuntimeError if that fails."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for group in optimizer.param_groups:
@@ -206,6 +213,8 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 @contextlib.contextmanager
 def _plain_error() -> Iterator[None]:
     """Raise RuntimeError, with the first rank's reason in one line, for PyTorch's error, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

@@ -1,12 +1,15 @@
 """Engines that draw rollouts in place of transformers: vLLM, or a class of your own by its import path."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pspo.config import TrainConfig
 from pspo.optimizers.learner import Learner
@@ -30,7 +33,7 @@ class Engine(Protocol):
 
     tolerance: float  # nats by which its log-probs may differ from the policy's on average
 
-    def push(self, policy: PreTrainedModel, version: int) -> None:
+    def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Take over the policy's weights; a version is pushed once."""
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:

@@ -5,6 +5,8 @@ by tensor through host memory. Log-probs are of the engine's own logits at the t
 nucleus, as those of `pspo.rollout.decode`.
 """
 
+from __future__ import annotations
+
 import importlib.metadata
 import os
 import tempfile
@@ -13,9 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
 from pspo.engines import EngineError
@@ -76,7 +78,7 @@ class VLLM:
             what = f"not {found[0]}" if found else "which is not installed"
             raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
 
-    def push(self, policy: PreTrainedModel, version: int) -> None:
+    def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
         if version == self.version:
             return

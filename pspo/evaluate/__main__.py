@@ -7,6 +7,8 @@ The same command resumes a stopped evaluation: completions are saved chunk by ch
 on the seed and its position alone, so the results are those of an evaluation that was never stopped.
 """
 
+from __future__ import annotations
+
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -14,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 import yaml
-from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_exactness
@@ -37,7 +39,7 @@ from pspo.tasks.environment import MakeEnvironment, load_environment
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
 
 
-def fingerprint(policy: PreTrainedModel, prompts: Prompts) -> dict[str, str]:
+def fingerprint(policy: transformers.PreTrainedModel, prompts: Prompts) -> dict[str, str]:
     """SHA-256 of the model's weights and of the problems, which the switches only name."""
     weights = hashlib.sha256()
     for name, tensor in policy.state_dict().items():

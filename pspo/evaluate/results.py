@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest, bootstrap
 
 from pspo.tasks import Problem, extract_answer, extract_text
 
@@ -117,6 +116,8 @@ def estimate(*sets: np.ndarray) -> Record:
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
     """95% score interval of a proportion (Wilson 1927)."""
+    from scipy.stats import binomtest  # slow to import
+
     low, high = binomtest(successes, n).proportion_ci(0.95, method="wilson")
     return float(low), float(high)
 
@@ -129,6 +130,8 @@ def cluster_bootstrap(*sets: np.ndarray, resamples: int = 10_000, seed: int = 0)
     if min(map(len, sets)) < 2:
         mean = float(np.mean([values.mean() for values in sets]))
         return mean, mean
+
+    from scipy.stats import bootstrap
 
     def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
         return sum(part.mean(axis=axis) for part in parts) / len(parts)

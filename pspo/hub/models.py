@@ -1,5 +1,7 @@
 """Find models: embedded, in local folders, or on the hub; what the library raises becomes one sentence."""
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import math
@@ -9,11 +11,11 @@ from typing import Any
 
 import huggingface_hub
 import jinja2
+import transformers
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -108,7 +110,7 @@ def token_ids(
     return sorted(known[token] for token in tokens)
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a completion: the model's and the tokenizer's eos, and the chat template's end of a turn.
 
     They differ for a base model such as Qwen2.5's: its eos ends a document, its template ends a turn by <|im_end|>.
@@ -129,7 +131,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
-def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that prompts are padded with; raises ValueError if it is none of the model's."""
     size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
     if pad >= size:

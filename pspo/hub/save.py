@@ -1,10 +1,13 @@
 """Save models: whole or as adapters, with tokenizer and model card, replacing what was there at once."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.hub.adapters import has_adapters, save_adapters
@@ -13,7 +16,7 @@ from pspo.records.folders import whole_folder
 
 
 def save_model(
-    policy: PreTrainedModel,
+    policy: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     card: str,
@@ -32,7 +35,7 @@ def save_model(
 
 
 def write_model(
-    policy: PreTrainedModel,
+    policy: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     card: str,
@@ -47,7 +50,9 @@ def write_model(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def save_pretrained(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+def save_pretrained(
+    policy: transformers.PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None
+) -> None:
     """Save a model with its generation config as it was loaded, which the library itself may refuse to save."""
     loaded, policy.generation_config = policy.generation_config, GenerationConfig()
     try:

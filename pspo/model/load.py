@@ -1,5 +1,7 @@
 """Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,8 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoModelForCausalLM
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig
@@ -25,7 +26,9 @@ from pspo.model.linear import use_onednn
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
 
-def load_policy(config: ModelConfig, device: torch.device | None = None, sharded: bool = False) -> PreTrainedModel:
+def load_policy(
+    config: ModelConfig, device: torch.device | None = None, sharded: bool = False
+) -> transformers.PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     If ``sharded``, it is spread over the ranks, and each reads its own rows.
@@ -45,7 +48,7 @@ def load_policy(config: ModelConfig, device: torch.device | None = None, sharded
     return policy
 
 
-def _whole_policy(config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def _whole_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
     options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
     options |= {"dtype": weights_dtype(config, device), "config": without_dropout(config)}
     policy, loading = from_pretrained(AutoModelForCausalLM, config, **options)
@@ -60,7 +63,7 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
-def _sharded_policy(config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
     dist.run_on_main(lambda: weight_files(config))  # downloads once, before the other ranks look
     files, model_config = weight_files(config), without_dropout(config)
@@ -84,7 +87,7 @@ def _sharded_policy(config: ModelConfig, device: torch.device) -> PreTrainedMode
     return policy
 
 
-def ready(policy: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         what = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
@@ -98,11 +101,13 @@ def ready(policy: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     return policy
 
 
-def checkpoint_activations(policy: PreTrainedModel) -> None:
+def checkpoint_activations(policy: transformers.PreTrainedModel) -> None:
     """Recompute each layer's activations in the backward pass, also of layers that fill a cache (`PassCache`).
 
     By transformers' own switch layers would lose their cache, and so the prompts that rows share.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")

@@ -1,11 +1,13 @@
 """Log-probs of completions: the one source of old, new and reference log-probs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.model.shared_prompts import hidden_states_of_shared_prompts
@@ -16,7 +18,7 @@ CHUNK_TOKENS = 256  # but at least these tokens': each chunk costs a pass over t
 
 @dist.gathers_weights
 def token_logprobs(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     completion_ids: Tensor,
@@ -50,7 +52,11 @@ def token_logprobs(
 
 
 def hidden_states(
-    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+    model: transformers.PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
 ) -> Tensor:
     """(B, T, H): the last hidden states, from which the model predicts each completion token."""
     ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
@@ -65,7 +71,7 @@ def hidden_states(
 
 
 def _chunk_logprobs(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
@@ -79,7 +85,7 @@ def _chunk_logprobs(
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
 
 
-def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
     """(..., H) hidden states to (..., V) logits, as the model's own forward does, divided by the temperature."""
     head = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -106,7 +112,7 @@ def outside(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
     return mask
 
 
-def chunk_tokens(model: PreTrainedModel) -> int:
+def chunk_tokens(model: transformers.PreTrainedModel) -> int:
     """Number of tokens whose logits are held at a time."""
     return max(CHUNK_TOKENS, CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
 

@@ -4,11 +4,13 @@
 If a token's loss depends on that token's log-prob alone, its gradient can be formed while the chunk's logits are there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, kept_by_chunk, outside, unflatten
@@ -16,7 +18,7 @@ from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, kept_b
 
 @dist.gathers_weights
 def backward_in_one_pass(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     completion_ids: Tensor,

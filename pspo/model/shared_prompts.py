@@ -1,11 +1,14 @@
 """Prompt sharing: compute what rows have in common once. Same numbers to rounding, less work for long prompts."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pspo import distributed as dist
@@ -14,7 +17,7 @@ MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of 
 
 
 def hidden_states_of_shared_prompts(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, width: int
+    model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, width: int
 ) -> Tensor | None:
     """(B, T, H): last hidden states from the prompts' last column on; None if nothing can be shared.
 
@@ -64,7 +67,11 @@ class PassCache(DynamicCache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, below: "PassCache | None" = None, rows: Tensor | None = None, last: bool = False
+        self,
+        model: transformers.PreTrainedModel,
+        below: PassCache | None = None,
+        rows: Tensor | None = None,
+        last: bool = False,
     ):
         super().__init__(config=model.config)
         self.layers = self.layers if below is None else below.filled
@@ -88,7 +95,7 @@ def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
     return aligned[0, : L if L >= MIN_PREFIX else 0]
 
 
-def attends_fully(model: PreTrainedModel) -> bool:
+def attends_fully(model: transformers.PreTrainedModel) -> bool:
     """True if every layer attends to everything before, wherever padding lies: windows and ALiBi count columns."""
     config = model.config.get_text_config()
     windows = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's, which its cache does not show
@@ -97,7 +104,7 @@ def attends_fully(model: PreTrainedModel) -> bool:
     return not windows and not alibi and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def shares_prompts(model: PreTrainedModel) -> bool:
+def shares_prompts(model: transformers.PreTrainedModel) -> bool:
     """True if every layer caches keys and values, which rows can share: no linear attention, no state spaces."""
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

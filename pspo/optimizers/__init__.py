@@ -1,17 +1,19 @@
 """Optimizers, of weights in float32 or bfloat16, with moments in float32 or 8 bits."""
 
+from __future__ import annotations
+
 import importlib.util
 import math
 from itertools import compress
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from pspo.config import OptimizerConfig
 from pspo.optimizers.rounding import StochasticRounding
 
 
-def make_optimizer(policy: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of all parameters that are not frozen, at the peak learning rate.
 
     Weight decay is decoupled (Loshchilov & Hutter 2019), of matrices and embeddings; norms and biases have none.

@@ -1,10 +1,12 @@
 """Learner: what an optimizer step changes."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from pspo import distributed as dist
 from pspo.hub.adapters import StartingAdapters
@@ -24,10 +26,10 @@ class Learner:
         microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
     """
 
-    policy: PreTrainedModel
+    policy: transformers.PreTrainedModel
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    reference: PreTrainedModel | StartingAdapters | None = None
+    reference: transformers.PreTrainedModel | StartingAdapters | None = None
     one_pass: bool = True
     steps: int = 0
     microbatch_limit: int | None = None
@@ -55,6 +57,6 @@ class Learner:
             group.update(initial_lr=peak, lr=lr)
         self.scheduler.base_lrs, self.scheduler._last_lr = [peak], [lr]
 
-    def _optimizer_state(self) -> "torch.optim.Optimizer | dist.UnshardedState":
+    def _optimizer_state(self) -> torch.optim.Optimizer | dist.UnshardedState:
         """The optimizer; of a sharded one what is no shard, which are saved with the weights."""
         return dist.UnshardedState(self.optimizer) if dist.is_sharded(self.policy) else self.optimizer

@@ -5,13 +5,16 @@ values go into buffers allocated once, the nucleus is sampled without sorting th
 the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import attends_fully
@@ -116,7 +119,7 @@ def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def decode(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,

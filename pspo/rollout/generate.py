@@ -1,15 +1,17 @@
 """Sample completions with Hugging Face `generate`; every field that shapes the distribution is explicit."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -31,7 +33,7 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def make_sampling(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, **more: bool
+    model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, **more: bool
 ) -> Sampling:
     """Sampling as the switches and ``more`` fields say, with the model's own padding, and stop tokens unless named."""
     shared = {part.name for part in fields(Sampling)} & {part.name for part in fields(config)}
@@ -41,7 +43,7 @@ def make_sampling(
     return Sampling(stop_ids=stop_ids, pad_id=pad_token_id(model, tokenizer), **values | more)
 
 
-def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
+def check_decoder(model: transformers.PreTrainedModel, decoder: Decoder) -> None:
     """Raise ValueError if the decoder does not support the model."""
     if decoder != "hf" and not shares_prompts(model):
         raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
@@ -52,7 +54,7 @@ def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -95,7 +97,7 @@ def as_rollout(
 
 
 def complete(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
@@ -132,7 +134,7 @@ class StopStrings(StopStringCriteria):
 
 
 def _complete(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
@@ -152,7 +154,7 @@ def _complete(
 
 
 @contextlib.contextmanager
-def inference(model: PreTrainedModel) -> Iterator[None]:
+def inference(model: transformers.PreTrainedModel) -> Iterator[None]:
     """Hide the model's generation config, training mode and compiled body, and restore them.
 
     transformers fills unset fields from the model's generation config, and refuses a KV cache in training mode with

@@ -1,9 +1,12 @@
 """Samplers: whatever draws the completions of prompts, by one method."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Protocol
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.model import autocast
@@ -31,7 +34,7 @@ class TransformersSampler:
         weights: --distributed.rollout: sample from gathered weights of a sharded model, or layer by layer (synced).
     """
 
-    policy: PreTrainedModel
+    policy: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     autocast: str = "none"

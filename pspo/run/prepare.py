@@ -1,13 +1,16 @@
 """Everything before the first rollout: the run's folder, data, model and optimizer, and the parts made of them."""
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_engine, check_exactness
@@ -120,7 +123,7 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
 
 
 def make_decoder(
-    config: TrainConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig, policy: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> TransformersSampler:
     """Sampling from the policy as the switches say, keeping what the loss asks for."""
     check_decoder(policy, config.rollout.decoder)

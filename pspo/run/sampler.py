@@ -1,5 +1,7 @@
 """Sampler: what draws a run's rollouts and evaluations, with the random numbers that it draws by."""
 
+from __future__ import annotations
+
 import contextlib
 import random
 from collections.abc import Iterator
@@ -9,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.engines import EngineError, EngineSampler
@@ -64,7 +67,7 @@ class Sampler:
         with self._engine_errors():
             return self.engine.collect(prompts, group_size)
 
-    def greedy(self, policy: PreTrainedModel) -> AnySampler:
+    def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
         """Greedy decoding of a policy, never by an engine."""
         sampling = self.decoder.sampling.greedy()
         return self._in_environment(replace(self.decoder, policy=policy, sampling=sampling))

@@ -1,11 +1,13 @@
 """Validator: what a run's models are worth, and which of them is the best."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from transformers import PreTrainedModel
+import transformers
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
@@ -81,7 +83,7 @@ class Validator:
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
         return validation
 
-    def test(self, policy: PreTrainedModel, when: str) -> dict[str, Any]:
+    def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
@@ -104,7 +106,7 @@ class Validator:
         evaluation = evaluate(sampler, prompts, self.config.reward, **how)
         return dist.run_on_main(lambda: use(evaluation))
 
-    def best_policy(self) -> PreTrainedModel:
+    def best_policy(self) -> transformers.PreTrainedModel:
         """The best model by validation, in the policy's place if that has adapters."""
         policy, best = self.learner.policy, replace(self.config.model, name_or_path=str(self.output / "best"))
         if not has_adapters(policy):
