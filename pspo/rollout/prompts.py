@@ -60,7 +60,7 @@ class Prompts:
         """SHA-256 of the prompts, and of the problems' answers, kinds and other fields."""
         prompts = self.ids.fingerprint() if isinstance(self.ids, EncodedTexts) else self.ids
         problems = [
-            (str(problem.answer), problem.source, problem.category, problem.level, problem.fields)
+            (repr(problem.answer), problem.source, problem.category, problem.level, problem.fields)
             for problem in self.problems
         ]
         return hashlib.sha256(json.dumps([prompts, problems], default=str).encode()).hexdigest()
