@@ -1,6 +1,6 @@
 """Prompts of a split, of texts and chats: those that are too long are dropped, never cut, and counted."""
 
-import hashlib
+import copy
 import json
 import math
 from dataclasses import replace
@@ -11,7 +11,8 @@ import pytest
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
 from pspo.hub.models import room_for_prompts
 from pspo.rollout import Prompts, encode_prompts, load_prompts
-from pspo.run.resume import problems_hash
+from pspo.rollout import prompts as prompts_module
+from pspo.rollout.prompts import EncodedTexts, encode, most_tokens, render_prompts
 from pspo.tasks import Problem
 
 
@@ -36,7 +37,8 @@ def test_long_prompts_are_dropped_and_counted(load_words, tokenizer, capsys, how
     kept = [i for i, ids in enumerate(everything.ids) if len(ids) <= 40]
     assert 0 < len(kept) < 20
     prompts = load_words(**how)
-    assert prompts == everything.take(kept)
+    expected = everything.take(kept)
+    assert (prompts.problems, list(prompts.ids)) == (expected.problems, expected.ids)
     for problem, ids in zip(prompts.problems, prompts.ids, strict=True):
         assert tokenizer.decode(ids).count("word") == problem.answer  # whole, and each with its own
     assert capsys.readouterr().out == f"file test: dropped {20 - len(kept)} of 20 prompts over 40 tokens\n"
@@ -48,9 +50,30 @@ def test_no_prompt_left(load_words):
 
 
 def test_the_limit_counts_before_prompts_are_dropped(load_words):
-    assert load_words(limit=20, room=40) == load_words(room=40)
     everything = load_words(room=40)
+    assert load_words(limit=20, room=40).problems == everything.problems
     assert len(load_words(limit=19, room=40)) in (len(everything), len(everything) - 1)
+
+
+def test_only_prompts_that_are_used_or_may_be_too_long_are_encoded(tokenizer, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(prompts_module, "encode", lambda _, texts: encoded.extend(texts) or encode(tokenizer, texts))
+    prompts = load_prompts(DataConfig(), tokenizer, "train", room=384)
+    assert len(prompts) == 10_000
+    assert sum("<|im_start|>" in text for text in encoded) == 0
+    assert prompts.take([3, 4]).ids == encode_prompts(tokenizer, [problem.prompt for problem in prompts.problems[3:5]])
+    prompts.fingerprint()
+    assert sum("<|im_start|>" in text for text in encoded) == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3 + 4 = 7", "x" * 99, "Wert: 3 €", "\u0958" * 9, "<|im_end|><|im_start|>", "<|im_end", " \n \t" * 9]
+)
+def test_upper_bounds_of_tokens(tokenizer, text):
+    texts = render_prompts(tokenizer, ["Hi", text, "3 + 4"])
+    bounds = most_tokens(tokenizer, texts)
+    assert all(len(ids) <= bound for ids, bound in zip(encode(tokenizer, texts), bounds, strict=True))
+    assert (bounds[1] == math.inf) == (not text.isascii())  # other characters may be several tokens
 
 
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
@@ -89,22 +112,22 @@ def test_the_papers_system_prompt_is_the_default_for_numbers(tokenizer, tmp_path
     file = tmp_path / "test.jsonl"
     file.write_text(json.dumps({"prompt": "3 + 4", "answer": 7}))
     prompts = load_prompts(DataConfig(name="file", path=str(file), **settings), tokenizer, "test", None, math.inf)
-    assert prompts.ids == encode_prompts(tokenizer, ["3 + 4"], expected)
+    assert list(prompts.ids) == encode_prompts(tokenizer, ["3 + 4"], expected)
     assert prompts.problems[0].answer == {"text": "7", "none": None}.get(settings.get("answer_kind"), 7)
 
 
-def test_fingerprint_covers_answers_and_fields_and_is_that_of_earlier_versions():
-    def fingerprint(**changed):
+def test_fingerprint_covers_prompts_tokenizer_answers_and_fields(tokenizer):
+    def fingerprint(ids=((5, 6),), **changed):
         problem = Problem("p", Fraction(7, 2), source="file", category="sums", level="3")
-        return problems_hash(Prompts([replace(problem, **changed)], [[5, 6]]))
+        return Prompts([replace(problem, **changed)], ids).fingerprint()
 
-    earlier = hashlib.sha256(b'[[[5, 6], "7/2", "file", "sums", "3"]]').hexdigest()
-    assert fingerprint() == earlier
-    assert fingerprint(fields={"level": 3, "kind": "sums"}) == earlier  # these are in already
-    published = Prompts([Problem("p", Fraction(7), {"ID": 4}, source="svamp")], [[5, 6]])
-    assert problems_hash(published) == hashlib.sha256(b'[[[5, 6], "7", "svamp", "", ""]]').hexdigest()
+    assert fingerprint() == fingerprint()
     changes = [{}, {"answer": "7/2"}, {"answer": None}, {"answer": "None"}, {"answer": Fraction(7)}]
     changes += [{"fields": fields} for fields in ({"x": 1}, {"x": 2}, {"y": 1}, {"x": [{"z": b"1"}]})]
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens("zyx")
+    prompts = [(tokenizer, "p"), (tokenizer, "q"), (other, "p")]
+    changes += [{"ids": EncodedTexts(with_tokenizer, [text])} for with_tokenizer, text in prompts]
     assert len({fingerprint(**changed) for changed in changes}) == len(changes)
 
 

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+from tokenizers.decoders import ByteLevel
+from tokenizers.normalizers import NFC
 from transformers import PreTrainedTokenizerBase
 
 from pspo.config import DataConfig
@@ -16,12 +19,33 @@ from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat
 
 
+class EncodedTexts(Sequence[list[int]]):
+    """Token ids of rendered prompts, each encoded when it is first asked for."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        self.encoded: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index not in self.encoded:
+            (self.encoded[index],) = encode(self.tokenizer, [self.texts[index]])
+        return self.encoded[index]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the texts, and of the vocabulary with which they are encoded."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps([self.texts, vocabulary]).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Prompts:
     """Problems and their encoded prompts, index by index."""
 
     problems: list[Problem]
-    ids: list[list[int]]
+    ids: Sequence[list[int]]
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -30,12 +54,13 @@ class Prompts:
         return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices])
 
     def fingerprint(self) -> str:
-        """SHA-256 of the encoded prompts, and of the problems' answers, kinds and other fields."""
-        parts = [
-            (ids, repr(problem.answer), problem.source, problem.category, problem.level, problem.fields)
-            for ids, problem in zip(self.ids, self.problems, strict=True)
+        """SHA-256 of the prompts, and of the problems' answers, kinds and other fields."""
+        prompts = self.ids.fingerprint() if isinstance(self.ids, EncodedTexts) else self.ids
+        problems = [
+            (repr(problem.answer), problem.source, problem.category, problem.level, problem.fields)
+            for problem in self.problems
         ]
-        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([prompts, problems], default=str).encode()).hexdigest()
 
 
 def load_prompts(
@@ -46,33 +71,50 @@ def load_prompts(
     room: float = math.inf,
     environment: MakeEnvironment | None = None,
 ) -> Prompts:
-    """Load one split and encode its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
+    """Load one split and render its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
 
-    ``limit`` replaces --data.limit; an ``environment`` makes the prompts of the problems. Raises ValueError if none is
-    left, or the split does not exist.
+    A prompt is encoded when it is used, or if nothing less shows whether it is too long. ``limit`` replaces
+    --data.limit; an ``environment`` makes the prompts of the problems. Raises ValueError if none is left, or the split
+    does not exist.
     """
     of_prompts = ("system_prompt", "max_prompt_tokens")
     of_problems = {name: value for name, value in vars(config).items() if name not in of_prompts}
     problems = load_problems(split=split, **of_problems | {"limit": config.limit if limit is None else limit})
-    texts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
-    ids = encode_prompts(tokenizer, texts, config.system_text)
+    prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
+    texts = render_prompts(tokenizer, prompts, config.system_text)
     longest = min(config.max_prompt_tokens, room)
-    kept = [i for i in range(len(ids)) if len(ids[i]) <= longest]
+    lengths = most_tokens(tokenizer, texts)
+    unknown = [i for i, length in enumerate(lengths) if length > longest]
+    for i, ids in zip(unknown, encode(tokenizer, [texts[i] for i in unknown]), strict=True):
+        lengths[i] = len(ids)
+    kept = [i for i, length in enumerate(lengths) if length <= longest]
     if not kept:
         raise ValueError(
-            f"all {len(ids)} {split} prompts of {config.name} are longer than {longest} tokens, the shortest has "
-            f"{min(map(len, ids))}: raise --data.max_prompt_tokens, or lower max_completion_tokens if the "
+            f"all {len(texts)} {split} prompts of {config.name} are longer than {longest} tokens, the shortest has "
+            f"{min(lengths)}: raise --data.max_prompt_tokens, or lower max_completion_tokens if the "
             "model's positions are the limit"
         )
-    if len(kept) < len(ids):
-        too_long = len(ids) - len(kept)
-        print(f"{config.name} {split}: dropped {too_long:,} of {len(ids):,} prompts over {longest} tokens")
-    return Prompts(problems, ids).take(kept)
+    if len(kept) < len(texts):
+        too_long = len(texts) - len(kept)
+        print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
+    return Prompts([problems[i] for i in kept], EncodedTexts(tokenizer, [texts[i] for i in kept]))
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Messages], system_prompt: str = SYSTEM_PROMPT
 ) -> list[list[int]]:
+    """Render and encode prompts, see `render_prompts`."""
+    return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of rendered prompts, in which the template has written the special tokens."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def render_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Messages], system_prompt: str = SYSTEM_PROMPT
+) -> list[str]:
     """Render prompts with the tokenizer's chat template, up to where the assistant begins.
 
     A text is the user turn after the system prompt, if that is not ""; a chat with a system turn of its own stays as it
@@ -93,15 +135,38 @@ def encode_prompts(
         if "strftime_now" in template:
             date = "26 Jul 2024"  # Llama's templates print it if there is no clock
             template = "{% macro strftime_now(format) %}" + date + "{% endmacro %}\n" + template
-        encoded = tokenizer.apply_chat_template(
-            conversations, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
+        rendered = tokenizer.apply_chat_template(
+            conversations, chat_template=template, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''"
         raise ValueError(f"{what} failed ({error}); {fix}") from error
-    if not all(encoded["input_ids"]):
+    if not all(rendered):
         raise ValueError(f"{what} makes a prompt of nothing")
-    return encoded["input_ids"]
+    return rendered
+
+
+def most_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[float]:
+    """Upper bound of each text's tokens, found without encoding it; infinite where none is known.
+
+    Byte-level tokenizers make at most one token of an ASCII character, and encode what stands between special tokens
+    by itself: what the template writes around every problem, such as the system prompt, is encoded once.
+    """
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if backend is None or not isinstance(backend.decoder, ByteLevel) or not isinstance(backend.normalizer, NFC | None):
+        return [math.inf] * len(texts)
+    special = sorted((str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)
+    divide = re.compile("|".join(map(re.escape, reversed(special))) or r"(?!)").split
+    around = sorted({*divide(texts[0])} & {*divide(texts[-1])})
+    known = dict(zip(around, map(len, encode(tokenizer, around)), strict=True))
+
+    def bound(text: str) -> float:
+        parts = divide(text)
+        if not all(part in known or part.isascii() for part in parts):
+            return math.inf
+        return len(parts) + sum(known.get(part, len(part) + 1) for part in parts)  # + 1: some put a space before
+
+    return [bound(text) for text in texts]
 
 
 def prompt_order(n: int, seed: int) -> Iterator[int]:

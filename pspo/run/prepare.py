@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import warnings
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
     prompts = load_splits(config, tokenizer, make_environment)
 
     device = dist.local_device()
-    longest = max(map(len, prompts["train"].ids))
+    longest = longest_prompt(prompts["train"], exact=bool(auto_switches(config)))
     config, resolved = resolve_auto(config, resolved, output, longest, device)
     if dist.is_main() and config.distributed.strategy != "fsdp2" and not config.run.quiet:
         say_needs(config, longest, device)
@@ -107,6 +108,13 @@ def load_splits(
     for split in prompts:
         check_rewards(config.reward.functions, prompts[split].problems)
     return prompts
+
+
+def longest_prompt(prompts: Prompts, exact: bool) -> int:
+    """Tokens of the longest prompt; unless exact, which encodes all, of the longest of the 100 longest texts."""
+    if not exact:
+        prompts = prompts.take(heapq.nlargest(100, range(len(prompts)), key=lambda i: len(prompts.ids.texts[i])))
+    return max(map(len, prompts.ids))
 
 
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
