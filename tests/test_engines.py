@@ -51,7 +51,7 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, tmp_path, foun
     [
         (("--distributed.strategy=fsdp2", "--distributed.rollout=synced"), "distributed.rollout must be gathered"),
         (("--rollout.lag=1", "--algorithm.correction=token_mask"), "algorithm.correction must be none"),
-        (("--algorithm.nucleus=replay",), "algorithm.nucleus must be ignore with rollout.engine vllm"),
+        (("--algorithm.nucleus=replay",), "algorithm.nucleus must be ignore with an engine"),
         (("--rollout.stop_tokens=[<|im_end|>]", "--rollout.min_completion_tokens=2"), "rollout.min_completion_tokens"),
     ],
 )

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from pspo.evaluate.evaluation import Chunk, chunks, evaluate
 from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
 from pspo.evaluate.tables import render
 from pspo.records.files import append_jsonl, read_jsonl
-from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
+from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
 from pspo.rollout.generate import left_pad
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
@@ -80,8 +79,9 @@ def test_majority_of_many_samples():
 
 # --- means and breakdowns ---------------------------------------------------------------------------------------------
 
-SAMPLING = Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4)
-POLICY = SimpleNamespace(device=torch.device("cpu"))
+SCRIPTED = TransformersSampler(
+    None, None, Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4)
+)
 LENGTHS = [3, 1, 5, 2, 4, 1, 2]
 PROBLEMS = Prompts(  # problem i asks for 100 + i, and its prompt is a number of tokens i
     [Problem(f"problem {i}", Fraction(100 + i)) for i in range(7)], [[i] * n for i, n in enumerate(LENGTHS)]
@@ -98,18 +98,18 @@ def scripted(monkeypatch):
     def script(say) -> list[list[int]]:
         calls, sample = [], [itertools.count() for _ in range(7)]
 
-        def generate(policy, tokenizer, prompts, sampling, group_size=1, problems=()):
-            calls.append([len(prompt) for prompt in prompts])
-            rows = [prompt for prompt in prompts for _ in range(group_size)]
+        def draw(sampler, prompts, group_size):
+            calls.append([len(prompt) for prompt in prompts.ids])
+            rows = [prompt for prompt in prompts.ids for _ in range(group_size)]
             said = [say(prompt[0], next(sample[prompt[0]])) for prompt in rows]
             texts = [text or "" for text in said]
             lengths = [6 if text is None else len(prompt) for text, prompt in zip(said, rows, strict=True)]
-            ids, mask = (part.repeat_interleave(group_size, dim=0) for part in left_pad(prompts, 0))
+            ids, mask = (part.repeat_interleave(group_size, dim=0) for part in left_pad(prompts.ids, 0))
             completion_mask = torch.arange(6) < torch.tensor(lengths)[:, None]
             ended = torch.tensor([length < 6 for length in lengths])
             return Rollout(ids, mask, torch.ones(len(texts), 6, dtype=torch.int64), completion_mask, ended, texts)
 
-        monkeypatch.setattr(pspo.evaluate.evaluation, "generate", generate)
+        monkeypatch.setattr(TransformersSampler, "draw", draw)
         return calls
 
     return script
@@ -118,7 +118,7 @@ def scripted(monkeypatch):
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_records_are_in_problem_order_although_decoded_by_length(scripted, samples):
     calls = scripted(lambda i, sample: f"sample {sample}\n#### {100 + i}")
-    result = evaluate(POLICY, None, PROBLEMS, SAMPLING, RewardConfig(), samples=samples, max_tokens=33)
+    result = evaluate(SCRIPTED, PROBLEMS, RewardConfig(), samples=samples, max_tokens=33)
     assert (
         calls
         == {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
@@ -137,7 +137,7 @@ def test_every_mean(scripted):
     """Right in form; right without form; wrong in form; gold mentioned only; nothing; cut off; right to the 1e-6."""
     says = ["#### 100", "101", "#### 5", "103 or 104", "", None, "#### 106.0000005"]
     scripted(lambda i, sample: says[i])
-    result = evaluate(POLICY, None, PROBLEMS, SAMPLING, RewardConfig())
+    result = evaluate(SCRIPTED, PROBLEMS, RewardConfig())
     columns = {key: [record[key] for record in result.completions] for key in result.completions[0]}
     assert columns["correct"] == [True, True, False, False, False, False, True]
     assert columns["contains_gold"] == [True, True, False, True, False, False, True]
@@ -155,7 +155,7 @@ def test_every_mean(scripted):
 def test_several_samples_are_clusters_of_their_problem(scripted):
     right = np.array([0, 1, 2, 6, 3, 0, 6])  # of 6 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(POLICY, None, PROBLEMS, SAMPLING, RewardConfig(), samples=6).results()
+    result = evaluate(SCRIPTED, PROBLEMS, RewardConfig(), samples=6).results()
     assert result["accuracy"] == {"value": pytest.approx(18 / 42), "ci95": cluster_bootstrap(right / 6)}
     rewards = (right + (6 - right) * 0.05) / 6
     assert result["mean_reward"]["value"] == pytest.approx((18 + 24 * 0.05) / 42)
@@ -177,7 +177,7 @@ def test_breakdowns_and_their_tables(scripted):
     problems = [replace(problem, category=category, level=level) for category, level, problem in kinds]
     right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(POLICY, None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig(), samples=2).results()
+    result = evaluate(SCRIPTED, Prompts(problems, PROBLEMS.ids), RewardConfig(), samples=2).results()
     assert result["accuracy"] == {"value": 3 / 7, "ci95": cluster_bootstrap(np.array(right) / 2)}
     shares = {part: {value: (group["n"], group["accuracy"]["value"]) for value, group in groups.items()}
               for part, groups in result["breakdown"].items()}  # fmt: skip
@@ -200,7 +200,7 @@ def test_several_sets_have_a_line_each_and_their_mean(scripted):
     sources = ["a", "a", "a", "a", "b", "b", "b"]
     problems = [replace(problem, source=source) for source, problem in zip(sources, PROBLEMS.problems, strict=True)]
     scripted(lambda i, sample: f"#### {100 + i if i in (0, 4, 5) else 1}")
-    result = evaluate(POLICY, None, Prompts(problems, PROBLEMS.ids), SAMPLING, RewardConfig()).results()
+    result = evaluate(SCRIPTED, Prompts(problems, PROBLEMS.ids), RewardConfig()).results()
     assert result["accuracy"] == {"value": 3 / 7, "ci95": wilson(3, 7)}
     a, b = np.array([1.0, 0, 0, 0]), np.array([1.0, 1, 0])
     assert result["macro_accuracy"] == {"value": pytest.approx((1 / 4 + 2 / 3) / 2), "ci95": cluster_bootstrap(a, b)}
@@ -221,7 +221,7 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
     problems = [replace(problem, answer=None) for problem in PROBLEMS.problems]
     scripted(lambda i, sample: "four" * i)
     config = RewardConfig([Length(), FormatReward()], [2.0, 1.0], on_error="none")
-    result = evaluate(POLICY, None, Prompts(problems, PROBLEMS.ids), SAMPLING, config)
+    result = evaluate(SCRIPTED, Prompts(problems, PROBLEMS.ids), config)
     first, second = result.completions[:2]
     assert (first["reward"], first["rewards"]) == (None, {"Length": None, "FormatReward": 0.0})
     assert (second["reward"], second["rewards"]) == (2.0, {"Length": 1.0, "FormatReward": 0.0})
@@ -245,7 +245,7 @@ def test_text_answers_vote_by_their_text(scripted):
     problems = [replace(problem, answer="yes") for problem in PROBLEMS.problems[:2]]
     scripted(lambda i, sample: said[i][sample])
     prompts = Prompts(problems, PROBLEMS.ids[:2])
-    result = evaluate(POLICY, None, prompts, SAMPLING, RewardConfig([FormatReward()]), samples=4).results()
+    result = evaluate(SCRIPTED, prompts, RewardConfig([FormatReward()]), samples=4).results()
     assert result["accuracy"]["value"] == 3 / 8
     assert "format_share" not in result  # of numbers
     assert result["maj@4"] == {"value": 0.5, "ci95": wilson(1, 2)}
@@ -259,9 +259,8 @@ def test_text_answers_vote_by_their_text(scripted):
 def write_evaluation(folder, say, monkeyed, samples=1, problems=PROBLEMS, temperature=0.0):
     """An evaluation's folder, as the command leaves it."""
     monkeyed(say)
-    result = evaluate(
-        POLICY, None, problems, replace(SAMPLING, temperature=temperature), RewardConfig(), samples=samples
-    )
+    sampler = replace(SCRIPTED, sampling=replace(SCRIPTED.sampling, temperature=temperature))
+    result = evaluate(sampler, problems, RewardConfig(), samples=samples)
     folder.mkdir()
     append_jsonl(folder / "completions.jsonl", *result.completions)
     (folder / "results.json").write_text("{}")
@@ -394,16 +393,23 @@ def draw(load, tokenizer):
     def run(seed=5, rows=2, temperature=1.0, **how):
         how = {"samples": 3, "max_tokens": rows * longest} | how
         of = replace(sampling, temperature=temperature)
-        return evaluate(policy, tokenizer, prompts, of, RewardConfig(), seed=seed, **how)
+        return evaluate(TransformersSampler(policy, tokenizer, of), prompts, RewardConfig(), seed=seed, **how)
 
     return run
+
+
+def note_draws(monkeypatch, drawn):
+    """Append the prompts of every draw."""
+    draw = TransformersSampler.draw
+    monkeypatch.setattr(
+        TransformersSampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n)
+    )
 
 
 @pytest.mark.parametrize(("stop", "torn"), [(1, False), (3, True), (6, True)])
 def test_a_resumed_evaluation_draws_what_is_missing_and_ends_the_same(draw, tmp_path, monkeypatch, stop, torn):
     file, drawn = tmp_path / "completions.jsonl", []
-    generate = pspo.evaluate.evaluation.generate
-    monkeypatch.setattr(pspo.evaluate.evaluation, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
+    note_draws(monkeypatch, drawn)
     whole, everything = draw(), drawn.copy()
     assert len(everything) == 8  # 4 problems, 2 + 1 samples each
 
@@ -445,17 +451,19 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_other_damage_is_named(tmp_
 def test_ranks_take_turns_and_have_the_results_of_one(draw, tmp_path, monkeypatch):
     from processes import ranks  # which skips this test where there is a GPU
 
-    generate, drawn, whole = pspo.evaluate.evaluation.generate, [], draw()
-    monkeypatch.setattr(pspo.evaluate.evaluation, "generate", lambda *args: drawn.append(args[2]) or generate(*args))
+    drawn, whole = [], draw()
+    note_draws(monkeypatch, drawn)
 
     def of_rank():
         dist.init("ddp", timeout=60)
         result = draw(save=lambda records: append_jsonl(tmp_path / f"saved-{dist.rank()}", *records))
-        append_jsonl(tmp_path / f"completions-{dist.rank()}", *result.completions)
         assert len(drawn) == 4  # of 8 chunks
+        assert (result is None) == (dist.rank() == 1)
+        if result:
+            append_jsonl(tmp_path / "completions", *result.completions)
 
     assert ranks(of_rank) == [0, 0]
-    assert read_jsonl(tmp_path / "completions-0") == read_jsonl(tmp_path / "completions-1") == whole.completions
+    assert read_jsonl(tmp_path / "completions") == whole.completions
     assert len(read_jsonl(tmp_path / "saved-0")) == 12
     assert not (tmp_path / "saved-1").exists()
 
@@ -502,11 +510,11 @@ def long_ones_fail(completions):
 def test_an_unknown_reward_is_left_out_of_the_mean(scripted):
     scripted(lambda i, sample: "word" if i < 2 else "a longer one")
     reward = RewardConfig(functions=[long_ones_fail], on_error="none")
-    result = evaluate(POLICY, None, PROBLEMS, SAMPLING, reward)
+    result = evaluate(SCRIPTED, PROBLEMS, reward)
     assert [record["reward"] for record in result.completions] == [1.0, 1.0, *[None] * 5]
     assert result.results()["mean_reward"] == {"value": 1.0, "ci95": wilson(2, 2), "left_out": 5}
     with pytest.raises(UserCodeFailed, match=r"(?s)test_evaluate.py.*KeyError: 'short'$"):
-        evaluate(POLICY, None, PROBLEMS, SAMPLING, RewardConfig(functions=[long_ones_fail]))
+        evaluate(SCRIPTED, PROBLEMS, RewardConfig(functions=[long_ones_fail]))
 
 
 def test_an_evaluation_whose_reward_fails_ends_with_the_user_s_frames(tmp_path, monkeypatch, capsys):

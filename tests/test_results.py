@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from pspo.evaluate import results
 from pspo.report.runs import Runs, labels, methods, read_runs
 from pspo.report.tables import add_holm, compared, over_seeds, tables, with_interval
-from pspo.run import results
 
 RESULTS = Path(__file__).parents[1] / "results"
 

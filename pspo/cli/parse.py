@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 import docstring_parser
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_dumper
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, get_loader, set_dumper
 
 from pspo.config import require
 from pspo.model import is_out_of_memory
@@ -197,7 +197,9 @@ def config_word(content: dict[str, Any], switches: Switches, where: str = "") ->
 def read_file(path: str) -> dict[str, Any]:
     """The content of a YAML file of sections; ValueError if it cannot be read."""
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeys) or {}
+        text = Path(path).read_text(encoding="utf-8")
+        yaml.compose(text, Loader=UniqueKeys)
+        content = get_loader("yaml")(text) or {}  # to which 1e-5 is a number
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"--config {path}, line {error.problem_mark.line + 1}: {error.problem}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
