@@ -3,21 +3,17 @@
 For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward.
 """
 
-from __future__ import annotations
-
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
-import transformers
 from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts, aggregate, check_loss, correction_weights, kl_estimate, token_divisors
-from pspo.model import StartingAdapters, autocast, backward_in_one_pass, token_logprobs
+from pspo.model import autocast, backward_in_one_pass, token_logprobs
 from pspo.optimizers.learner import Learner
 from pspo.rollout.batching import Minibatch, retry_in_halves, split_minibatches
 from pspo.rollout.step_metrics import StepMetrics, nucleus_mass
@@ -63,26 +59,24 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
 def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> StepMetrics:
     """Accumulate a minibatch's gradient over its microbatches; a first visit's log-probs become the old ones."""
-    policy, (counts, batches) = learner.policy, minibatch
+    counts, batches = minibatch
     gradient = one_pass if learner.one_pass and config.algorithm.token_local else backward
-    metrics = StepMetrics(config.algorithm, counts, policy.device)
-    for i, batch in enumerate(dist.communicate_once(policy, batches, config.distributed.gather)):
-        loss, logprobs = gradient(policy, batch, counts, config)
+    metrics = StepMetrics(config.algorithm, counts, learner.policy.device)
+    for i, batch in enumerate(dist.communicate_once(learner.policy, batches, config.distributed.gather)):
+        loss, logprobs = gradient(learner, batch, counts, config)
         if batch.old_logprobs is None:
             batch = batches[i] = replace(batch, old_logprobs=logprobs)
         metrics.add(batch, logprobs, loss)
     return metrics
 
 
-def backward(
-    policy: transformers.PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig
-) -> tuple[Tensor, Tensor]:
+def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Accumulate the gradient of a microbatch's share of the minibatch's loss.
 
     Returns:
         The share, a scalar, and the policy's log-probs, (b, t); both without gradient.
     """
-    algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
+    algorithm, policy, rollout, mask = config.algorithm, learner.policy, batch.rollout, batch.rollout.loss_mask
     nucleus, temperature = batch.replayed(algorithm.nucleus), config.rollout.temperature
     with autocast(config.model.autocast, policy.device):
         logprobs = token_logprobs(policy, *rollout.token_ids, temperature, nucleus)  # (b, t)
@@ -94,11 +88,9 @@ def backward(
     return loss.detach(), logprobs.detach()
 
 
-def one_pass(
-    policy: transformers.PreTrainedModel, batch: Batch, counts: Counts, config: TrainConfig
-) -> tuple[Tensor, Tensor]:
+def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
-    algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
+    algorithm, policy, rollout, mask = config.algorithm, learner.policy, batch.rollout, batch.rollout.loss_mask
 
     def token_losses(logprobs, old_logprobs, ref_logprobs, sampler_logprobs, advantages, mask) -> Tensor:
         """Losses (n, 1) of a chunk of n tokens; all arguments are (n, 1)."""
@@ -149,8 +141,6 @@ def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) 
 
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1) -> None:
     """Compute what needs a pass before any step: the reference's log-probs, and old ones from minibatch ``first``."""
-    own = isinstance(learner.reference, StartingAdapters)
-    reference_context = learner.reference if own else nullcontext(learner.reference)
     with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
         for m, (_, batches) in enumerate(minibatches):
             for i, batch in enumerate(batches):
@@ -159,7 +149,7 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
                 old_logprobs = batch.rollout.behaviour_logprobs
                 if old_logprobs is None and m >= first:
                     old_logprobs = token_logprobs(learner.policy, *inputs)
-                with reference_context as reference:
+                with learner.reference_model() as reference:
                     ref_logprobs = token_logprobs(reference, *inputs) if reference is not None else None
                 batches[i] = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 

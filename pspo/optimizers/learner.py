@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,10 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.scheduler = self.scheduler or torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
+
+    def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
+        """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
+        return self.reference if isinstance(self.reference, StartingAdapters) else nullcontext(self.reference)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -104,16 +104,27 @@ def complete(
     sampling: Sampling,
     group_size: int,
 ) -> tuple[Tensor, Tensor | None, Nucleus | None]:
-    """(N, P) prompts to (N * group_size, T) completions by transformers, `Sampling.max_rows` at a time."""
+    """(N, P) prompts to (N * group_size, T) completions by transformers, `Sampling.max_rows` at a time.
+
+    Completions are padded after their stop token; their log-probs and nucleus come on request.
+    """
     check_decoder(model, sampling.decoder)
     if sampling.library and (sampling.logprobs or sampling.nucleus):
         raise ValueError("logprobs and nucleus are unavailable with decoder=hf or a repetition_penalty")
-    at_a_time, pieces = max(1, sampling.max_rows // group_size), []
+    at_a_time, pieces, strings = max(1, sampling.max_rows // group_size), [], sampling.stop_strings
     with inference(model):
         for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
             unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
-            inputs = (ids[:, unpadded:], mask[:, unpadded:].long())
-            pieces.append(_complete(model, tokenizer, *inputs, sampling, group_size))
+            ids, mask = ids[:, unpadded:], mask[:, unpadded:].long()
+            stops = StoppingCriteriaList([StopStrings(tokenizer, strings, ids.shape[1])] if strings else [])
+            how = {"generation_config": sampling.generation_config(), "stopping_criteria": stops}
+            if sampling.library:
+                ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (ids, mask))
+                rows = model.generate(ids, attention_mask=mask, synced_gpus=sampling.synced, **how)
+                pieces.append((rows[:, ids.shape[1] :], None, None))
+            else:
+                loop = partial(decode, prompt_mask=mask, sampling=sampling, group_size=group_size)
+                pieces.append(model.generate(ids, attention_mask=mask, custom_generate=loop, **how))
     ids, logprobs, nuclei = zip(*pieces, strict=True)
     return (
         cat_padded(ids, sampling.pad_id),
@@ -131,26 +142,6 @@ class StopStrings(StopStringCriteria):
 
     def __call__(self, rows: Tensor, scores: Tensor | None = None, **_) -> Tensor:
         return super().__call__(rows[:, self.prompt_length :], scores)
-
-
-def _complete(
-    model: transformers.PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    sampling: Sampling,
-    group_size: int,
-) -> tuple[Tensor, Tensor | None, Nucleus | None]:
-    """(N, P) prompts to (N * group_size, T) completions, padded after their stop token; their log-probs and nucleus."""
-    strings = sampling.stop_strings
-    stops = [StopStrings(tokenizer, strings, prompt_ids.shape[1])] if strings else []
-    config = {"generation_config": sampling.generation_config(), "stopping_criteria": StoppingCriteriaList(stops)}
-    if not sampling.library:
-        loop = partial(decode, prompt_mask=prompt_mask, sampling=sampling, group_size=group_size)
-        return model.generate(prompt_ids, attention_mask=prompt_mask, custom_generate=loop, **config)
-    ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
-    rows = model.generate(ids, attention_mask=mask, synced_gpus=sampling.synced, **config)
-    return rows[:, ids.shape[1] :], None, None
 
 
 @contextlib.contextmanager
