@@ -1,13 +1,12 @@
 """What a bad command line is answered with: one line, whole, and exit code 2; the answers stand in messages.yaml."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import yaml
 
@@ -15,6 +14,7 @@ from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
 from pspo.tasks import MathReward
+from pspo.train import main
 
 ROOT = Path(__file__).parents[1]
 CASES = yaml.safe_load((ROOT / "tests/messages.yaml").read_text(encoding="utf-8"))
@@ -108,10 +108,11 @@ def test_a_later_switch_takes_the_blame_from_the_file(here, capsys):
         ("--data.name=gsm8k", r"cannot load openai/gsm8k from the hub: .*; check --data.name .* --data.path"),
     ],
 )
-def test_without_the_hub_there_is_one_line(switch, message, tmp_path):
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}  # read when the libraries are imported
-    command = [sys.executable, "-m", "pspo.train", switch, "--run.output_dir=out"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 2
+def test_without_the_hub_there_is_one_line(switch, message, tmp_path, monkeypatch, capsys):
+    for library, name in ((huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")):
+        monkeypatch.setattr(library, name, True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([switch, f"--run.output_dir={tmp_path}/out"])
     named = "" if switch.startswith("--data") else f"{switch.replace('=', ' ')} "
-    assert re.fullmatch(f"pspo.train: error: {named}{message}\n", ended.stderr)
+    assert re.fullmatch(f"pspo.train: error: {named}{message}\n", capsys.readouterr().err)
