@@ -145,10 +145,10 @@ def read_words(words: Sequence[str], switches: Switches, files: dict[str, str]) 
     firsts, read, rest = first_fields(switches), [], deque(words)
     while rest:
         word = rest.popleft()
-        name, equals, value = word.removeprefix("--").partition("=")
-        leaf = leaf_of(name, switches)
-        if word in ("-h", "--help", "--print_config"):
-            read.append(word)
+        name, equals, value = word.lstrip("-").partition("=")
+        leaf = leaf_of(name.removesuffix("+"), switches)  # --x+ appends to a list
+        if word in ("-h", "--help", "--print_config") or name.endswith(".help"):
+            read += [word, *([rest.popleft()] if name.endswith(".help") and rest else [])]
             continue
         if not word.startswith("-"):
             stray = " ".join([word, *(rest.popleft() for _ in range(len(rest)) if not rest[0].startswith("--"))])

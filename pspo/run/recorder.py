@@ -21,7 +21,6 @@ from pspo.records.folders import RunFailed, newest_checkpoint, writing
 from pspo.records.metrics import known, rollout_metrics, status
 from pspo.records.trackers import Tracker
 from pspo.rollout import Experience, Prompts
-from pspo.tasks.failures import FIRST_FAILURES
 
 
 class Recorder:
@@ -50,7 +49,6 @@ class Recorder:
 
     def start(self, tracker: Tracker) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
-        FIRST_FAILURES.clear()  # of an earlier run in this process
         recorded = self.first_step if self.line else self.learner.steps
         self.tracker, self.started_at = tracker, recorded
         steps = {"total": self.config.run.max_steps, "initial": recorded}

@@ -47,6 +47,7 @@ class Run:
 
     def start(self) -> None:
         """Test and validate the untrained model, unless the run is resumed."""
+        FIRST_FAILURES.clear()  # of an earlier run in this process
         with self.checkpointer.save_if_raised():
             self.validator.start()
         settings = yaml.safe_load((self.output / "config.yaml").read_text(encoding="utf-8"))

@@ -142,6 +142,7 @@ class Validator:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the validations; ``problems`` stay those that were loaded."""
+        """Restore the validations; ``problems`` of a split that this start does not load are kept."""
+        self.problems = state["problems"] | self.problems
         for name in ("before", "untrained", "validated", "best", "best_trained"):
             setattr(self, name, state[name])
