@@ -20,10 +20,9 @@ import pspo.evaluate.evaluation
 from pspo import distributed as dist
 from pspo.cli.failures import UserCodeFailed
 from pspo.config import RewardConfig
-from pspo.evaluate.__main__ import fingerprint, main
+from pspo.evaluate.__main__ import fingerprint, main, render
 from pspo.evaluate.evaluation import Chunk, chunks, evaluate
 from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
-from pspo.evaluate.tables import render
 from pspo.records.files import append_jsonl, read_jsonl
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
 from pspo.rollout.generate import left_pad

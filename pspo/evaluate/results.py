@@ -82,7 +82,7 @@ class Evaluation:
 def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
     """Values (n, samples) of `ESTIMATES`, reward/<function> and `MEANS` by name; NaN where a record has none."""
     columns = {name: [record[key] for record in completions] for name, key in (ESTIMATES | MEANS).items()}
-    for name in completions[0].get("rewards", {}):  # which 0.1 did not write
+    for name in completions[0]["rewards"]:
         columns[f"reward/{name}"] = [record["rewards"][name] for record in completions]
     return {name: np.array(column, dtype=float).reshape(-1, samples) for name, column in columns.items()}
 
