@@ -188,17 +188,3 @@ def assert_same(one: Path, other: Path) -> None:
     left, right = contents(one), contents(other)
     differ = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
     assert not differ, f"{one} and {other} differ in {', '.join(differ)}"
-
-
-def assert_killed_runs_resume(train: Callable[[str], int]) -> None:
-    """``train("out")``, killed before steps 1, 2 and 3 and given again, ends as ``train("whole")`` does."""
-    assert train("whole") == 0
-    for step in (1, 2, 3):
-
-        def killed(step: int = step) -> int:
-            before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
-            return train("out")
-
-        assert forked(killed) == -signal.SIGKILL
-    assert train("out") == 0
-    assert_same(Path("whole"), Path("out"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import assert_killed_runs_resume, assert_same, before, ranks, run_command, send
+from processes import assert_same, before, ranks, run_command, send
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -226,20 +226,6 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "lora"
     assert train(str(folder)) == 0
     return folder
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "start", [pytest.param(False, id="new adapters"), pytest.param(True, id="adapters to start from")]
-)
-def test_a_killed_run_resumes_to_the_last_bit(tmp_path, monkeypatch, start):
-    monkeypatch.chdir(tmp_path)
-    args = ["--algorithm.beta=0.1", "--algorithm.minibatches=2", "--optimizer.warmup_steps=2"]
-    if start:
-        Path("start").mkdir()
-        save_adapters(make_policy(), Path("start"))
-        args += ["--model.lora.name_or_path=start", "--model.lora.rank=0", "--model.gradient_checkpointing=true"]
-    assert_killed_runs_resume(lambda output: train(output, *args))
 
 
 def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):

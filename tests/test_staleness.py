@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, before, forked, one_layer, run_command, send, states
+from processes import assert_same, one_layer, run_command, send, states
 from test_update import G, make_config, make_learner, make_rollout, naive_row, weights
 
 import pspo.train
@@ -153,38 +153,14 @@ def test_the_gradient_of_a_stale_rollout(tiny_model, ratio_to):
     torch.testing.assert_close(before - weights(learner.policy), gradient, rtol=1e-4, atol=1e-7)
 
 
-STALE = {
-    "lag": ("--rollout.lag=2",),
-    "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
-                  "--algorithm.nucleus=replay"),
-    "resample": ("--rollout.resample=3", "--rollout.lag=1"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "how", ["lag", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("decoupled", "resample"))]
-)
-def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(how):
-    assert train("whole", *STALE[how]) == 0
-    for step in (0, 4, 7):
-        before_step = lambda learner, *_, step=step: learner.steps == step and send(signal.SIGKILL)  # noqa: E731
-
-        def killed(before_step=before_step) -> int:
-            before("optimizer_step", before_step, pspo.update)
-            return train("out", *STALE[how])
-
-        assert forked(killed) == -signal.SIGKILL
-    assert train("out", *STALE[how]) == 0
-    assert_same(Path("whole"), Path("out"))
-
-
 @pytest.mark.nightly
 def test_a_fork_keeps_what_waits_if_it_can_use_it():
     assert train("parent", "--rollout.lag=2", "--run.max_steps=4") == 0
     for name, args in {
         "same": ("--rollout.lag=2",), "on time": ("--rollout.lag=0",),
         "other": ("--rollout.lag=2", "--rollout.group_size=5"), "fresher": ("--rollout.lag=1",),
-        "decoupled": ("--rollout.lag=2", *STALE["decoupled"]),
+        "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
+                      "--algorithm.nucleus=replay"),
     }.items():  # fmt: skip
         assert train(name, "--run.fork_from=parent", *args) == 0
     assert train("whole", "--rollout.lag=2") == 0
