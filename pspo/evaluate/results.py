@@ -68,12 +68,12 @@ class Evaluation:
         ks = sorted({2**j for j in range(n.bit_length())} | {n})
         for i, problem in enumerate(self.problems):
             if problem.answer is not None:
-                of_problem = self.completions[i * n : (i + 1) * n]
+                completions = self.completions[i * n : (i + 1) * n]
                 extract = extract_text if isinstance(problem.answer, str) else extract_answer
-                votes = Counter((extract(record["completion"]), record["correct"]) for record in of_problem)
+                votes = Counter((extract(record["completion"]), record["correct"]) for record in completions)
                 voted = [(count, right) for (answer, right), count in votes.items() if answer not in (None, "")]
                 majority = majority_at_k(n, voted) if n <= MOST_VOTES else []
-                correct = sum(record["correct"] for record in of_problem)
+                correct = sum(record["correct"] for record in completions)
                 rows.append([*(pass_at_k(n, correct, k) for k in ks), *(majority[k] for k in ks if majority)])
         names = [f"{name}@{k}" for name in ("pass", "maj") for k in ks]
         return {name: estimate(np.array(column)) for name, column in zip(names, zip(*rows, strict=True), strict=False)}

@@ -42,11 +42,11 @@ class StartingAdapters:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the policy's adapters and the kept ones."""
+        """Exchange the policy's adapters and those it started with."""
         for adapter, other in zip(self.adapters, self.start, strict=True):
-            kept = adapter.clone()
+            own = adapter.clone()
             adapter.copy_(other)
-            other.copy_(kept)
+            other.copy_(own)
         torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
 
 

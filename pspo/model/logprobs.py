@@ -45,8 +45,8 @@ def token_logprobs(
     chunk = chunk_tokens(model)
     states, targets = hidden.split(chunk), completion_ids[completion_mask].split(chunk)
     pieces = [
-        checkpoint(_chunk_logprobs, model, h, target, temperature, of_chunk, use_reentrant=False)
-        for h, target, of_chunk in zip(states, targets, kept_by_chunk(kept, chunk, len(states)), strict=True)
+        checkpoint(_chunk_logprobs, model, h, target, temperature, chunk_kept, use_reentrant=False)
+        for h, target, chunk_kept in zip(states, targets, kept_by_chunk(kept, chunk, len(states)), strict=True)
     ]
     return unflatten(torch.cat(pieces), completion_mask)
 

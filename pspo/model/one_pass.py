@@ -53,18 +53,18 @@ def backward_in_one_pass(
     states = hidden.detach().split(chunk)
     token_inputs = zip(*([None] * len(states) if x is None else chunks(x) for x in inputs), strict=True)
     loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []
-    of_chunks = kept_by_chunk(kept, chunk, len(states))
-    parts = (states, chunks(completion_ids), chunks(divisors), of_chunks, token_inputs)
-    for h, target, divisor, of_chunk, of_tokens in zip(*parts, strict=True):
+    kept_chunks = kept_by_chunk(kept, chunk, len(states))
+    parts = (states, chunks(completion_ids), chunks(divisors), kept_chunks, token_inputs)
+    for h, target, divisor, chunk_kept, chunk_inputs in zip(*parts, strict=True):
         logits = head_logits(model, h.requires_grad_(), temperature)  # (n, V)
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        if of_chunk is not None:
-            probs.masked_fill_(outside(*of_chunk, probs), -torch.inf)
+        if chunk_kept is not None:
+            probs.masked_fill_(outside(*chunk_kept, probs), -torch.inf)
         logprobs = probs.gather(1, target)  # (n, 1)
         peak = probs.amax(dim=1, keepdim=True)
         total = probs.sub_(peak).exp_().sum(dim=1, keepdim=True)
         logprobs = (logprobs - (total.log() + peak)).requires_grad_()
-        chunk_loss = (token_loss(logprobs, *of_tokens) / divisor).sum()
+        chunk_loss = (token_loss(logprobs, *chunk_inputs) / divisor).sum()
         (slopes,) = torch.autograd.grad(chunk_loss, logprobs)
         # dlogprob / dlogits = one-hot of the target - probs
         d_logits = probs.mul_(-slopes / total).scatter_add_(1, target, slopes.to(probs.dtype))

@@ -77,9 +77,9 @@ def load_prompts(
     --data.limit; an ``environment`` makes the prompts of the problems. Raises ValueError if none is left, or the split
     does not exist.
     """
-    of_prompts = ("system_prompt", "max_prompt_tokens")
-    of_problems = {name: value for name, value in vars(config).items() if name not in of_prompts}
-    problems = load_problems(split=split, **of_problems | {"limit": config.limit if limit is None else limit})
+    prompt_fields = ("system_prompt", "max_prompt_tokens")
+    problem_fields = {name: value for name, value in vars(config).items() if name not in prompt_fields}
+    problems = load_problems(split=split, **problem_fields | {"limit": config.limit if limit is None else limit})
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
     texts = render_prompts(tokenizer, prompts, config.system_text)
     longest = min(config.max_prompt_tokens, room)

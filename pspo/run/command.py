@@ -114,8 +114,8 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in ("before", "after")]
         if all(tests):
             print(f"\n{changes(*tests, 3, ('before', 'after'))}\n")
-    if said := describe_validations(summary.get("validation", {})):
-        print(said)
+    if line := describe_validations(summary.get("validation", {})):
+        print(line)
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
     if summary["before"] or config.data.name != "file":  # which may hold no test problems
@@ -133,7 +133,7 @@ def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
     if not rewards:
         return ""
     parts = [f"{rewards[step]:.3f} at step {step} ({', '.join(names[step])})" for step in sorted(rewards)]
-    said = f"validation reward {', '.join(parts)}"
+    line = f"validation reward {', '.join(parts)}"
     if "best" in names.get(0, []):
-        said += ". No trained step was better than the untrained model, which is returned"
-    return said
+        line += ". No trained step was better than the untrained model, which is returned"
+    return line
