@@ -647,6 +647,22 @@ def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     assert torch.equal(weights(holder[0].policy), expected)
 
 
+@every_surrogate
+def test_the_one_pass_step_is_the_plain_one(policy, surrogate):
+    rollout, advantages = make_rollout()
+    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.1, optimizer={"lr": 3e-3})
+    ends, metrics = [], []
+    for one_pass in (False, True):
+        learner = make_learner(policy, config)
+        learner.one_pass = one_pass
+        metrics.append(update(learner, rollout, advantages, config))
+        ends.append(weights(learner.policy))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=2e-6)
+    assert not torch.equal(ends[0], weights(policy))
+    for plain, fast in zip(*metrics, strict=True):
+        assert fast == pytest.approx(plain, abs=1e-4)
+
+
 # ---------------------------------------------------------------- memory that runs out
 
 
