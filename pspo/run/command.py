@@ -100,7 +100,6 @@ def print_header(run: Run) -> None:
         nearest = "" if 0.4e9 < size < 1.6e9 else ", the nearest in size"
         paper = f"{'ten times ' if lora else ''}the paper's for models of 0.5B and 1.5B{nearest}"
         print(f"rate    --optimizer.lr {config.optimizer.lr:g}, {paper}")
-    print(f"output  {run.output}")
 
 
 def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:

@@ -54,6 +54,8 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
 def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack) -> Run:
     dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
     output, resumed = dist.run_on_main(lambda: find_output(config, resolved, resources))
+    if dist.is_main() and not config.run.quiet:
+        print(f"output  {output}", flush=True)  # before anything that takes seconds
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer.name)
     if config.rollout.external:
