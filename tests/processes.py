@@ -32,6 +32,7 @@ from pspo.rollout.types import Nucleus
 
 torch.set_num_threads(1)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning about forks
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loading threads fail in a fork, in torch's thread pool
 
 
 @functools.cache
