@@ -18,7 +18,7 @@ from scipy.stats import hypergeom
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
-from pspo.cli.failures import UserCodeFailed
+from pspo.cli.user_code import UserCodeFailed
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import fingerprint, main, render
 from pspo.evaluate.evaluation import Chunk, chunks, evaluate

@@ -22,8 +22,8 @@ import yaml
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_exactness
-from pspo.cli.failures import UserCodeFailed
 from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.user_code import UserCodeFailed
 from pspo.config import EvaluateConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.compare import compare

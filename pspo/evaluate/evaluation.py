@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.failures import fail_together
 from pspo.cli.progress import Bar
+from pspo.cli.user_code import fail_together
 from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.results import Evaluation
 from pspo.rollout import Prompts, Sampler

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.failures import UserCodeFailed, fail_together
+from pspo.cli.user_code import UserCodeFailed, fail_together
 from pspo.config import TrainConfig
 from pspo.hub.save import write_model
 from pspo.model import fill_adapters, has_adapters, load_policy

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.failures import UserCodeFailed, of_user_code
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
+from pspo.cli.user_code import UserCodeFailed, of_user_code
 from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
 from pspo.evaluate.card import evaluate_command
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
