@@ -397,7 +397,8 @@ class RunConfig:
         test_limit: test problems evaluated before and after training; 0 for none
         save_every: optimizer steps between checkpoints; 0 saves only at the end
         keep: newest checkpoints to keep, besides the best model
-        samples: completions per rollout written to samples.jsonl
+        samples: groups per rollout whose completions are written to samples.jsonl
+        record_tokens: groups per rollout whose tokens are written to tokens.parquet, with what each step computes there
         quiet: print warnings, errors and the result, but no header and no progress
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
@@ -414,6 +415,7 @@ class RunConfig:
     save_every: int = number(50, "at least 0")
     keep: int = number(2, "above 0")
     samples: int = number(2, "at least 0")
+    record_tokens: int = number(2, "at least 0")
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 

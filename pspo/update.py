@@ -31,10 +31,9 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         advantages: (B,) float32.
 
     Returns:
-        The metrics of each step, in order, over all ranks' rows; ratios and the like are over tokens with A != 0.
+        The metrics of each step over all ranks' rows; ratios and the like are over tokens with A != 0.
 
-    Raises ValueError if the learner has taken all of --run.max_steps already, or if the rollout lacks what
-    --algorithm.correction or nucleus needs.
+    Raises ValueError if all of --run.max_steps are taken, or the rollout lacks what --algorithm needs.
     """
     if learner.steps >= config.run.max_steps:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
@@ -52,6 +51,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
             break
         metrics = retry(partial(accumulate, learner, minibatch, config))
         dist.sum_gradients(learner.policy)
+        learner.record.add(learner.steps + 1, metrics.recorded())
         steps.append(optimizer_step(learner, metrics, config) | nucleus_mass(rollout))
     learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
     return steps
@@ -63,32 +63,32 @@ def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> S
     gradient = one_pass if learner.one_pass and config.algorithm.token_local else backward
     metrics = StepMetrics(config.algorithm, counts, learner.policy.device)
     for i, batch in enumerate(dist.communicate_once(learner.policy, batches, config.distributed.gather)):
-        loss, logprobs = gradient(learner, batch, counts, config)
+        loss, logprobs, entropies = gradient(learner, batch, counts, config)
         if batch.old_logprobs is None:
             batch = batches[i] = replace(batch, old_logprobs=logprobs)
-        metrics.add(batch, logprobs, loss)
+        metrics.add(batch, logprobs, entropies, loss)
     return metrics
 
 
-def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
+def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Accumulate the gradient of a microbatch's share of the minibatch's loss.
 
     Returns:
-        The share, a scalar, and the policy's log-probs, (b, t); both without gradient.
+        The share, a scalar, and the policy's log-probs and entropies, (b, t); all without gradient.
     """
     algorithm, policy, rollout, mask = config.algorithm, learner.policy, batch.rollout, batch.rollout.loss_mask
     nucleus, temperature = batch.replayed(algorithm.nucleus), config.rollout.temperature
     with autocast(config.model.autocast, policy.device):
-        logprobs = token_logprobs(policy, *rollout.token_ids, temperature, nucleus)  # (b, t)
+        logprobs, entropies = token_logprobs(policy, *rollout.token_ids, temperature, nucleus, with_entropies=True)
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs  # (b, t)
     losses = algorithm.surrogate(logprobs, old_logprobs, batch.advantages[:, None], mask)  # (b, t)
     losses = extend_loss(algorithm, losses, logprobs, old_logprobs, batch.ref_logprobs, rollout.sampler_logprobs, mask)
     loss = aggregate(losses, mask, algorithm.aggregation, counts)
     loss.backward()
-    return loss.detach(), logprobs.detach()
+    return loss.detach(), logprobs.detach(), entropies
 
 
-def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor]:
+def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
     algorithm, policy, rollout, mask = config.algorithm, learner.policy, batch.rollout, batch.rollout.loss_mask
 

@@ -117,7 +117,6 @@ def test_against_numbers_worked_by_hand():
         "tv": (1 + 0.5 + 3) / 3 / 2,
         "tv_smoothed": (0 + 0.5 + 3) / 3 / 2,
         "zero_weight_share": 1 / 3,
-        "entropy": 2.5,
     }
     assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-12)
     assert all(type(value) is float for value in stats.values())
@@ -147,7 +146,6 @@ def test_against_numpy_with_the_closed_forms_weights(surrogate):
         "tv_smoothed": np.abs((r - 1) * w / np.where(active, A * r, 1))[active].mean() / 2,
         "zero_weight_share": (w[active] == 0).mean(),
         "clamped_share": 0.0,
-        "entropy": -old.numpy()[keep].mean(),
     }
     assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert set(stats) - set(expected) == {"ratio_p1", "ratio_p50", "ratio_p99"}

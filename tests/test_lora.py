@@ -109,7 +109,7 @@ def test_loss_and_gradient_are_plain_peft_s(tmp_path):
     (minibatch,) = pspo.update.split_minibatches(rollout, advantages, config)
     assert len(minibatch.batches) == 1
     learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
-    loss, _ = pspo.update.backward(learner, minibatch.batches[0], minibatch.counts, config)
+    loss, _, _ = pspo.update.backward(learner, minibatch.batches[0], minibatch.counts, config)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
     for name, parameter in policy.named_parameters():

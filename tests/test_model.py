@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pspo.model.load
 import pspo.model.logprobs
+import pspo.model.one_pass
 import pspo.model.shared_prompts
 from pspo.config import ModelConfig
 from pspo.model import (
@@ -58,6 +59,17 @@ def plain_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
         row = everything[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1)
         rows.append(torch.nn.functional.pad(row, (0, completion_ids.shape[1] - len(completion))))
     return torch.stack(rows)
+
+
+def plain_entropies(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0):
+    """(B, T) entropies in float64, from the model's own logits of each row alone."""
+    entropies = torch.zeros(completion_ids.shape, dtype=torch.float64)
+    for i in range(len(prompt_ids)):
+        prompt, completion = prompt_ids[i][prompt_mask[i]], completion_ids[i][completion_mask[i]]
+        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+        entropies[i, : len(completion)] = -(logprobs.exp() * logprobs).sum(dim=-1)
+    return entropies
 
 
 def gradients(model, logprobs, seed=3):
@@ -201,6 +213,24 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
     assert largest[10] == (V * H,) * 3  # no more than the embedding and its gradient, a third of B T V
 
 
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+@pytest.mark.parametrize("cached", [1, 2**16])
+def test_entropies_are_over_the_whole_vocabulary(tiny_model, monkeypatch, spread, cached):
+    monkeypatch.setattr(pspo.model.one_pass, "CACHED", cached)
+    model = tiny_model("Qwen2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(spread)  # 30: some tokens are certain
+    ones, loss = torch.ones(len(GROUPS[0]), 1), lambda logprobs, _: logprobs
+    with torch.no_grad():
+        exact = plain_entropies(model, *GROUPS, 0.7)
+    _, of_plain = token_logprobs(model, *GROUPS, 0.7, with_entropies=True)
+    _, _, of_one_pass = backward_in_one_pass(model, *GROUPS, 0.7, loss, (None,), ones)
+    for entropies in (of_plain, of_one_pass):
+        assert not entropies.requires_grad
+        torch.testing.assert_close(entropies.double(), exact, rtol=1e-4, atol=2e-5)
+    assert (exact[GROUPS[3]].min() < 1e-3) == (spread > 1)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 10**6])
 @pytest.mark.parametrize("mode", ["none", "bf16"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -218,9 +248,12 @@ def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_plain_way(tiny_mod
         return (token_loss(logprobs, coefficients).where(mask, 0.0) / divisors).sum()
 
     with autocast(mode, CPU):
-        total, actual = backward_in_one_pass(model, *GROUPS, 0.7, token_loss, (coefficients,), divisors)
+        total, actual, entropies = backward_in_one_pass(model, *GROUPS, 0.7, token_loss, (coefficients,), divisors)
         expected = token_logprobs(model, *GROUPS, 0.7)
+        again, plain_entropies = token_logprobs(model, *GROUPS, 0.7, with_entropies=True)
     assert torch.equal(actual, expected)
+    assert torch.equal(again, expected)
+    torch.testing.assert_close(entropies, plain_entropies, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(total, loss(expected.detach()), rtol=1e-5, atol=1e-5)
     assert not actual.requires_grad
     assert not total.requires_grad
@@ -317,7 +350,8 @@ def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_mo
         results = []
         for model in (plain, compiled):
             ones = torch.ones(len(rows[0]), 1)
-            _, logprobs = backward_in_one_pass(model, *rows, 0.7, lambda logprobs, _: logprobs.square(), (None,), ones)
+            square = (lambda logprobs, _: logprobs.square(), (None,), ones)
+            _, logprobs, _ = backward_in_one_pass(model, *rows, 0.7, *square)
             results.append((logprobs, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
             model.zero_grad()
         torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)

@@ -107,7 +107,7 @@ def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, ro
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", chunk)
     kept, generator = rollout.nucleus.kept(rollout.completion_mask), torch.Generator().manual_seed(0)
     weights = torch.randn(rollout.completion_mask.shape, generator=generator, dtype=torch.float64)
-    logprobs = token_logprobs(policy, *rollout.token_ids, TEMPERATURE, kept)
+    logprobs, entropies = token_logprobs(policy, *rollout.token_ids, TEMPERATURE, kept, with_entropies=True)
     expected = torch.stack([renormalised(policy, rollout, i) for i in range(len(rollout))])
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
     parameters = list(policy.parameters())
@@ -115,7 +115,9 @@ def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, ro
 
     policy.zero_grad()
     inputs = (policy, *rollout.token_ids, TEMPERATURE, lambda logprobs, weight: logprobs * weight, (weights,))
-    _, own = backward_in_one_pass(*inputs, torch.ones(len(rollout), 1), kept)
+    _, own, own_entropies = backward_in_one_pass(*inputs, torch.ones(len(rollout), 1), kept)
+    torch.testing.assert_close(own_entropies, entropies, rtol=0, atol=1e-12)
+    assert (entropies <= rollout.nucleus.counts.log().clamp(min=0) + 1e-12).all()  # of as many tokens
     torch.testing.assert_close(own, logprobs.detach(), rtol=0, atol=1e-12)
     for parameter, gradient, other in zip(parameters, gradients, exact, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)

@@ -510,12 +510,12 @@ def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatch
     learner = make_learner(policy, config)
 
     def counting(original):
-        def counted(model, *args):
+        def counted(model, *args, **options):
             grad = torch.is_grad_enabled()
             passes["reference" if model is learner.reference else "train" if grad else "old"] += len(args[0])
             assert not (grad and model is learner.reference)
             assert (original.__name__ == "backward_in_one_pass") == (grad and surrogate.token_local)
-            return original(model, *args)
+            return original(model, *args, **options)
 
         return counted
 
@@ -729,8 +729,8 @@ def test_a_step_with_a_log_prob_that_is_not_finite_is_skipped(policy, monkeypatc
 
     def broken(head):
         def wrapper(*args):
-            share, logprobs = head(*args)
-            return share, logprobs.index_fill(1, torch.tensor([0]), value)
+            share, logprobs, entropies = head(*args)
+            return share, logprobs.index_fill(1, torch.tensor([0]), value), entropies
 
         return wrapper
 

@@ -39,7 +39,6 @@ def diagnose(
         * ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
         * ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0
         * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
-        * ``entropy``: -mean(old_logprob), the sampled entropy in nats
 
         All are 0 for an empty mask except the ratios and ``ess``, which are 1.
     """
@@ -69,7 +68,6 @@ def diagnose(
         "tv_smoothed": 0.5 * (slope * distance).sum() / n_active,
         "zero_weight_share": (weights[active] == 0).sum() / n_active,
         "clamped_share": (difference.abs() > MAX_LOG_RATIO).to(dtype).mean(),
-        "entropy": -old_logprobs.mean(),
     }
     return dict(zip(stats, torch.stack([value.to(dtype) for value in stats.values()]).tolist(), strict=True))
 

@@ -25,7 +25,8 @@ def token_logprobs(
     completion_mask: Tensor,
     temperature: float = 1.0,
     kept: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    with_entropies: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(completion token | everything before it).
 
     Logits are computed at unmasked completion positions only, in chunks of tokens that are recomputed in the
@@ -37,18 +38,21 @@ def token_logprobs(
         temperature: divides the logits, as in the sampling.
         kept: tokens (M,), one unmasked token's after the other, and how many are each's, (N,): log-probs are
             renormalised over them, the nucleus that the token was drawn from. None for all tokens.
+        with_entropies: also return the entropies of the distributions that the log-probs are of.
 
     Returns:
-        (B, T) float32 (float64 for a float64 model), in nats.
+        (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these, the second without
+        gradient.
     """
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
     chunk = chunk_tokens(model)
     states, targets = hidden.split(chunk), completion_ids[completion_mask].split(chunk)
     pieces = [
-        checkpoint(_chunk_logprobs, model, h, target, temperature, chunk_kept, use_reentrant=False)
+        checkpoint(_chunk_logprobs, model, h, target, temperature, chunk_kept, with_entropies, use_reentrant=False)
         for h, target, chunk_kept in zip(states, targets, kept_by_chunk(kept, chunk, len(states)), strict=True)
     ]
-    return unflatten(torch.cat(pieces), completion_mask)
+    logprobs, *entropies = (unflatten(torch.cat(parts), completion_mask) for parts in zip(*pieces, strict=True))
+    return (logprobs, *entropies) if with_entropies else logprobs
 
 
 def hidden_states(
@@ -75,14 +79,16 @@ def _chunk_logprobs(
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
-    kept: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """log pi(target) from hidden states (n, H) and targets (n,): (n,), float32 or wider."""
+    kept: tuple[Tensor, Tensor] | None,
+    with_entropies: bool,
+) -> tuple[Tensor, ...]:
+    """log pi(target) from hidden states (n, H) and targets (n,), and on request entropies: (n,), float32 or wider."""
     logits = head_logits(model, hidden, temperature)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if kept is not None:
         logits = logits.masked_fill(outside(*kept, logits), -torch.inf)
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+    return (logprobs, torch.special.entr(logits.detach().softmax(dim=1)).sum(dim=1)) if with_entropies else (logprobs,)
 
 
 def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:

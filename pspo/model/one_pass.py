@@ -15,6 +15,8 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, kept_by_chunk, outside, unflatten
 
+CACHED = 2**16  # logits that stay in a CPU's cache
+
 
 @dist.gathers_weights
 def backward_in_one_pass(
@@ -28,7 +30,7 @@ def backward_in_one_pass(
     inputs: Sequence[Tensor | None],
     divisors: Tensor,
     kept: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Accumulate the gradient of a loss that is a sum over tokens, each term a function of its own log-prob.
 
     Each chunk of logits is turned into its own gradient, in place; then one backward pass goes through the body.
@@ -40,8 +42,8 @@ def backward_in_one_pass(
         divisors: (B, 1), of every token's loss before the sum (`pspo.losses.token_divisors`).
 
     Returns:
-        The loss, a scalar, and the log-probs, (B, T): bit for bit those of `token_logprobs`. Both without gradient; the
-        model's gradient is that of `token_logprobs` and ``backward()``, to rounding.
+        The loss, a scalar; the log-probs, (B, T), bit for bit those of `token_logprobs`; the entropies, (B, T). All
+        without gradient; the model's gradient is that of `token_logprobs` and ``backward()``, to rounding.
     """
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
     chunk = chunk_tokens(model)
@@ -52,7 +54,7 @@ def backward_in_one_pass(
 
     states = hidden.detach().split(chunk)
     token_inputs = zip(*([None] * len(states) if x is None else chunks(x) for x in inputs), strict=True)
-    loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []
+    loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []  # pieces: log-probs and entropies (n, 2)
     kept_chunks = kept_by_chunk(kept, chunk, len(states))
     parts = (states, chunks(completion_ids), chunks(divisors), kept_chunks, token_inputs)
     for h, target, divisor, chunk_kept, chunk_inputs in zip(*parts, strict=True):
@@ -62,7 +64,9 @@ def backward_in_one_pass(
             probs.masked_fill_(outside(*chunk_kept, probs), -torch.inf)
         logprobs = probs.gather(1, target)  # (n, 1)
         peak = probs.amax(dim=1, keepdim=True)
-        total = probs.sub_(peak).exp_().sum(dim=1, keepdim=True)
+        weighted = exp_(probs.sub_(peak))  # (n, 1), sum of p log p of the unnormalised p
+        total = probs.sum(dim=1, keepdim=True)
+        entropy = total.log() - weighted / total
         logprobs = (logprobs - (total.log() + peak)).requires_grad_()
         chunk_loss = (token_loss(logprobs, *chunk_inputs) / divisor).sum()
         (slopes,) = torch.autograd.grad(chunk_loss, logprobs)
@@ -71,8 +75,17 @@ def backward_in_one_pass(
         with torch.autocast(h.device.type, enabled=False):
             logits.backward(d_logits.to(logits.dtype))
         loss = loss + chunk_loss.detach()
-        pieces.append(logprobs.detach())
+        pieces.append(torch.cat([logprobs.detach(), entropy], dim=1))
         gradients.append(h.grad)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden.backward(torch.cat(gradients))
-    return loss, unflatten(torch.cat(pieces).squeeze(1), completion_mask)
+    return loss, *(unflatten(values, completion_mask) for values in torch.cat(pieces).unbind(dim=1))
+
+
+def exp_(logits: Tensor) -> Tensor:
+    """Exponentiate logits (n, V) in place; returns the sums of exp(x) x, (n, 1). Some rows at a time fit the cache."""
+    sums = []
+    for rows in logits.split(max(1, CACHED // logits.shape[1])):
+        x = rows.nan_to_num(nan=torch.nan, neginf=torch.finfo(rows.dtype).min)  # exp is 0 there, and 0 times it is
+        sums.append(x.mul_(rows.exp_()).sum(dim=1, keepdim=True))
+    return torch.cat(sums)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.hub.adapters import StartingAdapters
+from pspo.records.tokens import TokenRecord
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Learner:
         one_pass: where the loss allows, form gradients while the logits are there; False for the plain step.
         steps: optimizer steps taken.
         microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
+        record: gets what every step computes at tokens.
     """
 
     policy: transformers.PreTrainedModel
@@ -34,6 +36,7 @@ class Learner:
     one_pass: bool = True
     steps: int = 0
     microbatch_limit: int | None = None
+    record: TokenRecord = field(default_factory=TokenRecord)
 
     def __post_init__(self) -> None:
         self.scheduler = self.scheduler or torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)

@@ -9,8 +9,11 @@ import numpy as np
 from pspo.tasks import matches_format
 
 
-def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
-    """Statistics of one rollout from its B rows' values; unknown rewards (NaN) are left out of the means."""
+def rollout_metrics(rows: dict[str, list[Any]], drawn_rewards: list[float] | None = None) -> dict[str, float]:
+    """Statistics of one rollout from its B rows' values; unknown rewards (NaN) are left out of the means.
+
+    ``drawn_rewards`` are those of all rows that were drawn for it, if groups were resampled.
+    """
     pairs = zip(rows["text"], rows["problem"], strict=True)
     formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
     metrics = {
@@ -26,7 +29,25 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
         **({"turns": np.mean(rows["turns"])} if "turns" in rows else {}),
         **({"format_share": np.mean(formats)} if formats else {}),
     }
+    if drawn_rewards is not None:
+        metrics["resampled_share"] = (len(drawn_rewards) - len(rows["reward"])) / len(rows["reward"])
+        metrics["reward_drawn"] = np.mean(known(drawn_rewards))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def sample(rows: dict[str, list[Any]], row: int, step: int, group_size: int) -> dict[str, Any]:
+    """A completion's line of ``samples.jsonl``, of its values in the B rows."""
+    names = ("reward", "advantage", "tokens", "truncated")
+    by_name = {name.removeprefix("reward/"): values[row] for name, values in rows.items() if name.startswith("reward/")}
+    return {
+        "step": step,
+        "problem": rows["index"][row],
+        "sample": row % group_size,
+        **rows["problem"][row].record(),
+        "completion": rows["episode"][row],
+        **{name: rows[name][row] for name in names},
+        "rewards": {name: None if math.isnan(value) else value for name, value in by_name.items()},
+    }
 
 
 def known(values: list[float]) -> list[float]:

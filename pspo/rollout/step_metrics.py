@@ -16,17 +16,19 @@ class StepMetrics:
 
     Attributes:
         loss, kl_reference: scalars, sums over the microbatches so far.
-        tokens: by name (logprobs, old_logprobs, advantages, weights; with a correction sampler_logprobs and
+        tokens: by name (logprobs, old_logprobs, advantages, weights, entropies; with a correction sampler_logprobs and
             correction_ratios) the values (n,) of each microbatch's unmasked tokens.
+        places: what else `recorded` tells of these tokens; never sent to another rank.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, counts: Counts, device: torch.device) -> None:
         self.algorithm, self.counts = algorithm, counts
         self.loss, self.kl_reference = torch.zeros(2, device=device)
         self.tokens: dict[str, list[Tensor]] = defaultdict(list)
+        self.places: dict[str, list[Tensor]] = defaultdict(list)
 
-    def add(self, batch: Batch, logprobs: Tensor, loss: Tensor) -> None:
-        """Add a microbatch: the policy's log-probs (b, t), and its share of the loss, both without gradient."""
+    def add(self, batch: Batch, logprobs: Tensor, entropies: Tensor, loss: Tensor) -> None:
+        """Add a microbatch, without gradients: the policy's log-probs and entropies (b, t), its share of the loss."""
         algorithm, mask, old = self.algorithm, batch.rollout.loss_mask, batch.old_logprobs  # (b, t)
         self.loss += loss
         if batch.ref_logprobs is not None:
@@ -35,32 +37,50 @@ class StepMetrics:
         advantages = batch.advantages[:, None]  # (b, 1)
         weights = token_weights(algorithm.surrogate, logprobs, old, advantages, mask)
         values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "weights": weights}
+        values["entropies"] = entropies
         if algorithm.correction != "none":
             sampler = batch.rollout.sampler_logprobs
             ratios = correction_ratios(old, sampler, mask, algorithm.correction)
             values |= {"sampler_logprobs": sampler, "correction_ratios": ratios}
         for name, value in values.items():
             self.tokens[name].append(value.expand_as(mask)[mask])
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        places = {
+            "row": batch.indices[:, None],
+            "position": positions,
+            "sampler_logprob": batch.rollout.sampler_logprobs,
+        }
+        for name, value in (places | {"reference_logprob": batch.ref_logprobs}).items():
+            if value is not None:
+                self.places[name].append(value.expand_as(mask)[mask])
+
+    def recorded(self) -> dict[str, Tensor]:
+        """Values (n,) at this rank's tokens as `pspo.records.tokens` has them; to be called before `reduce`."""
+        names = {"logprobs": "logprob", "old_logprobs": "old_logprob", "advantages": "advantage", "weights": "weight",
+                 "entropies": "entropy"}  # fmt: skip
+        values = {column: self.tokens[name] for name, column in names.items()} | self.places
+        return {name: torch.cat(parts) for name, parts in values.items()}
 
     def reduce(self) -> bool:
         """Reduce over the ranks, rank 0 alone having all tokens; returns whether loss and log-probs are finite."""
         self.loss, self.kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
-        stacked = torch.stack([torch.cat(values) for values in self.tokens.values()])  # (4 or 6, n)
+        stacked = torch.stack([torch.cat(values) for values in self.tokens.values()])  # (5 or 7, n)
         finite = torch.isfinite(self.loss + stacked[0].sum())
         self.tokens = dict(zip(self.tokens, dist.gather_columns(stacked), strict=True))
         return not dist.max_over_ranks(not finite)
 
     def compute(self) -> dict[str, float]:
-        """`diagnose` and `diagnose_correction` over all ranks' tokens with A != 0, the same ones for every method."""
+        """`diagnose` and `diagnose_correction` over all ranks' tokens with A != 0, and the entropy over all tokens."""
 
         def over_all_tokens() -> dict[str, float]:
             tokens, correction = dict(self.tokens), {}
-            active = tokens["advantages"] != 0
+            entropies, active = tokens.pop("entropies"), tokens["advantages"] != 0
+            entropy = {"entropy": (entropies.sum() / max(len(entropies), 1)).item()}
             sampler, ratios = tokens.pop("sampler_logprobs", None), tokens.pop("correction_ratios", None)
             if sampler is not None:
                 cap = self.algorithm.correction_cap
                 correction = diagnose_correction(tokens["old_logprobs"], sampler, ratios, active, cap)
-            return diagnose(**tokens, mask=active) | correction
+            return diagnose(**tokens, mask=active) | entropy | correction
 
         metrics = {"loss": self.loss.item()}
         if self.algorithm.beta > 0:

@@ -114,8 +114,8 @@ class Checkpointer:
                     (temporary / f"rank-{rank}.pt").write_bytes(state)
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
                 write_manifest(temporary)
-                for records in self.output.glob("*.jsonl"):  # which a resumed run cuts back to this step
-                    sync(records)
+                for file in (*self.output.glob("*.jsonl"), *self.output.glob("tokens.parquet/*")):  # a resume cuts
+                    sync(file)
             prune(self.output, self.config.run.keep)
 
         dist.run_on_main(write)

@@ -4,11 +4,11 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from itertools import chain, islice
+from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
@@ -18,9 +18,12 @@ from pspo.environments import transcripts
 from pspo.optimizers.learner import Learner
 from pspo.records.files import append_text, to_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint, writing
-from pspo.records.metrics import known, rollout_metrics, status
+from pspo.records.metrics import rollout_metrics, sample, status
+from pspo.records.tokens import TokenRecord, write_tokens
 from pspo.records.trackers import Tracker
 from pspo.rollout import Experience, Prompts
+
+STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 
 
 class Recorder:
@@ -39,6 +42,9 @@ class Recorder:
         self.config, self.learner, self.tokenizer, self.prompts = config, learner, tokenizer, prompts
         self.output, self.began = output, time.perf_counter()
         self.tokens, self.skipped, self.first_step = 0, 0, 0
+        groups, group_size = config.rollout.prompts // dist.world_size(), config.rollout.group_size
+        recorded = min(max(config.run.record_tokens - groups * dist.rank(), 0), groups)  # of this rank's
+        learner.record = TokenRecord(recorded * group_size)
         self._clear()
 
     def _clear(self) -> None:
@@ -78,33 +84,31 @@ class Recorder:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def describe(self, experience: Experience, steps: list[dict[str, float]]) -> None:
-        """Count a rollout that was trained on and begin its line: statistics of all ranks' rows, a few samples."""
-        group_size = self.config.rollout.group_size
+        """Count a rollout that was trained on and begin its line: statistics of all ranks' rows, a few groups."""
         self.steps, self.first_step = steps, self.learner.steps - len(steps)
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens))
         self.line = {"step": self.learner.steps, "tokens": self.tokens}
-        by_rank = dist.gather_on_main((experience.drawn_rewards, self._rows(experience)))
+        run, group_size = self.config.run, self.config.rollout.group_size
+        visits = self.learner.record.take(self.tokenizer, experience, group_size)
+        by_rank = dist.gather_on_main((experience.drawn_rewards, self._rows(experience), visits))
         if not dist.is_main():
             return
-        rows = {name: list(chain(*(values[name] for _, values in by_rank))) for name in by_rank[0][1]}
-        rows["problem"] = [self.prompts.problems[i] for i in rows["problem"]]
-        self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy one
-        if self.config.rollout.resample:
-            drawn_rewards = list(chain(*(values for values, _ in by_rank)))
-            self.line["resampled_share"] = (len(drawn_rewards) - len(rows["reward"])) / len(rows["reward"])
-            self.line["reward_drawn"] = float(np.mean(known(drawn_rewards)))
+        drawn_rewards, rows, visits = zip(*by_rank, strict=True)
+        rows = {name: list(chain(*(values[name] for values in rows))) for name in rows[0]}
+        rows["problem"] = [self.prompts.problems[i] for i in rows["index"]]
+        drawn_rewards = list(chain(*drawn_rewards)) if self.config.rollout.resample else None
+        self.line |= rollout_metrics(rows, drawn_rewards) | steps[-1]  # the most off-policy one
         self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
-        shown = zip(*(rows[name][::group_size] for name in ("problem", "episode", "reward")), strict=True)
-        self.samples = to_jsonl(
-            {"step": self.learner.steps, **problem.record(), "completion": text, "reward": reward}
-            for problem, text, reward in islice(shown, self.config.run.samples)
-        )
+        recorded = min(max(run.samples, run.record_tokens) * group_size, len(rows["reward"]))
+        self.samples = to_jsonl(sample(rows, row, self.learner.steps, group_size) for row in range(recorded))
+        with writing(f"cannot write into {self.output}", self.output):
+            write_tokens(self.output, self.learner.steps, visits)
 
     def _rows(self, experience: Experience) -> dict[str, list[Any]]:
         """By name a value for each row of this rank."""
         rollout, group_size = experience.rollout, self.config.rollout.group_size
         rows = {
-            "problem": [i for i in experience.prompts for _ in range(group_size)],
+            "index": [i for i in experience.prompts for _ in range(group_size)],
             "text": rollout.texts,
             "episode": transcripts(self.tokenizer, rollout),
             "reward": experience.rewards.tolist(),
@@ -138,10 +142,9 @@ class Recorder:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("tokens", "skipped", "first_step", "line", "samples", "steps")}
-        return state | {"seconds": dict(self.seconds), "elapsed": self.elapsed}
+        return {name: copy(getattr(self, name)) for name in STATE} | {"elapsed": self.elapsed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.began = time.perf_counter() - state["elapsed"]
-        for name in ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds"):
+        for name in STATE:
             setattr(self, name, state[name])

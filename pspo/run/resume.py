@@ -14,6 +14,7 @@ from pspo import distributed as dist
 from pspo.config import RunConfig, TrainConfig
 from pspo.records.files import read_json, read_jsonl, to_jsonl, to_yaml, write_text
 from pspo.records.folders import checkpoints, damage, hidden, prune, remove, step_of, tidy
+from pspo.records.tokens import FOLDER
 from pspo.run.changes import (
     LONGER,
     STEERED,
@@ -209,6 +210,9 @@ def cut_back(run: Path, steps: int, keep: int) -> None:
     prune(run, keep)
     for name in ("test-after.jsonl", "test-final.jsonl"):
         (run / name).unlink(missing_ok=True)
+    for rollout in (run / FOLDER).glob("step-*.parquet"):
+        if int(rollout.stem.removeprefix("step-")) > steps:
+            rollout.unlink()
     for path in (run / "metrics.jsonl", run / "samples.jsonl"):
         if path.exists():
             write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= steps))
