@@ -4,6 +4,7 @@ python -m pspo.train       train a model
 python -m pspo.evaluate    evaluate a model on a data set
 python -m pspo.sweep       train and evaluate methods, settings and seeds as one file lists them
 python -m pspo.report      tables and figures of runs
+python -m pspo.view        a page to look inside runs: curves, groups, tokens, findings
 python -m pspo.export      merge LoRA adapters into their model
 """
 

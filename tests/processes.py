@@ -146,7 +146,8 @@ def kill_at_file_event(n: int) -> None:
 def contents(run: Path) -> dict[str, object]:
     """Everything that a run leaves, without times, memory and the folder's name."""
     files: dict[str, object] = {}
-    for path in (path for path in run.rglob("*") if path.is_file() and path.name != "manifest.json"):
+    left_out = ("manifest.json", "starts.jsonl")
+    for path in (path for path in run.rglob("*") if path.is_file() and path.name not in left_out):
         content: object = path.read_bytes()
         if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]

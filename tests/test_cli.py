@@ -119,7 +119,7 @@ def test_what_a_run_says_and_writes(run):
     assert list(folder.parent.iterdir()) == [folder]
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
-        "summary.json", "test-after.jsonl", "test-before.jsonl", "test-final.jsonl",
+        "starts.jsonl", "summary.json", "test-after.jsonl", "test-before.jsonl", "test-final.jsonl", "tokens.parquet",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
     for model in (folder / "best", folder / "final", *(folder / "checkpoints").iterdir()):
@@ -143,9 +143,14 @@ def test_metrics_samples_and_summary(run):
         assert (line["lr"], line["step_skipped"]) == (3e-5, 0)
 
     samples, summary = read_jsonl(run[0] / "samples.jsonl"), read_json(run[0] / "summary.json")
-    assert [sample["step"] for sample in samples] == [2, 2, 4, 4]
+    groups = [(step, sample) for step in (2, 4) for _ in range(2) for sample in range(4)]
+    assert [(sample["step"], sample["sample"]) for sample in samples] == groups
     for sample in samples:
-        assert set(sample) == {"step", "prompt", "gold", "completion", "reward"}
+        assert set(sample) == {"step", "problem", "sample", "prompt", "gold", "completion", "reward", "advantage",
+                               "tokens", "truncated", "rewards"}  # fmt: skip
+        group = [other["reward"] for other in samples if other["problem"] == sample["problem"]]
+        assert sample["advantage"] == pytest.approx(sample["reward"] - sum(group) / 4, abs=1e-6)
+        assert sample["rewards"] == {"MathReward": sample["reward"]}
         assert sample["reward"] in (0, 0.05, 1)
         assert "<|im" not in sample["completion"]
     for moment in ("before", "after"):
@@ -343,7 +348,7 @@ def test_chats_with_text_answers_and_further_columns(here, capsys):
         pandas.DataFrame(rows | {"prompt": chats}).to_parquet(here / "words" / f"{split}.parquet")
     switches = ["--data.name=file", "--data.path=words", "--reward.functions=[near.Near]"]
     (line,) = fast(*switches, "--data.answer_kind=text", "--run.test_limit=2")
-    sample, _ = read_jsonl(here / "out/samples.jsonl")
+    sample = read_jsonl(here / "out/samples.jsonl")[0]
     assert sample["prompt"] in chats
     assert sample["fields"] == {"answer": sample["gold"], "weight": 0.5, "day": "2024-07-02"}
     assert sample["reward"] == line["reward"] == len(sample["gold"]) + 1  # one of the two is held out

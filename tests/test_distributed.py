@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from processes import assert_same, at_call, before, contents, one_layer, ranks, run_command, send
@@ -294,10 +295,19 @@ def test_both_strategies_are_one_run(whole):
     ddp, fsdp2 = (contents(run) for run in whole.values())
     assert all(line["grad_norm"] > 0 for line in ddp["metrics.jsonl"])
     assert ddp["metrics.jsonl"][0] == pytest.approx(fsdp2["metrics.jsonl"][0], rel=1e-3, abs=1e-4)
-    first = [json.loads(line) for line in ddp["samples.jsonl"].splitlines()[:2]]
-    assert [json.loads(line) for line in fsdp2["samples.jsonl"].splitlines()[:2]] == first
-    assert [sample["step"] for sample in first] == [2, 2]
+    first = [json.loads(line) for line in ddp["samples.jsonl"].splitlines()[:8]]
+    assert [json.loads(line) for line in fsdp2["samples.jsonl"].splitlines()[:8]] == first
+    assert [sample["step"] for sample in first] == [2] * 8
     assert len({sample["prompt"] for sample in first}) == 2  # of both ranks' prompts
+    for run in whole.values():
+        tokens = pd.read_parquet(run / "tokens.parquet")
+        visits = tokens[["step", "problem", "sample", "position"]]
+        assert not visits.duplicated().any()
+        for sample in first:
+            own = tokens[(tokens.problem == sample["problem"]) & (tokens["sample"] == sample["sample"])]
+            assert set(own.step) <= {1, 2}
+            assert len(own) in (0, 2 * sample["tokens"])  # every token at both steps, or a row without advantage
+            assert len(own) > 0 or sample["advantage"] == 0
 
 
 def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):

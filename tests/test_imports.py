@@ -29,6 +29,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"run"},
     {"train"},
     {"sweep", "report", "export", "__main__"},
+    {"view"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ALGORITHM = ("train.py", "update.py", "losses/", "rollout/", *(f"model/{name}" for name in ("log", "one", "shared")))

@@ -117,6 +117,12 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         print(line)
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
+    from pspo.evaluate.findings import find_in  # slow to import: pandas
+
+    folder = Path(summary["best_model"]).parent
+    for finding in find_in(folder, summary)[:3]:
+        print(f"finding: {finding.text}. Try: {finding.advice}")
+    print(f"look inside: python -m pspo.view {folder}")
     if summary["before"] or config.data.name != "file":  # which may hold no test problems
         print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
 

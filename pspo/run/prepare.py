@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.optimizers.learner import Learner
-from pspo.records.files import environment, flat, read_config, to_yaml, write_json, write_text
+from pspo.records.files import append_text, environment, flat, read_config, to_jsonl, to_yaml, write_json, write_text
 from pspo.records.folders import check_output, checkpoints, claim
 from pspo.records.trackers import check_tracker
 from pspo.rollout import Prompts, TransformersSampler, check_decoder, load_prompts, make_sampling
@@ -93,7 +94,7 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
     if resumed or config.run.fork_from:
         restore(config, resolved, checkpointer)
         dist.run_on_main(lambda: update_config(output, resolved))
-    dist.run_on_main(lambda: write_environment(output, device))
+    dist.run_on_main(lambda: write_start(output, device, learner.steps))
     return Run(config, **parts, checkpointer=checkpointer, output=output, resources=resources)
 
 
@@ -214,7 +215,8 @@ def make_output(output: Path, resolved: str, resources: contextlib.ExitStack) ->
     write_text(output / "config.yaml", resolved)
 
 
-def write_environment(output: Path, device: torch.device) -> None:
-    """Write environment.json, once for a run."""
+def write_start(output: Path, device: torch.device, step: int) -> None:
+    """Write environment.json, once for a run, and the step of every start."""
     if not (path := output / "environment.json").exists():
         write_json(path, environment(str(device), dist.world_size()))
+    append_text(output / "starts.jsonl", to_jsonl([{"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S")}]))

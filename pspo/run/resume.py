@@ -27,7 +27,7 @@ from pspo.run.changes import (
 )
 from pspo.run.checkpointer import Checkpointer
 
-OURS = {".lock", "config.yaml", "data", "environment.json"}  # in a run's folder before anything is computed
+OURS = {".lock", "config.yaml", "data", "environment.json", "starts.jsonl"}  # of a run that has computed nothing
 
 
 def run_to_resume(resume: str, output_dir: str | None) -> Path | None:

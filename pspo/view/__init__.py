@@ -1,0 +1,23 @@
+"""Look inside runs: ``python -m pspo.view RUN``, or ``pspo.view("runs/mine")`` in a notebook."""
+
+import html
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class CallableModule(ModuleType):
+    """Makes this module callable: ``pspo.view("runs/mine")``."""
+
+    def __call__(self, *runs: str | Path, surrogates: tuple[str, ...] = (), height: int = 900) -> Any:
+        """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
+        from IPython.display import HTML
+
+        from pspo.view.page import make_page
+
+        page = html.escape(make_page([Path(run) for run in runs], surrogates))
+        return HTML(f'<iframe srcdoc="{page}" style="width: 100%; height: {height}px; border: 0"></iframe>')
+
+
+sys.modules[__name__].__class__ = CallableModule

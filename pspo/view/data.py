@@ -1,0 +1,278 @@
+"""What the page shows, as plain data: curves, groups, tokens under several surrogates, tests before and after."""
+
+import ast
+import base64
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from pyarrow import parquet
+from scipy.stats import t
+from torch.nn.utils.rnn import pad_sequence
+
+from pspo.cli.parse import import_path, resolve, subclasses
+from pspo.evaluate.findings import find
+from pspo.losses import Surrogate, token_weights
+from pspo.records.files import read_json, read_jsonl
+from pspo.records.tokens import FOLDER
+from pspo.report.runs import ARGUMENT, DATA, MODEL, SEED, SURROGATE, Runs, labels, settings
+from pspo.report.tables import SEEDS_FOR_AN_INTERVAL
+
+MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
+MOST_SAMPLES = 8_000  # completions on it, of each run
+LONGEST = 20_000  # characters of a completion on the page
+MOST_CHANGES = 200  # test problems that came out differently
+RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
+
+Record = dict[str, Any]
+
+
+def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
+    """Everything on the page; ``surrogates`` by the name they are shown by, each run's own is added."""
+    label = labels(runs.configs)
+    folders = [Path(run) for run in runs.configs.index if (Path(run) / "config.yaml").is_file()]
+    return {
+        "curves": list(curves(runs, label)),
+        "runs": [describe_run(folder, runs, label[str(folder)]) for folder in folders],
+        "surrogates": {name: surrogate_curve(of) for name, of in {**surrogates, **own_surrogates(runs)}.items()},
+        **recorded(folders, surrogates),
+        "tests": [changed_tests(folder) for folder in folders],
+    }
+
+
+# Curves
+
+
+def curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
+    """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
+    metrics = pd.concat([untrained(runs), runs.metrics.assign(time=elapsed(runs.metrics))], ignore_index=True)
+    setting = settings(runs.configs)
+    names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
+    groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
+    means, counts = groups.mean(), groups.count()
+    half = groups.sem() * t.ppf(0.975, (counts - 1).where(counts >= SEEDS_FOR_AN_INTERVAL))
+    for number, members in setting.groupby(setting, sort=False).groups.items():
+        ends = {"mean": means, "low": means - half, "high": means + half}
+        sides = {side: table.loc[number].dropna(axis=1, how="all") for side, table in ends.items()}
+        yield {
+            "label": label[members[0]],
+            "setting": number,
+            "seeds": len(members),
+            "step": encoded(sides["mean"].index),
+            **{side: {name: encoded(table[name]) for name in table} for side, table in sides.items()},
+        }
+
+
+def untrained(runs: Runs) -> pd.DataFrame:
+    """The validations of step 0, of runs that are finished."""
+    rows = [pd.DataFrame(columns=["run", "step"])]
+    for run in runs.configs.index:
+        summary = Path(run) / "summary.json"
+        if summary.is_file() and (known := read_json(summary).get("validation", {}).get("untrained")):
+            rows.append(pd.DataFrame([known | {"run": run, "time": 0.0}]))
+    return pd.concat(rows)
+
+
+def elapsed(metrics: pd.DataFrame) -> pd.Series:
+    """Seconds of every run up to each of its rollouts."""
+    return metrics.filter(like="seconds/").sum(axis=1).groupby(metrics["run"]).cumsum()
+
+
+def encoded(values: Any) -> str:
+    """Numbers as the base64 text of float32, which the page reads without rounding."""
+    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
+
+# Runs
+
+
+def describe_run(folder: Path, runs: Runs, label: str) -> Record:
+    """A run's name, its ends, what happened on its way, and what the doctor finds."""
+    config = runs.configs.loc[str(folder)]
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    metrics = runs.metrics[runs.metrics["run"] == str(folder)].dropna(axis=1, how="all")
+    return {
+        "name": folder.name,
+        "label": label,
+        "about": about(config, int(metrics["step"].max()), summary),
+        "surrogate": str(folder),
+        "events": sorted(events(folder, summary), key=lambda event: event["step"]),
+        "findings": [finding._asdict() for finding in find(metrics, dict(config), summary)],
+    }
+
+
+def about(config: pd.Series, step: int, summary: Record) -> str:
+    """A run in a line: model, data, method, how far it is, and its test."""
+    parts = [
+        f"{Path(config[MODEL]).name} on {config[DATA]}",
+        config[SURROGATE].rpartition(".")[2],
+        f"seed {config[SEED]}",
+    ]
+    parts.append(f"step {step} of {config['run.max_steps']}")
+    if summary.get("before"):
+        name = next(name for name in ("accuracy", "mean_reward") if name in summary["before"])
+        parts.append(
+            f"{name.replace('_', ' ')} {summary['before'][name]:.3f} before, {summary['after'][name]:.3f} after"
+        )
+    return " · ".join(parts)
+
+
+def events(folder: Path, summary: Record) -> Iterator[Record]:
+    """Best model, changed switches, forks, and starts after the first."""
+    best = folder / "best" / "validation.json"
+    step = read_json(best)["step"] if best.is_file() else summary.get("best_step")
+    if step is not None:
+        yield {"step": step, "kind": "best", "text": f"best model (step {step})"}
+    for change in read_jsonl(folder / "changes.jsonl"):
+        fork = change["switch"] == "run.fork_from"
+        text = "forked" if fork else "--{switch} {old} -> {new}".format_map(change)
+        yield {"step": change["step"], "kind": "fork" if fork else "change", "text": text}
+    for start in read_jsonl(folder / "starts.jsonl")[1:]:
+        yield {"step": start["step"], "kind": "resume", "text": f"resumed at step {start['step']}"}
+
+
+def changed_tests(folder: Path) -> list[Record]:
+    """Test problems whose completion changed its worth in training: what became worse first."""
+    before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
+    if not before or not after:
+        return []
+    key = "reward" if all(record["correct"] is None for record in before) else "correct"
+    changes = []
+    for old, new in zip(before, after, strict=False):
+        if None not in (old[key], new[key]) and old[key] != new[key]:
+            sides = {name: {"text": clipped(of["completion"]), "value": float(of[key])}
+                     for name, of in (("before", old), ("after", new))}  # fmt: skip
+            changes.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], **sides})
+    changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
+    return changes[:MOST_CHANGES]
+
+
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... {len(text) - LONGEST:,} characters more"
+
+
+# Groups and tokens
+
+
+def recorded(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
+    """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
+    files = [{step_of(file): file for file in (folder / FOLDER).glob("step-*.parquet")} for folder in folders]
+    visits = sum(parquet.read_metadata(file).num_rows for of_run in files for file in of_run.values())
+    groups, left_out = [], 0
+    for run, (folder, tokens) in enumerate(zip(folders, files, strict=True)):
+        samples = [sample for sample in read_jsonl(folder / "samples.jsonl") if "sample" in sample]
+        steps = sorted({sample["step"] for sample in samples})
+        every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
+        shown = {*steps[::every], *steps[-1:]}
+        left_out += len(steps) - len(shown)
+        starts = [i for i, sample in enumerate(samples) if sample["sample"] == 0]
+        sequences = {step: read_sequences(tokens[step], surrogates) for step in shown & tokens.keys()}
+        for start, end in pairwise([*starts, len(samples)]):
+            first = samples[start]
+            if first["step"] in shown:
+                of_step = sequences.get(first["step"], {})
+                completions = [completion(sample, of_step) for sample in samples[start:end]]
+                about = {"run": run, "gold": first["gold"], "prompt": prompt_text(first["prompt"])}
+                groups.append(
+                    about | {name: first[name] for name in ("step", "problem")} | {"completions": completions}
+                )
+    return {"groups": groups, "left_out": left_out}
+
+
+def step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
+
+
+def completion(sample: Record, sequences: dict[tuple[int, int], list[Record]]) -> Record:
+    """A line of ``samples.jsonl``, with what optimizer steps computed at its tokens, None if none visited it."""
+    known = sequences.get((sample["problem"], sample["sample"]))
+    names = ("reward", "rewards", "advantage", "tokens", "truncated")
+    text = clipped(sample["completion"])
+    return {name: sample[name] for name in names} | {"text": text, "recorded": known.pop(0) if known else None}
+
+
+def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[int, int], list[Record]]:
+    """By problem and sample the completions that a rollout's file has: their tokens, and every visit to them."""
+    table = pd.read_parquet(file)
+    keys = ["step", "problem", "sample"]
+    begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
+    table["sequence"] = begins.cumsum()
+    for name, surrogate in surrogates.items():
+        table[f"weight {name}"] = surrogate_weights(surrogate, table)
+    found: dict[tuple[int, int], list[Record]] = {}
+    counts: Counter[tuple[int, int, int]] = Counter()  # a problem may come twice in a rollout
+    for _, tokens in table.groupby("sequence"):
+        step, problem, sample = (int(tokens[key].iloc[0]) for key in keys)
+        known = found.setdefault((problem, sample), [])
+        if len(known) == counts[step, problem, sample]:
+            fixed = {name: encoded(tokens[name]) for name in ("old_logprob", "sampler_logprob", "reference_logprob")
+                     if tokens[name].notna().any()}  # fmt: skip
+            known.append({"text": list(tokens["text"]), "id": tokens["token_id"].tolist(), "visits": []} | fixed)
+        weights = {name: encoded(tokens[f"weight {name}"]) for name in surrogates}
+        visit = {"step": step, "weights": weights | {"": encoded(tokens["weight"])}}
+        visit |= {name: encoded(tokens[name]) for name in ("logprob", "entropy")}
+        known[counts[step, problem, sample]]["visits"].append(visit)
+        counts[step, problem, sample] += 1
+    return found
+
+
+def surrogate_weights(surrogate: Surrogate, table: pd.DataFrame) -> np.ndarray:
+    """`token_weights` (n,) of a surrogate at the recorded tokens, by the code that trains."""
+    lengths = table.groupby("sequence").size().tolist()
+    names = ("logprob", "old_logprob", "advantage")
+    values = [pad_sequence(torch.tensor(table[name].to_numpy()).split(lengths), batch_first=True) for name in names]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, T)
+    return token_weights(surrogate, *values, mask)[mask].numpy()
+
+
+# Surrogates
+
+
+def surrogate_curve(surrogate: Surrogate) -> Record | None:
+    """dL/dlogprob against the ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
+    if not surrogate.token_local:
+        return None
+    logprobs, ones = torch.tensor(np.log(RATIOS), dtype=torch.float32)[None], torch.ones(1, len(RATIOS))
+    weights = [token_weights(surrogate, logprobs, 0 * ones, sign * ones, ones.bool())[0].numpy() for sign in (1, -1)]
+    return {"ratio": encoded(RATIOS), "above": encoded(weights[0]), "below": encoded(weights[1])}
+
+
+def make_surrogate(text: str) -> Surrogate:
+    """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        name, words = (call.func, call.keywords) if isinstance(call, ast.Call) else (call, [])
+        path = resolve(ast.unparse(name), Surrogate, "surrogates")
+        arguments = {word.arg: ast.literal_eval(word.value) for word in words}
+        return import_path(path if "." in path else f"pspo.losses.{path}")(**arguments)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"--surrogates {text}: {error}; write Name or 'Name(parameter=1.0)'") from error
+
+
+def own_surrogates(runs: Runs) -> dict[str, Surrogate]:
+    """Each run's own, by its folder, of those that can be imported here."""
+    found = {}
+    for run, switches in runs.configs.iterrows():
+        arguments = switches[switches.index.str.startswith(ARGUMENT)].dropna()
+        with contextlib.suppress(Exception):  # a module of the user's raises anything
+            words = {name.removeprefix(ARGUMENT): value for name, value in arguments.items()}
+            found[str(run)] = import_path(switches[SURROGATE])(**words)
+    return found
+
+
+def built_in_surrogates() -> dict[str, Surrogate]:
+    """Those of `pspo.losses` with their defaults, by name."""
+    return {cls.__name__: cls() for cls in subclasses(Surrogate) if cls.__module__.startswith("pspo.losses")}

@@ -1,0 +1,215 @@
+"""The page of `pspo.view`: its numbers are the parquet's and the trainer's, and nothing that a model wrote can run."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import pspo
+from pspo.losses import PSPO, Clip, Surrogate, token_weights
+from pspo.records.files import append_jsonl, read_jsonl
+from pspo.train import main as train
+from pspo.view.__main__ import main as view
+from pspo.view.data import make_surrogate, surrogate_weights
+from pspo.view.page import make_page
+
+HOSTILE = [
+    "</script><script>document.body.dataset.hacked = 1</script>",
+    "<img src=x onerror='document.body.dataset.hacked = 1'>",
+    "]]> --> {{ 7 * 7 }} {% raw %} &lt; \u2028\u2029",
+    "\ud800 alone",
+    "\u202eright to left\u2066",
+    "\x1b[2J\x1b[31mred\x07\x00",
+    "x" * 100_000,
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("view")
+    for seed in (0, 1):
+        train([
+            "--run.max_steps=6", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=16",
+            "--run.validate_every=4", "--run.validation_limit=4", "--data.limit=20", "--algorithm.surrogate=Clip",
+            "--optimizer.lr=1e-3", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
+            f"--run.output_dir={folder}/seed-{seed}",
+        ])  # fmt: skip
+    return folder
+
+
+def data_of(page: str) -> dict:
+    (packed,) = re.findall(r'id="data">([\w+/=]+)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def numbers(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<f4")
+
+
+def recorded(data: dict) -> list[tuple[dict, dict]]:
+    return [(group, one) for group in data["groups"] for one in group["completions"] if one["recorded"]]
+
+
+def test_tokens_are_those_of_the_parquet_and_weights_those_of_the_trainer(runs):
+    run = runs / "seed-0"
+    table = pd.read_parquet(run / "tokens.parquet")
+    data = data_of(make_page([run]))
+    seen = 0
+    for group, one in recorded(data):
+        for visit in one["recorded"]["visits"]:
+            own = table[(table.step == visit["step"]) & (table.problem == group["problem"])]
+            own = own[own["sample"] == group["completions"].index(one)].sort_values("position")
+            seen += len(own)
+            for name in ("logprob", "entropy"):
+                np.testing.assert_array_equal(numbers(visit[name]), own[name].to_numpy())
+            np.testing.assert_array_equal(numbers(one["recorded"]["old_logprob"]), own["old_logprob"].to_numpy())
+            np.testing.assert_array_equal(numbers(visit["weights"][""]), own["weight"].to_numpy())
+            np.testing.assert_array_equal(numbers(visit["weights"]["Clip"]), own["weight"].to_numpy())  # the run's own
+            assert one["recorded"]["text"] == own["text"].tolist()
+            assert one["advantage"] == pytest.approx(own["advantage"].iloc[0], abs=1e-6)
+    assert seen == len(table) > 0
+
+
+@pytest.mark.parametrize("name", ["Clip(epsilon=0.01)", "PSPO", "P3O(tau=2.0)", "GSPO", "own_loss.Squared"])
+def test_weights_are_the_slope_of_the_loss(runs, name, monkeypatch, tmp_path):
+    """By finite differences in float64, token by token, of the loss summed over a completion."""
+    (tmp_path / "own_loss.py").write_text(
+        "from dataclasses import dataclass\nfrom pspo.losses import Surrogate\n"
+        "@dataclass(frozen=True)\nclass Squared(Surrogate):\n"
+        "    def __call__(self, logprobs, old_logprobs, advantages, mask):\n"
+        "        return (advantages * logprobs.square()).where(mask, 0.0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    surrogate = make_surrogate(name)
+    pairs = recorded(data_of(make_page([runs / "seed-0"], [name])))
+    _, one = next(pair for pair in pairs if len(pair[1]["recorded"]["id"]) > 5)
+    visit = one["recorded"]["visits"][-1]
+    logprobs = torch.tensor(numbers(visit["logprob"]).copy()).double()[None]
+    old = torch.tensor(numbers(one["recorded"]["old_logprob"]).copy()).double()[None]
+    advantages, mask = torch.tensor([[one["advantage"]]], dtype=torch.float64), torch.ones_like(old, dtype=torch.bool)
+    shown = numbers(visit["weights"][name])
+    for t in range(logprobs.shape[1]):
+        step = torch.zeros_like(logprobs)
+        step[0, t] = 1e-6
+        up, down = (surrogate(logprobs + sign * step, old, advantages, mask).sum() for sign in (1, -1))
+        assert shown[t] == pytest.approx(((up - down) / 2e-6).item(), abs=1e-6, rel=1e-5)
+
+
+def test_weights_of_a_whole_file_are_those_of_each_completion_alone(runs):
+    """Padding to the longest changes no bit."""
+    table = pd.read_parquet(runs / "seed-0" / "tokens.parquet")
+    table["sequence"] = ((table["position"] == 0).cumsum()).to_numpy()
+    together = surrogate_weights(Clip(0.01), table)
+    alone = []
+    for _, of_one in table.groupby("sequence"):
+        names = ("logprob", "old_logprob", "advantage")
+        logprobs, old, advantages = (torch.tensor(of_one[name].to_numpy())[None] for name in names)
+        alone.append(token_weights(Clip(0.01), logprobs, old, advantages, torch.ones_like(old, dtype=torch.bool))[0])
+    np.testing.assert_array_equal(together, torch.cat(alone).numpy())
+
+
+def test_curves_are_means_over_seeds(runs):
+    data = data_of(make_page([runs]))
+    (curve,) = data["curves"]
+    assert curve["seeds"] == 2
+    assert curve["low"] == {}  # two seeds have no interval
+    lines = [pd.DataFrame(read_jsonl(runs / f"seed-{seed}" / "metrics.jsonl")).set_index("step") for seed in (0, 1)]
+    steps = numbers(curve["step"])
+    assert steps.tolist() == [0, *lines[0].index]
+    expected = (lines[0]["reward"] + lines[1]["reward"]) / 2
+    np.testing.assert_allclose(numbers(curve["mean"]["reward"])[1:], expected, rtol=1e-6)
+    summaries = [json.loads((runs / f"seed-{seed}/summary.json").read_text()) for seed in (0, 1)]
+    first = sum(summary["validation"]["untrained"]["validation_reward"] for summary in summaries) / 2
+    assert numbers(curve["mean"]["validation_reward"])[0] == pytest.approx(first)
+
+
+def test_changed_tests_come_worst_first(runs):
+    (changes,) = data_of(make_page([runs / "seed-0"]))["tests"]
+    before, after = (read_jsonl(runs / "seed-0" / f"test-{when}.jsonl") for when in ("before", "after"))
+    moved = [new["correct"] - old["correct"] for old, new in zip(before, after, strict=True)]
+    assert [change["after"]["value"] - change["before"]["value"] for change in changes] == sorted(filter(None, moved))
+
+
+def test_what_a_model_wrote_is_data(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "</title><b>run"))
+    samples = read_jsonl(run / "samples.jsonl")
+    pairs = zip(samples, HOSTILE, strict=False)
+    lines = [sample | {"completion": text, "prompt": text, "gold": text} for sample, text in pairs]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = make_page([run])
+    assert page.isascii() or "\ud800" not in page
+    assert "hacked" not in page
+    assert "<b>run" not in page
+    texts = [one["text"] for group in data_of(page)["groups"] for one in group["completions"]]
+    assert texts[:4] == HOSTILE[:4]
+    assert texts[6].startswith("x" * 20_000)
+    assert len(texts[6]) < 20_100
+
+
+def test_no_host_is_asked_for_anything(runs):
+    page = make_page([runs / "seed-0"])
+    assert len(page) < 4e6
+    assert not re.search(r"(src|href)\s*=|@import|url\(", page.partition('id="data"')[0])
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["Clap", "Clip(", "Clip(epsilon=", "Clip(width=1)", "json.JSONDecoder", "no_such.Loss", "Clip(epsilon=-1)"]
+)
+def test_what_is_no_surrogate_is_said(runs, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        view([str(runs / "seed-0"), "--surrogates", text])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("pspo.view: error: ")
+
+
+def test_a_built_in_surrogate_by_name_and_arguments():
+    assert make_surrogate("PSPO") == PSPO()
+    assert make_surrogate("clip(epsilon=0.1, epsilon_high=0.3)") == Clip(0.1, 0.3)
+    assert isinstance(make_surrogate("pspo.losses.PSPO(alpha=0.5)"), Surrogate)
+
+
+def test_the_command_and_python_write_and_show_it(runs, capsys):
+    view([str(runs / "seed-0")])
+    file, size = capsys.readouterr().out.split("  ")
+    assert Path(file).read_text() == make_page([runs / "seed-0"])
+    assert re.fullmatch(r"\(0\.\d MB\)\n", size)
+    pytest.importorskip("IPython")
+    assert pspo.view(runs / "seed-0").data.startswith("<iframe srcdoc=")
+
+
+def test_watching_follows_a_run_and_answers_this_machine_alone(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "pspo.view", str(run), "--watch", "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = process.stdout.readline().split()[0]
+        assert url.startswith("http://127.0.0.1:")
+        assert "const WATCH = true" in urllib.request.urlopen(url).read().decode()
+        answer = urllib.request.urlopen(f"{url}/data?since=")
+        version = answer.headers["X-Version"]
+        assert urllib.request.urlopen(f"{url}/data?since={version}").status == 204
+        last = read_jsonl(run / "metrics.jsonl")[-1]
+        append_jsonl(run / "metrics.jsonl", last | {"step": last["step"] + 2})
+        later = urllib.request.urlopen(f"{url}/data?since={version}")
+        (curve,) = json.loads(gzip.decompress(base64.b64decode(later.read())))["curves"]
+        assert numbers(curve["step"])[-1] == last["step"] + 2
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}))
+    finally:
+        process.terminate()
+        process.wait()
+    changed = {path for path, content in before.items() if path.read_bytes() != content}
+    assert changed == {run / "metrics.jsonl"}  # by this test
