@@ -1,9 +1,11 @@
-"""Trackers get the lines of metrics.jsonl and nothing else; a missing one stops the run before it starts."""
+"""Trackers get the lines of metrics.jsonl and the recorded groups; a missing one stops the run before it starts."""
 
+import json
 import math
 import re
 import sys
 import tomllib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +36,8 @@ def fake(monkeypatch):
             init=lambda **arguments: calls.append(("init", arguments)),
             log=lambda metrics, step: calls.append(("log", metrics, step)),
             finish=lambda: calls.append(("finish",)),
+            __spec__=ModuleSpec(MODULES[name], None),  # which other libraries look for
+            Table=lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data],
             SummaryWriter=lambda folder, purge_step: calls.append(("init", folder, purge_step)),
         )
         monkeypatch.setitem(sys.modules, MODULES[name], module)
@@ -53,10 +57,13 @@ def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
     (_, started), *logged = calls
     assert (started["project"], started["name"]) == ("pspo", "out")
     assert started["config"]["algorithm"]["surrogate"]["init_args"] == {"alpha": 0.1}
-    lines = read_jsonl(here / "out/metrics.jsonl")
+    lines, samples = read_jsonl(here / "out/metrics.jsonl"), read_jsonl(here / "out/samples.jsonl")
+    tables = [metrics.pop("completions") for _, metrics, _ in logged[:-1]]
     assert logged == [*(("log", values(line), line["step"]) for line in lines), ("finish",)]
     assert [line["step"] for line in lines] == [2, 4]
-    assert all(isinstance(value, int | float) for line in lines for value in line.values())  # no text of the model
+    rows = [row for table in tables for row in table]
+    assert rows == [{name: sample[name] for name in rows[0]} for sample in samples]
+    assert {"prompt", "completion", "reward", "advantage"} <= rows[0].keys()
 
 
 def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):
@@ -65,6 +72,10 @@ def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):
     events = accumulator.EventAccumulator(str(here / "out/tensorboard")).Reload()
     lines = read_jsonl(here / "out/metrics.jsonl")
     assert set(events.Tags()["scalars"]) == {name for line in lines for name in values(line)}
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary")]
+    completions = [json.loads(line)["completion"] for text in texts for line in text.split("\n")]
+    assert completions == [sample["completion"] for sample in read_jsonl(here / "out/samples.jsonl")]
+    assert all(line.startswith("    ") for text in texts for line in text.split("\n"))
     for name in events.Tags()["scalars"]:
         found = [(event.step, event.value) for event in events.Scalars(name)]
         expected = [(line["step"], line[name]) for line in lines if name in line]
@@ -79,8 +90,8 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(here, fake):
 
 def test_values_that_are_not_finite_are_left_out(here, fake):
     calls = fake("wandb")
-    start_tracker("wandb", here, {}).log({"step": 3, "loss": math.nan, "reward": 0.5, "ratio_max": math.inf})
-    assert calls[1:] == [("log", {"reward": 0.5}, 3)]
+    start_tracker("wandb", here, {}).log({"step": 3, "loss": math.nan, "reward": 0.5, "ratio_max": math.inf}, "")
+    assert calls[1:] == [("log", {"reward": 0.5, "completions": []}, 3)]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

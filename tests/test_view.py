@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import html
 import json
 import re
 import shutil
@@ -186,7 +187,9 @@ def test_the_command_and_python_write_and_show_it(runs, capsys):
     assert Path(file).read_text() == make_page([runs / "seed-0"])
     assert re.fullmatch(r"\(0\.\d MB\)\n", size)
     pytest.importorskip("IPython")
-    assert pspo.view(runs / "seed-0").data.startswith("<iframe srcdoc=")
+    shown = pspo.view(runs / "seed-0")._repr_html_()
+    (page,) = re.findall('srcdoc="([^"]*)"', shown)
+    assert html.unescape(page) == make_page([runs / "seed-0"])
 
 
 def test_watching_follows_a_run_and_answers_this_machine_alone(runs, tmp_path):

@@ -134,7 +134,7 @@ def clipped(metrics, config, summary):
 def entropy_collapses(metrics, config, summary):
     first, last = ends(metrics, "entropy")
     reward = ends(metrics, "reward")
-    if last < 0.1 * first and reward[1] < 0.9:
+    if last < 0.2 * first and reward[1] < 0.9:
         text = f"entropy fell from {first:.3f} to {last:.3f} nats a token: groups will come out equal"
         return Finding(2, text, "a lower --optimizer.lr, fewer --algorithm.epochs, or --algorithm.beta above 0")
 

@@ -1,18 +1,20 @@
-"""Trackers, imported only on request. They get the lines of ``metrics.jsonl``, never a model's text."""
+"""Trackers, imported only on request. They get the lines of ``metrics.jsonl``, and the groups of ``samples.jsonl``."""
 
 import importlib
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+COLUMNS = ["problem", "sample", "prompt", "gold", "completion", "reward", "advantage", "tokens", "truncated"]
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 class Tracker:
     """Tracks nothing: ``--run.tracker none``, and the base of the others."""
 
-    def log(self, line: dict[str, float]) -> None:
-        """Log one line of ``metrics.jsonl``, without values that are not finite."""
+    def log(self, line: dict[str, float], samples: str) -> None:
+        """Log one line of ``metrics.jsonl``, without values that are not finite, and its rollout's samples."""
 
     def finish(self) -> None:
         """Send the rest of a finished run; wandb marks a failed one by itself."""
@@ -25,9 +27,12 @@ class TensorBoard(Tracker):
         writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter
         self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def log(self, line: dict[str, float]) -> None:
+    def log(self, line: dict[str, float], samples: str) -> None:
         for name, value in _finite(line).items():
             self.writer.add_scalar(name, value, line["step"])
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in _rows(samples)]
+        text = "\n".join(f"    {json.dumps(row)}" for row in rows)  # indented it is code, and not Markdown
+        self.writer.add_text("completions", text, line["step"])
         self.writer.flush()
 
     def finish(self) -> None:
@@ -42,8 +47,9 @@ class Service(Tracker):
         where = {"dir": str(folder)} if name == "wandb" else {}  # trackio has one folder for all runs
         self.module.init(project="pspo", name=folder.resolve().name, config=config, **where)
 
-    def log(self, line: dict[str, float]) -> None:
-        self.module.log(_finite(line), step=line["step"])
+    def log(self, line: dict[str, float], samples: str) -> None:
+        table = self.module.Table(columns=COLUMNS, data=_rows(samples))
+        self.module.log(_finite(line) | {"completions": table}, step=line["step"])
 
     def finish(self) -> None:
         self.module.finish()
@@ -62,6 +68,13 @@ def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int = 0
     if name == "none":
         return Tracker()
     return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config)
+
+
+def _rows(samples: str) -> list[list[Any]]:
+    """The values of `COLUMNS` in each line of ``samples.jsonl``; chats as JSON."""
+    records = [json.loads(line) for line in samples.split("\n")[:-1]]
+    plain = (str, int, float, type(None))
+    return [[v if isinstance(v := record[name], plain) else json.dumps(v) for name in COLUMNS] for record in records]
 
 
 def _finite(line: dict[str, float]) -> dict[str, float]:

@@ -125,7 +125,7 @@ class Recorder:
             with writing(f"cannot write into {self.output}", self.output):
                 append_text(self.output / "metrics.jsonl", to_jsonl([self.line]))
                 append_text(self.output / "samples.jsonl", self.samples)
-            self.tracker.log(self.line)
+            self.tracker.log(self.line, self.samples)
             always = self.first_step == self.started_at or self.limit_reached
             a_step = (self.seconds["generate"] + self.seconds["reward"] + self.seconds["train"]) / len(self.steps)
             seconds = f"  {a_step:.1f} s/step" if self.bar.in_lines else ""  # a bar has its own

@@ -12,12 +12,12 @@ class CallableModule(ModuleType):
 
     def __call__(self, *runs: str | Path, surrogates: tuple[str, ...] = (), height: int = 900) -> Any:
         """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
-        from IPython.display import HTML
+        from IPython.display import IFrame
 
         from pspo.view.page import make_page
 
         page = html.escape(make_page([Path(run) for run in runs], surrogates))
-        return HTML(f'<iframe srcdoc="{page}" style="width: 100%; height: {height}px; border: 0"></iframe>')
+        return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
 
 
 sys.modules[__name__].__class__ = CallableModule
