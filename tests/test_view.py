@@ -41,9 +41,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view")
     for seed in (0, 1):
         train([
-            "--run.max_steps=6", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=16",
-            "--run.validate_every=4", "--run.validation_limit=4", "--data.limit=20", "--algorithm.surrogate=Clip",
-            "--optimizer.lr=1e-3", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
+            "--run.max_steps=8", "--rollout.prompts=8", "--rollout.max_completion_tokens=32", "--run.test_limit=48",
+            "--run.validate_every=4", "--run.validation_limit=16", "--data.limit=64", "--algorithm.surrogate=Clip",
+            "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
             f"--run.output_dir={folder}/seed-{seed}",
         ])  # fmt: skip
     return folder
@@ -136,10 +136,12 @@ def test_curves_are_means_over_seeds(runs):
 
 
 def test_changed_tests_come_worst_first(runs):
-    (changes,) = data_of(make_page([runs / "seed-0"]))["tests"]
+    (tests,) = data_of(make_page([runs / "seed-0"]))["tests"]
     before, after = (read_jsonl(runs / "seed-0" / f"test-{when}.jsonl") for when in ("before", "after"))
     moved = [new["correct"] - old["correct"] for old, new in zip(before, after, strict=True)]
-    assert [change["after"]["value"] - change["before"]["value"] for change in changes] == sorted(filter(None, moved))
+    shown = [change["after"]["value"] - change["before"]["value"] for change in tests["shown"]]
+    assert shown == sorted(filter(None, moved)) != []
+    assert (tests["worse"], tests["better"]) == (moved.count(-1), moved.count(1))
 
 
 def test_what_a_model_wrote_is_data(runs, tmp_path):

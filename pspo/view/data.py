@@ -138,11 +138,11 @@ def events(folder: Path, summary: Record) -> Iterator[Record]:
         yield {"step": start["step"], "kind": "resume", "text": f"resumed at step {start['step']}"}
 
 
-def changed_tests(folder: Path) -> list[Record]:
-    """Test problems whose completion changed its worth in training: what became worse first."""
+def changed_tests(folder: Path) -> Record:
+    """Test problems whose completion changed its worth in training, how many, and the first: the worst."""
     before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
     if not before or not after:
-        return []
+        return {"worse": 0, "better": 0, "shown": []}
     key = "reward" if all(record["correct"] is None for record in before) else "correct"
     changes = []
     for old, new in zip(before, after, strict=False):
@@ -151,7 +151,8 @@ def changed_tests(folder: Path) -> list[Record]:
                      for name, of in (("before", old), ("after", new))}  # fmt: skip
             changes.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], **sides})
     changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
-    return changes[:MOST_CHANGES]
+    worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)
+    return {"worse": worse, "better": len(changes) - worse, "shown": changes[:MOST_CHANGES]}
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:

@@ -21,7 +21,7 @@ const CHARTS = [
 ];
 const TABS = { curves: "Curves", groups: "Groups", tokens: "Tokens", tests: "Tests", findings: "Findings" };
 const state = { tab: "curves", axis: "step", run: 0, step: 0, shown: null, filter: "", search: "", mixed: false,
-  truncated: false, changed: false, completion: 0, visit: Infinity, color: "weight", surrogate: "", minus: "none" };
+  truncated: false, changed: false, completion: null, visit: Infinity, color: "weight", surrogate: "", minus: "none" };
 const main = document.getElementById("main"), tip = document.getElementById("tip");
 let data, charts = [];
 
@@ -179,7 +179,7 @@ function changedReward(group) { // against the same problem's group before
 function runChoice() {
   const options = data.runs.map((run, i) => [i, run.name]);
   return options.length > 1
-    ? label("run", choice(options, state.run, (value) => { Object.assign(state, { run: +value, completion: 0, visit: Infinity }); }, "run"))
+    ? label("run", choice(options, state.run, (value) => { Object.assign(state, { run: +value, completion: null, visit: Infinity }); }, "run"))
     : null;
 }
 
@@ -261,13 +261,21 @@ function colour(name, x, extreme) { // diverging around 0 (ratios: 1), sequentia
   return `rgb(${mix(r)} ${mix(g)} ${mix(b)})`;
 }
 
+function furthest(all) { // the completion with the token whose probability moved most
+  const moves = all.map((one) => {
+    const old = numbers(one.recorded.old_logprob), last = one.recorded.visits[one.recorded.visits.length - 1];
+    return Math.max(...numbers(last.logprob).map((x, i) => Math.abs(x - old[i])));
+  });
+  return moves.indexOf(Math.max(...moves));
+}
+
 function drawTokens() {
   const all = recorded();
   if (!all.length) {
     return empty("No tokens are recorded in this run: --run.record_tokens 2 records two groups of every rollout, where "
       + "their rewards differ.");
   }
-  state.completion = Math.min(state.completion, all.length - 1);
+  state.completion = Math.min(state.completion ?? furthest(all), all.length - 1);
   const one = all[state.completion], visits = one.recorded.visits;
   state.visit = Math.min(state.visit, visits.length - 1);
   const visit = visits[state.visit], values = tokenValues(one, visit);
@@ -322,10 +330,11 @@ function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the grou
     const { ratio } = tokenValues(each, visit);
     return shownWeights(visit).map((weight, i) => [ratio[i], weight / Math.abs(each.advantage), each.advantage > 0, each === one]);
   });
-  const tables = [], series = [{}], spread = Math.max(0.02, ...points.map(([ratio]) => Math.abs(Math.log(ratio)))) * 1.3;
+  const tables = [], series = [{}], ratios = points.map(([ratio]) => ratio);
+  const low = Math.min(0.75, ...ratios) * 0.95, high = Math.max(1.3, ...ratios) * 1.05;
   const add = (x, y, options) => { tables.push(sorted([x, y])); series.push(options); };
   if (curve) {
-    const ratio = numbers(curve.ratio), inside = ratio.map((x) => Math.abs(Math.log(x)) <= Math.max(spread, 0.35));
+    const ratio = numbers(curve.ratio), inside = ratio.map((x) => low <= x && x <= high);
     for (const [name, color] of [["above", COLORS[1]], ["below", COLORS[0]]]) {
       add(ratio.filter((_, i) => inside[i]), numbers(curve[name]).filter((_, i) => inside[i]), { stroke: color, width: 1.5, spanGaps: true, points: { show: false } });
     }
@@ -361,11 +370,11 @@ function drawHistogram(host, name, shown) {
 // Tests and findings
 
 function drawTests() {
-  const changes = data.tests[state.run] ?? [];
+  const { worse, better, shown: changes } = data.tests[state.run] ?? { shown: [] };
   main.append(h("div", { class: "controls" }, runChoice()));
   if (!changes.length) return empty("No test problem came out differently, or the run has no test before and after.");
-  const worse = changes.filter((change) => change.after.value < change.before.value).length;
-  main.append(h("p", { class: "note" }, `${worse} became worse, ${changes.length - worse} better; the worst first`));
+  main.append(h("p", { class: "note" }, `${worse} became worse, ${better} better; the worst first`
+    + (changes.length < worse + better ? `, ${changes.length} of them` : "")));
   changes.forEach((change) => main.append(h("section", { class: "card" },
     h("div", { class: "text" }, change.prompt), h("div", { class: "facts" }, h("span", {}, `gold ${change.gold ?? "–"}`)),
     h("div", { class: "completions" }, ["before", "after"].map((when) => h("div", { class: "completion" },
