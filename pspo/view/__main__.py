@@ -7,6 +7,7 @@ under these; unset, under all of `pspo.losses`.
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,8 +51,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def version(roots: list[Path]) -> str:
-    """Changes when a run has another rollout, or an end."""
-    files = [file for root in roots for name in ("metrics.jsonl", "summary.json") for file in root.rglob(name)]
+    """Changes when a run has another rollout, or an end; "" before the first."""
+    names = ("metrics.jsonl", "summary.json", "runs.parquet")
+    files = [file for root in roots for name in names for file in root.rglob(name)]
     return "-".join(str(file.stat().st_mtime_ns) for file in sorted(files))
 
 
@@ -65,6 +67,9 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     with user_errors("pspo.view"):
         if options.watch:
+            while not version(options.runs):
+                print("waiting for the first rollout", file=sys.stderr)
+                time.sleep(5)
             packed_data(options.runs, options.surrogates)  # raises what is wrong before anything is served
             server = ThreadingHTTPServer(
                 ("127.0.0.1", options.port), partial(Handler, options.runs, options.surrogates)

@@ -89,10 +89,11 @@ function drawCurves() {
       ` ${curve.label}${curve.seeds > 1 ? ` (${curve.seeds} seeds)` : ""}`))));
   }
   const shown = settings.filter((curve) => state.shown.has(curve.setting)), host = h("div", { class: "charts" });
+  const labels = shortLabels(shown);
   main.append(host);
   for (const [title, unit, metrics] of CHARTS) {
     const lines = shown.flatMap((curve, i) => metrics.filter((name) => curve.mean[name]).map((name) => ({
-      curve, name, color: COLORS[(shown.length > 1 ? i : metrics.indexOf(name)) % COLORS.length],
+      curve, name, text: labels.get(curve.label), color: COLORS[(shown.length > 1 ? i : metrics.indexOf(name)) % COLORS.length],
       dash: DASHES[shown.length > 1 ? metrics.indexOf(name) % DASHES.length : 0] })));
     if (lines.length) drawChart(host, title, unit, lines, metrics.length > 1, shown.length > 1);
   }
@@ -103,11 +104,17 @@ function drawCurves() {
   }
 }
 
+function shortLabels(shown) { // what tells the shown settings apart, by label
+  const parts = new Map(shown.map(({ label }) => [label, label.split(/[(,)]/).map((part) => part.trim()).filter(Boolean)]));
+  const inAll = (part) => shown.length > 1 && [...parts.values()].every((some) => some.includes(part));
+  return new Map([...parts].map(([label, all]) => [label, all.filter((part) => !inAll(part)).join(" ") || label]));
+}
+
 function drawChart(host, title, unit, lines, byMetric, bySetting) {
   const keys = lines.map((line) => h("span", { class: "key",
     style: { "--color": line.color, "--dash": line.dash.length ? "dashed" : "solid" } }));
   const plain = (name) => name.replace(/^(validation_|seconds\/)/, "").replace(/_/g, " ");
-  const names = lines.map(({ curve, name }) => [bySetting ? curve.label : "", byMetric || !bySetting ? plain(name) : ""]
+  const names = lines.map(({ text, name }) => [bySetting ? text : "", byMetric || !bySetting ? plain(name) : ""]
     .filter(Boolean).join(" "));
   const body = h("div"), where = h("span", { class: "note" });
   host.append(h("section", { class: "chart" }, h("h3", {}, title, " ", h("span", { class: "note" }, unit)),
@@ -117,8 +124,9 @@ function drawChart(host, title, unit, lines, byMetric, bySetting) {
     curve.high[name] ? numbers(curve.high[name]) : xOf(curve).map(() => null)]).map(sorted));
   const series = [{}], bands = [];
   lines.forEach(({ color, dash }) => {
-    const at = series.length, hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
-    series.push({ stroke: color, width: 1.6, dash, spanGaps: true, points: { show: table[0].length < 12, size: 5 } },
+    const at = series.length, few = table[at].filter((y) => y != null).length < 12;
+    const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+    series.push({ stroke: color, width: 1.6, dash, spanGaps: true, points: { show: few, size: 5 } },
       hidden, { ...hidden });
     bands.push({ series: [at + 2, at + 1], fill: `${color}2b` });
   });
@@ -406,7 +414,8 @@ function render() {
   document.getElementById("tabs").replaceChildren(...Object.entries(TABS).map(([name, text]) => h("button", { role: "tab",
     id: `tab-${name}`, "aria-selected": String(state.tab === name), onclick: () => { state.tab = name; render(); } },
   name === "findings" && found ? `${text} (${found})` : text)));
-  document.getElementById("about").textContent = data.runs.length === 1 ? run.about : `${data.runs.length || data.curves.length} runs`;
+  document.getElementById("about").textContent = data.runs.length === 1 ? run.about
+    : `${data.curves.reduce((sum, curve) => sum + curve.seeds, 0)} runs of ${data.curves.length} settings`;
   main.replaceChildren();
   DRAW[state.tab]();
   scrollTo(0, top);
