@@ -265,46 +265,6 @@ def test_smollm2_costs(smollm2):
     assert [row[:-1] for row in rows("smollm2/README.md", "| | rollouts | completions | tokens |")] == expected
 
 
-def test_smollm2_collapse_and_what_was_given_up(smollm2):
-    page = " ".join((RESULTS / "smollm2/README.md").read_text(encoding="utf-8").split())
-    collapsed, seed_0 = one_run(smollm2, "stage-1", 1), one_run(smollm2, "stage-1", 0)
-    kl, norm = collapsed["kl_old_new"], collapsed["grad_norm"]
-    assert f"after one step {kl[10]:.3f}, {kl[12]:.3f}, then {kl[14]:.3f}" in page
-    assert f"gradient norms of {norm[10]:.2f}, {norm[12]:.2f}, {norm[14]:.2f}, from {norm[2]:.2f} at the start" in page
-    assert f"Seed 0 had a norm of {seed_0['grad_norm'][28]:.2f} and a KL of {seed_0['kl_old_new'][28]:.3f}" in page
-    assert not collapsed.loc[16:, "reward"].any()
-    safe = smollm2[(smollm2["experiment"] == "stage-1") & smollm2["safe"]]
-    assert f"KL {safe['kl_old_new'].max():.3f} at most in the first stage, for seeds 1 and 2" in page
-    second = one_run(smollm2, "stage-2", 1)["kl_old_new"].nlargest(3).round(2).tolist()
-    assert second == [0.12, 0.12, 0.03]
-    assert "two rollouts of 80 reached 0.12" in page
-    assert f"its training reward rose to {seed_0['reward'].tail(5).mean():.2f} in the last five rollouts" in page
-
-    evaluations = read_runs([RESULTS / "smollm2"]).numbers
-    training = measures(evaluations, "before-training-problems")
-    assert f"answers {training['accuracy'].value:.1%} of 1,400 training problems" in page
-    assert f"In {1400 * training['gold_anywhere'].value:.0f} problems its greedy completion holds the gold" in page
-    solved = [measures(evaluations, f"other-training-problems-stage-1-step-{step}")["accuracy"] for step in (40, 80)]
-    said = [f"{of_step.value * of_step.n:.0f} of {of_step.n:.0f}" for of_step in solved]
-    assert f"(step 40 solves {said[0]} other training problems, step 80 {said[1]};" in page
-
-    given_up = smollm2[smollm2["experiment"] == "given-up"]
-    for rows_of_128, lengths, said in (
-        (
-            given_up["reward/MathReward"][given_up["setting"].str.contains('"format_bonus": 0.0}')],
-            None,
-            "{} to {} of 128",
-        ),
-        (
-            None,
-            given_up["completion_tokens"][given_up["setting"].str.contains('"format_bonus": 0.0}')],
-            "between {} and {}",
-        ),
-    ):
-        values = 128 * rows_of_128 if lengths is None else lengths
-        assert said.format(f"{values.min():.0f}", f"{values.max():.0f}") in page, (values.min(), values.max())
-
-
 MEASURES = {
     "area under the curve": "area", "final validation reward": "validation",
     "arithmetic test, n = 500: final accuracy (%)": "accuracy",
