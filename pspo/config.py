@@ -364,6 +364,7 @@ class OptimizerConfig:
         max_grad_norm: clip gradients to this global norm; 0 for no clipping
         microbatch_tokens: tokens per forward and backward pass, or auto; changes memory and speed, not the result
         halve_on_oom: on out-of-memory, retry the step with microbatches half as large
+        one_pass: form gradients while the logits are there, where the loss allows: faster; false for the plain step
         max_skipped: end the run after so many non-finite steps in a row; each is skipped
     """
 
@@ -378,6 +379,7 @@ class OptimizerConfig:
     max_grad_norm: float = number(1.0, "at least 0")
     microbatch_tokens: int | Literal["auto"] = number(4096, "above 0")
     halve_on_oom: bool = True
+    one_pass: bool = True
     max_skipped: int = number(10, "above 0")
 
 

@@ -25,7 +25,7 @@ STEERED = {  # how far a step goes, and what is written when; not what is optimi
 }  # fmt: skip
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
-            "distributed.gather"}  # fmt: skip
+            "optimizer.one_pass", "distributed.gather"}  # fmt: skip
 FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
          *(f"model.lora.{part.name}" for part in fields(LoraConfig))}  # in forks, too  # fmt: skip
 REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and scores its rollouts anew

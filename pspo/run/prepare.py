@@ -130,7 +130,8 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     elif config.algorithm.beta > 0:
         reference = load_policy(config.model, device, sharded).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
-    return Learner(policy, optimizer, make_scheduler(optimizer, config.optimizer, config.run.max_steps), reference)
+    scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
+    return Learner(policy, optimizer, scheduler, reference, config.optimizer.one_pass)
 
 
 def make_decoder(
