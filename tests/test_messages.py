@@ -12,7 +12,7 @@ import yaml
 
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
-from pspo.losses import Clip
+from pspo.losses import Clip, Surrogate
 from pspo.tasks import MathReward
 from pspo.train import main
 
@@ -116,3 +116,17 @@ def test_without_the_hub_there_is_one_line(switch, message, tmp_path, monkeypatc
         main([switch, f"--run.output_dir={tmp_path}/out"])
     named = "" if switch.startswith("--data") else f"{switch.replace('=', ' ')} "
     assert re.fullmatch(f"pspo.train: error: {named}{message}\n", capsys.readouterr().err)
+
+
+def test_a_preset_is_a_file_that_runs_as_it_is():
+    files = {file.stem: file for file in (ROOT / "configs/methods").glob("*.yaml")}
+    assert set(files) == set(Surrogate.presets)
+    made = {
+        name: parse(TrainConfig, "pspo.train", ["--config", str(file)])[0].algorithm for name, file in files.items()
+    }
+    assert made["grpo"].surrogate == made["dr-grpo"].surrogate == made["ppo"].surrogate == Clip(0.2)
+    assert made["dapo"].surrogate == Clip(0.2, 0.28)
+    assert {name: (of.advantage_scale, of.aggregation) for name, of in made.items()} == {
+        "grpo": ("group", "grpo"), "dr-grpo": ("none", "dr_grpo"), "dapo": ("group", "dapo"), "ppo": ("none", "dapo"),
+        "rloo": ("rloo", "dr_grpo"),
+    }  # fmt: skip

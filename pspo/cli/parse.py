@@ -280,6 +280,10 @@ def resolve(value: Any, base: type, switch: str) -> Any:
         known = {cls.__name__.lower(): cls.__name__ for cls in subclasses(base)}
         if value.lower() in known:
             return known[value.lower()]
+        for preset in getattr(base, "presets", ()):
+            if preset.replace("-", "") == re.sub(r"\W|_", "", value.lower()):
+                file = f"--config configs/methods/{preset}.yaml"
+                raise ValueError(f"--{switch} has no {value!r}: it is a loss with other settings, {file}")
         close = difflib.get_close_matches(value.lower(), known, 1)
         names = ", ".join(cls.__name__ for cls in subclasses(base) if cls.__module__.startswith("pspo."))
         choice = f"; did you mean {known[close[0]]}?" if close else f": choose from {names}, or an import path"

@@ -33,6 +33,8 @@ class Surrogate(ABC):
     silent_at_zero_advantage = False  # loss and gradient are exactly 0 where A = 0: such rows are left out
     token_local = False  # a token's loss depends on that token's inputs alone: enables the one-pass head
 
+    presets = ("grpo", "ppo", "dr-grpo", "dapo", "rloo")  # methods that are a loss with other settings: configs/methods
+
     def __init_subclass__(cls) -> None:
         for promise in ("silent_at_zero_advantage", "token_local"):
             setattr(cls, promise, vars(cls).get(promise, False))
