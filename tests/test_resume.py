@@ -498,7 +498,7 @@ def test_a_steered_run_is_itself_resumed_to_the_last_bit(step):
     assert forked(killed_at_step(3)) == -signal.SIGKILL
     shutil.copytree("out", "whole")
     assert train("whole", *STEER) == 0
-    assert len(read_jsonl(Path("whole/samples.jsonl"))) == 2 + 1 + 1  # two prompts a rollout, then one
+    assert len(read_jsonl(Path("whole/samples.jsonl"))) == 4 * (2 + 1 + 1)  # two groups a rollout, then one
     assert [{"kl_reference", "validation_reward"} <= line.keys() for line in metrics("whole")] == [False, True, True]
     assert {change[:2] for change in changes("whole")} == {(2, name) for name in STEERED}
     assert forked(killed_at_step(step, *STEER)) == -signal.SIGKILL
