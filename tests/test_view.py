@@ -135,6 +135,34 @@ def test_curves_are_means_over_seeds(runs):
     assert numbers(curve["mean"]["validation_reward"])[0] == pytest.approx(first)
 
 
+def test_events_are_those_of_the_run_s_files(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    append_jsonl(run / "starts.jsonl", {"step": 4, "time": "later"})
+    append_jsonl(run / "changes.jsonl", {"step": 2, "switch": "run.fork_from", "old": None, "new": "other"},
+                 {"step": 6, "switch": "optimizer.lr", "old": 3e-4, "new": 1e-4})  # fmt: skip
+    best = json.loads((run / "summary.json").read_text())["best_step"]
+    (about,) = data_of(make_page([run]))["runs"]
+    found = [(event["step"], event["kind"]) for event in about["events"]]
+    assert found == sorted([(best, "best"), (2, "fork"), (4, "resume"), (6, "change")], key=lambda event: event[0])
+    assert "--optimizer.lr 0.0003 -> 0.0001" in [event["text"] for event in about["events"]]
+
+
+def test_a_run_that_trains_and_one_from_before_have_pages(runs, tmp_path):
+    """Without summary and checkpoints; and without tokens, starts and whole groups."""
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    for name in ("summary.json", "test-before.jsonl", "test-after.jsonl", "starts.jsonl"):
+        (run / name).unlink()
+    for name in ("tokens.parquet", "best", "checkpoints"):
+        shutil.rmtree(run / name)
+    append_jsonl(run / "samples.jsonl", {"step": 2, "prompt": "?", "gold": "4", "completion": "4", "reward": 1.0})
+    data = data_of(make_page([run]))
+    assert data["runs"][0]["events"] == []
+    assert data["tests"] == [{"worse": 0, "better": 0, "shown": []}]
+    assert recorded(data) == []
+    assert len(data["groups"]) > 0
+    assert all(len(group["completions"]) == 4 for group in data["groups"])
+
+
 def test_changed_tests_come_worst_first(runs):
     (tests,) = data_of(make_page([runs / "seed-0"]))["tests"]
     before, after = (read_jsonl(runs / "seed-0" / f"test-{when}.jsonl") for when in ("before", "after"))

@@ -37,6 +37,8 @@ class TokenRecord:
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
         """Add a step's values (n,) at tokens, by column of `COLUMNS`, and ``row`` and ``position`` of these."""
+        if self.rows == 0:
+            return
         chosen = values["row"] < self.rows
         visit = {name: value[chosen].cpu().numpy() for name, value in values.items()}
         self.visits.append(visit | {"step": np.full(len(visit["row"]), step)})
