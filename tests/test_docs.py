@@ -94,6 +94,17 @@ def test_python_example(tmp_path, code):
     runpy.run_path(str(tmp_path / "example.py"))
 
 
+def test_every_name_that_a_page_imports_is_in_the_api():
+    pages = (ROOT / "docs").rglob("*.md")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    known = set(re.findall(r"\w+", " ".join(re.findall(r"^(?:::: |    options: )(.*)$", text, re.MULTILINE))))
+    code = "\n".join(text for _, text in blocks("python"))
+    lines = re.findall(r"^from pspo[\w.]* import (.+)$", code, re.MULTILINE)
+    imported = {name for names in lines for name in re.findall(r"\w+", names)}
+    assert len(imported) > 15
+    assert imported <= known, imported - known
+
+
 def test_example_of_a_sweep(workspace, capsys):
     first, second = (text for _, text in blocks("yaml"))
     assert first in (ROOT / "configs/sweep/first.yaml").read_text(encoding="utf-8")
