@@ -1,9 +1,11 @@
 """Hooks of mkdocs: files outside docs/ become pages of the site, and links between them work there too."""
 
 import re
+from html import unescape
 from pathlib import Path
 from posixpath import dirname, relpath
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -41,6 +43,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the code of a method without a click."""
+    """Typeset equations as MathML, which needs no script, and show the code of a method without a click."""
+
+    def typeset(match: re.Match[str]) -> str:
+        tag, opening, latex = match.groups()
+        return f"<{tag}>{convert(unescape(latex), 'block' if opening == '[' else 'inline')}</{tag}>"
+
+    html = re.sub(r'<(div|span) class="arithmatex">\\([\[(])(.*?)\\[\])]</\1>', typeset, html, flags=re.DOTALL)
     folded = '<details class="mkdocstrings-source">'
     return html.replace(folded, folded[:-1] + " open>") if page.file.src_uri.startswith("methods/") else html
