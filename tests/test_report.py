@@ -19,7 +19,7 @@ from scipy.stats import ttest_1samp
 from pspo.report import figures
 from pspo.report.__main__ import main
 from pspo.report.runs import MODEL, labels, read_runs
-from pspo.report.tables import smoothed
+from pspo.report.tables import in_words, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -195,6 +195,25 @@ def test_differences_are_corrected_for_their_number(make_run, report, tmp_path):
         assert table["holm"][i] == pytest.approx(min(1, max(levels)))
     lines = [line for line in text.splitlines() if line.startswith(("| NoClip - Clip", "| PSPO - "))]
     assert sum(line.count("*") for line in lines) == (table["holm"] < 0.05).sum() > 0
+
+
+def test_what_differs_is_said_in_words():
+    end, nan = "final validation reward", math.nan
+    cells = [
+        ("Clip - NoClip", end, 3, 0.2, 0.1, 0.3), ("PSPO - NoClip", end, 3, 0, 0, 0),
+        ("TOPR - Clip", end, 3, -0.2, -0.3, -0.1), ("P3O - Clip", end, 3, -0.1, -0.4, 0.2),
+        ("SAPO - Clip", end, 2, -0.1, nan, nan), ("Clip - NoClip", "x", 3, 9, 8, 10),
+    ]  # fmt: skip
+    first, *lines = in_words(pd.DataFrame(cells, columns=["row", "column", "seeds", "mean", "low", "high"]))
+    assert first == "Differences in final validation reward, with 95% intervals over seeds:"
+    assert lines == [
+        "Clip ends above NoClip: 0.200 [0.100, 0.300].",
+        "PSPO and NoClip cannot be told apart: 0.000 [0.000, 0.000]. No difference is expected: PSPO's gradient is "
+        "(1 - alpha) times NoClip's, and AdamW's step does not change when gradients are scaled.",
+        "TOPR ends below Clip: -0.200 [-0.300, -0.100].",
+        "P3O and Clip cannot be told apart: -0.100 [-0.400, 0.200].",
+    ]
+    assert in_words(pd.DataFrame(cells[4:5], columns=["row", "column", "seeds", "mean", "low", "high"])) == []
 
 
 def test_a_difference_of_nothing_has_no_evidence(make_run, report, tmp_path):

@@ -29,6 +29,7 @@ from pspo.report.tables import (
     as_markdown,
     as_text,
     compared,
+    in_words,
     scale,
     smoothed,
     tables,
@@ -64,6 +65,9 @@ def report(runs: Runs, output: Path) -> list[Path]:
             markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
                 print(f"{title}\n{as_markdown(text)}\n")
+            if name == "Paired differences" and (words := in_words(table)):
+                print("\n".join(words) + "\n")
+                markdown.append("\n".join([f"{words[0]}\n", *(f"* {line}" for line in words[1:])]))
             latex.append(f"% {title}: {name}\n{as_latex(text)}")
             cells.append(table.assign(task=title, table=name))
         prefix = re.sub(r"[^\w.+]+", "-", f"{title}-") if len(tasks) > 1 else ""

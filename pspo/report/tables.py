@@ -17,6 +17,8 @@ LEARNING = ["final reward", "peak reward", "area under the curve", "steps to pea
             "best trained validation reward", "final validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
+ENDS = ("final validation reward", "final reward")
+SCALED = "PSPO's gradient is (1 - alpha) times NoClip's, and AdamW's step does not change when gradients are scaled"
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
@@ -201,6 +203,19 @@ def as_text(cells: pd.DataFrame) -> pd.DataFrame:
         mean += f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else ""
         texts.loc[cell.row, cell.column] = mean
     return texts
+
+
+def in_words(differences: pd.DataFrame) -> list[str]:
+    """What the paired differences say of where runs end, a sentence each; nothing without three seeds."""
+    measure = next((name for name in ENDS if name in set(differences["column"])), None)
+    cells, lines = differences[(differences["column"] == measure) & differences["low"].notna()], []
+    for cell in cells.itertuples():
+        one, other = cell.row.split(" - ")
+        size, known = with_interval(cell, 1, 3), cell.low > 0 or cell.high < 0
+        what = f"ends {'above' if cell.mean > 0 else 'below'} {other}" if known else f"and {other} cannot be told apart"
+        expected = one.startswith("PSPO") and other.startswith("NoClip") and not known
+        lines.append(f"{one} {what}: {size}." + f" No difference is expected: {SCALED}." * expected)
+    return [f"Differences in {measure}, with 95% intervals over seeds:", *lines] if lines else []
 
 
 def as_markdown(texts: pd.DataFrame) -> str:
