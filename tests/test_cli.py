@@ -113,7 +113,8 @@ def test_what_a_run_says_and_writes(run):
     assert "python -m pspo.evaluate --model.name_or_path out/best" in done.stdout
     lines = re.sub(r"(test before|validate|test final|test after) \d+/\d+\n", "", done.stderr)  # if they take long
     number = r"-?\d+(\.\d+)?(e-\d+)?"
-    status = rf"reward {number}  loss {number}  kl {number}  truncated \d+%  format \d+%  {number} s/step"
+    status = rf"reward {number}  loss {number}  kl {number}  truncated \d+%  format \d+%(  validation {number})?"
+    status += rf"  {number} s/step"
     assert re.fullmatch(rf"step 2/4  {status}\nstep 4/4  {status}\n", lines), done.stderr
 
     assert list(folder.parent.iterdir()) == [folder]
@@ -248,10 +249,18 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Bar(desc="step", total=4, ncols=100) as bar:
-        bar.advance(2, "reward 0.50")
-        bar.refresh()
-    assert re.search(r"\rstep:  50%\|.+\| 2/4 \[.*reward 0\.50\]", terminal.getvalue())
+    with Bar(desc="step", total=400, dynamic_ncols=False, ncols=80) as bar:
+        for _ in range(20):
+            bar.advance(2, "reward 0.50  loss -0.0100  kl 0.0002  truncated 0%  format 95%  validation 0.61")
+        bar.set_description_str("step, generate")
+    drawn = terminal.getvalue()
+    said = [line for line in re.split(r"[\r\n]+", drawn) if re.match(r"step \d+/400  ", line)]
+    last = drawn.rstrip("\n").rpartition("\r")[2]
+    bar = re.fullmatch(r"step, generate  10% \|(#+\d? +)\| 40/400 \[00:00<00:\d\d\], reward 0\.50", last)
+    assert len(bar[1]) >= 15
+    assert len(last) == 80
+    assert [line.split()[1] for line in said] == ["20/400", "40/400"]
+    assert said[0].endswith("validation 0.61")
 
 
 def test_format_share_is_of_answers_that_are_numbers():

@@ -10,20 +10,30 @@ from tqdm import tqdm
 SECONDS = 5.0  # at least, between two lines
 
 
+FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+
+
 class Bar(tqdm):
-    """Progress bar on a terminal; elsewhere a line every few seconds. ``quiet`` and TQDM_DISABLE=1 hide both."""
+    """Progress bar on a terminal, with a line of history above it every twentieth; elsewhere a line every few seconds.
+
+    ``quiet`` and TQDM_DISABLE=1 hide both.
+    """
 
     def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
         quiet = quiet or os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
         self.in_lines = not quiet and not sys.stderr.isatty()
         self.what, self.printed = options.get("desc"), time.monotonic()
+        options = {"dynamic_ncols": True, "bar_format": FORMAT} | options
         super().__init__(*args, disable=quiet or self.in_lines, **options)
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
-        """Count ``n`` more and show ``status``, beside the bar or in a line if one is due, or ``always``."""
+        """Count ``n`` more and show ``status`` in a line if one is due, or ``always``; its first part beside the bar."""
         if not self.disable:
-            self.set_postfix_str(status, refresh=False)
+            before, every = self.n, max(1, (self.total or 0) / 20)
+            self.set_postfix_str(status.partition("  ")[0], refresh=False)
             self.update(n)
+            if status and (always or before // every < self.n // every):
+                self.write(f"{self.what} {self.n}/{self.total}  {status}", file=sys.stderr)
         elif self.in_lines:
             self.n += n
             if always or time.monotonic() - self.printed >= SECONDS:

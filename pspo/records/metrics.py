@@ -60,4 +60,7 @@ def status(line: dict[str, Any]) -> str:
     parts = [f"reward {line['reward']:.2f}", f"loss {line['loss']:.4f}", f"kl {line['kl_old_new']:.2g}"]
     parts += [f"kl to initial {line['kl_reference']:.2g}"] if "kl_reference" in line else []
     parts += [f"truncated {line['truncated_share']:.0%}"]
-    return "  ".join([*parts, *([f"format {line['format_share']:.0%}"] if "format_share" in line else [])])
+    parts += [f"format {line['format_share']:.0%}"] if "format_share" in line else []
+    return "  ".join(
+        [*parts, *([f"validation {line['validation_reward']:.2f}"] if "validation_reward" in line else [])]
+    )

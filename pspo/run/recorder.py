@@ -78,7 +78,7 @@ class Recorder:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the rollout, for its line of metrics."""
-        self.bar.set_description(name)
+        self.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

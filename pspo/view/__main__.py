@@ -67,9 +67,10 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     with user_errors("pspo.view"):
         if options.watch:
-            while not version(options.runs):
+            if not version(options.runs):
                 print("waiting for the first rollout", file=sys.stderr)
-                time.sleep(5)
+            while not version(options.runs):
+                time.sleep(2)
             packed_data(options.runs, options.surrogates)  # raises what is wrong before anything is served
             server = ThreadingHTTPServer(
                 ("127.0.0.1", options.port), partial(Handler, options.runs, options.surrogates)
