@@ -27,7 +27,7 @@ class Bar(tqdm):
         super().__init__(*args, disable=quiet or self.in_lines, **options)
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
-        """Count ``n`` more and show ``status`` in a line if one is due, or ``always``; its first part beside the bar."""
+        """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, and its first part beside a bar."""
         if not self.disable:
             before, every = self.n, max(1, (self.total or 0) / 20)
             self.set_postfix_str(status.partition("  ")[0], refresh=False)
