@@ -8,14 +8,7 @@ from fuzz_answers import check
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pspo.tasks.answers import (
-    contains_answer,
-    extract_answer,
-    find_numbers,
-    is_correct,
-    matches_format,
-    parse_number,
-)
+from pspo.tasks.answers import contains_answer, extract_answer, find_numbers, is_correct, matches_format, parse_number
 
 MINUS = "\u2212"
 

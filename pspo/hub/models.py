@@ -12,12 +12,7 @@ from typing import Any
 import huggingface_hub
 import jinja2
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.config import ModelConfig
 

@@ -14,12 +14,7 @@ from transformers import AutoModelForCausalLM
 from pspo import distributed as dist
 from pspo.config import ModelConfig
 from pspo.hub.adapters import add_adapters, fill_adapters
-from pspo.hub.models import (
-    from_pretrained,
-    load_errors,
-    weight_files,
-    without_dropout,
-)
+from pspo.hub.models import from_pretrained, load_errors, weight_files, without_dropout
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 

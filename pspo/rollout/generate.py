@@ -10,12 +10,7 @@ from functools import partial
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 
 from pspo.config import Decoder, RolloutConfig
 from pspo.hub.models import token_ids
