@@ -195,6 +195,14 @@ def test_no_host_is_asked_for_anything(runs):
     assert "default-src 'none'" in page
 
 
+def test_a_folder_without_runs_is_said(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit, match="2"):
+            view([str(folder)])
+        assert capsys.readouterr().err.endswith(f"pspo.view: error: nothing to report in {folder}\n")
+        assert not (folder / "view.html").exists()
+
+
 @pytest.mark.parametrize(
     "text", ["Clap", "Clip(", "Clip(epsilon=", "Clip(width=1)", "json.JSONDecoder", "no_such.Loss", "Clip(epsilon=-1)"]
 )

@@ -221,7 +221,8 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
         if len(known) == counts[step, problem, sample]:
             fixed = {name: encoded(tokens[name]) for name in ("old_logprob", "sampler_logprob", "reference_logprob")
                      if tokens[name].notna().any()}  # fmt: skip
-            known.append({"text": list(tokens["text"]), "id": tokens["token_id"].tolist(), "visits": []} | fixed)
+            places = {"id": tokens["token_id"].tolist(), "position": tokens["position"].tolist()}
+            known.append({"text": list(tokens["text"]), **places, "visits": []} | fixed)
         weights = {name: encoded(tokens[f"weight {name}"]) for name in surrogates}
         visit = {"step": step, "weights": weights | {"": encoded(tokens["weight"])}}
         visit |= {name: encoded(tokens[name]) for name in ("logprob", "entropy")}

@@ -299,10 +299,13 @@ function drawTokens() {
     label("minus", choice([["none", "nothing"], ...named], state.minus, (value) => { state.minus = value; }, "minus"))));
   const color = values[state.color] ? state.color : "weight", shown = values[color];
   const extreme = Math.max(1e-9, ...shown.map((x) => Math.abs(color === "ratio" ? Math.log(x) : x ?? 0)));
-  const spans = one.recorded.text.map((text, i) => h("span", { class: "token", tabindex: 0, "data-position": i,
-    style: { background: colour(color, shown[i], extreme) },
-    onpointerenter: (event) => showTip(event, i, one, values), onpointerleave: hideTip,
-    onfocus: (event) => showTip(event, i, one, values), onblur: hideTip }, text || "·"));
+  const places = one.recorded.position, follows = (i) => i === 0 || places[i] === places[i - 1] + 1;
+  const spans = one.recorded.text.flatMap((text, i) => [
+    follows(i) ? null : h("span", { class: "note" }, " … observation … "),
+    h("span", { class: "token", tabindex: 0, "data-position": places[i],
+      style: { background: colour(color, shown[i], extreme) },
+      onpointerenter: (event) => showTip(event, i, one, values), onpointerleave: hideTip,
+      onfocus: (event) => showTip(event, i, one, values), onblur: hideTip }, text || "·")]);
   const side = h("div"), scale = h("div", { class: "scale" });
   const [low, high] = color === "ratio" ? [Math.exp(-extreme), Math.exp(extreme)] : [-extreme, extreme];
   const ends = ["weight", "old - sampler", "ratio"].includes(color) ? [low, high]

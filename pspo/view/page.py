@@ -22,7 +22,10 @@ FOLDER = Path(__file__).parent
 def packed_data(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     """The page's data, base64 of gzipped JSON: nothing that a model wrote can end the element that holds it."""
     compared = {text: make_surrogate(text) for text in surrogates} or built_in_surrogates()
-    content = json.dumps(page_data(read_runs(roots), compared)).encode()  # ASCII: lone surrogates are escaped
+    runs = read_runs(roots)
+    if runs.configs.empty:
+        raise ValueError(f"no run is in {', '.join(map(str, roots))}")
+    content = json.dumps(page_data(runs, compared)).encode()  # ASCII: lone surrogates are escaped
     return base64.b64encode(gzip.compress(content, mtime=0)).decode()
 
 
