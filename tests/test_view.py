@@ -188,8 +188,9 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     assert len(texts[6]) < 20_100
 
 
-def test_no_host_is_asked_for_anything(runs):
+def test_no_host_is_asked_for_anything_and_no_path_is_told(runs):
     page = make_page([runs / "seed-0"])
+    assert str(runs) not in json.dumps(data_of(page)) + page
     assert len(page) < 4e6
     assert not re.search(r"(src|href)\s*=|@import|url\(", page.partition('id="data"')[0])
     assert "default-src 'none'" in page

@@ -41,7 +41,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     return {
         "curves": list(curves(runs, label)),
         "runs": [describe_run(folder, runs, label[str(folder)]) for folder in folders],
-        "surrogates": {name: surrogate_curve(of) for name, of in {**surrogates, **own_surrogates(runs)}.items()},
+        "surrogates": {name: surrogate_curve(surrogate) for name, surrogate in surrogates.items()},
         **recorded(folders, surrogates),
         "tests": [changed_tests(folder) for folder in folders],
     }
@@ -102,7 +102,7 @@ def describe_run(folder: Path, runs: Runs, label: str) -> Record:
         "name": folder.name,
         "label": label,
         "about": about(config, int(metrics["step"].max()), summary),
-        "surrogate": str(folder),
+        "curve": own_curve(config),
         "events": sorted(events(folder, summary), key=lambda event: event["step"]),
         "findings": [finding._asdict() for finding in find(metrics, dict(config), summary)],
     }
@@ -264,15 +264,12 @@ def make_surrogate(text: str) -> Surrogate:
         raise ValueError(f"--surrogates {text}: {error}; write Name or 'Name(parameter=1.0)'") from error
 
 
-def own_surrogates(runs: Runs) -> dict[str, Surrogate]:
-    """Each run's own, by its folder, of those that can be imported here."""
-    found = {}
-    for run, switches in runs.configs.iterrows():
-        arguments = switches[switches.index.str.startswith(ARGUMENT)].dropna()
-        with contextlib.suppress(Exception):  # a module of the user's raises anything
-            words = {name.removeprefix(ARGUMENT): value for name, value in arguments.items()}
-            found[str(run)] = import_path(switches[SURROGATE])(**words)
-    return found
+def own_curve(switches: pd.Series) -> Record | None:
+    """That of a run's own surrogate; None, too, if it cannot be imported here."""
+    arguments = switches[switches.index.str.startswith(ARGUMENT)].dropna()
+    words = {name.removeprefix(ARGUMENT): value for name, value in arguments.items()}
+    with contextlib.suppress(Exception):  # a module of the user's raises anything
+        return surrogate_curve(import_path(switches[SURROGATE])(**words))
 
 
 def built_in_surrogates() -> dict[str, Surrogate]:

@@ -334,7 +334,8 @@ function showTip(event, i, one, values) {
 function hideTip() { tip.hidden = true; }
 
 function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the group's tokens at this step
-  const curve = state.minus === "none" ? data.surrogates[state.surrogate || data.runs[state.run].surrogate] : null;
+  const own = state.surrogate ? data.surrogates[state.surrogate] : data.runs[state.run].curve;
+  const curve = state.minus === "none" ? own : null;
   const points = one.group.completions.filter((each) => each.recorded && each.advantage).flatMap((each) => {
     const visit = each.recorded.visits.find((some) => some.step === step);
     if (!visit) return [];
