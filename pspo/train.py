@@ -33,7 +33,7 @@ def train(run: Run) -> dict[str, Any]:
     """
     run.start()
     while not run.ended():
-        experience = run.delay.push(draw(run))  # the one drawn --rollout.lag rollouts ago: with 0 this one
+        experience = run.delay.push(draw(run))  # returns the one drawn --rollout.lag rollouts ago; with 0 this one
         if experience is None:
             continue
         with run.phase("train"):

@@ -1,6 +1,7 @@
 """The optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
 
-For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward.
+For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward. By default, where the
+loss allows, `one_pass` runs in its place: the same to rounding, in less work.
 """
 
 import math
@@ -43,7 +44,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         raise ValueError("--algorithm.nucleus replay needs the sampler's nucleus: sample with Sampling(nucleus=True)")
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
     retry = partial(retry_in_halves, learner, minibatches, config)
-
     retry(partial(add_fixed_logprobs, learner, minibatches, config))
     steps: list[dict[str, float]] = []
     for minibatch in minibatches * config.algorithm.epochs:
@@ -115,7 +115,7 @@ def extend_loss(
 ) -> Tensor:
     """Multiply a surrogate's losses by the correction weights, and add beta times the KL to the reference.
 
-    All tensors are (b, t); ``ref_logprobs`` is None if beta is 0, ``sampler_logprobs`` only serves a correction.
+    All tensors are (b, t), or a chunk's (n, 1); ``ref_logprobs`` is None without beta.
     """
     check_loss(algorithm.surrogate, losses, logprobs)
     if algorithm.correction != "none":
@@ -140,7 +140,7 @@ def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) 
 
 
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1) -> None:
-    """Compute what needs a pass before any step: the reference's log-probs, and old ones from minibatch ``first``."""
+    """Compute what needs a pass before any step: reference log-probs, and old ones of minibatch ``first`` and later."""
     with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
         for m, (_, batches) in enumerate(minibatches):
             for i, batch in enumerate(batches):

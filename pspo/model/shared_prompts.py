@@ -49,8 +49,9 @@ def hidden_states_of_shared_prompts(
         body(prefix[None], torch.ones_like(prefix)[None], torch.arange(L, device=ids.device)[None], cache)
         cache = PassCache(model, cache, torch.zeros_like(prompts))
         mask = mask.clone()
-        mask[:, L:width] *= positions[:, L:width] >= L  # the prefix takes the first L columns of every row,
-        mask[:, :L] = 1  # whatever padding was there
+        # The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy in them is masked.
+        mask[:, L:width] *= positions[:, L:width] >= L
+        mask[:, :L] = 1
     last = body(ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
     prompt_of_row = is_first.cumsum(dim=0) - 1  # (B,)
     cache = PassCache(model, cache, prompt_of_row, last=True)

@@ -61,7 +61,7 @@ def split_minibatches(
         counts = Counts(*dist.sum_over_ranks(sizes).tolist(), config.rollout.max_completion_tokens)
         trained = [[row for row in group if contributes[row]] for group in groups.tolist()]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
-        trained = trained or [[groups[0, 0]]]  # one row of zero gradient: without any AdamW skips its momentum update
+        trained = trained or [[groups[0, 0]]]  # of zero gradient: with no row at all AdamW would skip its update
         microbatches: list[list[int]] = [[]]
         for rows in trained:
             for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
