@@ -48,7 +48,7 @@ def draw(run: Run) -> Experience:
     """Draw and score a rollout; up to --rollout.resample times, replace groups without signal by fresh prompts'."""
     config = run.config
     experience = score(run, run.delay.take_prefetched() or complete(run, config.rollout.prompts))
-    run.check_rewards(experience.rewards)
+    run.require_some_reward(experience.rewards)
     for _ in range(config.rollout.resample):
         missing = dist.max_over_ranks(experience.signal.count(False))
         if missing == 0:

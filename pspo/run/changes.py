@@ -70,13 +70,13 @@ def fork_states(parent: States, fresh: States, changes: Changes) -> States:
 
     Other training problems come in an order of their own; the untrained model's test was on other test problems.
     """
-    validator, problems = parent["validator"], fresh["validator"]["problems"]
-    same = {split: validator["problems"].get(split) == problems.get(split) for split in ("validation", "test")}
-    own = {"problems": problems, "validated": {}, "best": {}, "best_trained": {}}
+    validator, problems = parent["validator"], fresh["validator"]["fingerprints"]
+    same = {split: validator["fingerprints"].get(split) == problems.get(split) for split in ("validation", "test")}
+    own = {"fingerprints": problems, "validated": {}, "best": {}, "best_trained": {}}
     own |= {} if same["test"] else {"before": {}}
     own |= {} if same["validation"] else {"untrained": {}}
     states = parent | {"validator": validator | own}
-    other_problems = parent["stream"]["problems"] != fresh["stream"]["problems"]
+    other_problems = parent["stream"]["fingerprint"] != fresh["stream"]["fingerprint"]
     if other_problems:
         states["stream"] = fresh["stream"]
     if other_problems or any(name.startswith(REDRAWN) for name in changes.keys() - {"rollout.lag"}):
@@ -86,9 +86,9 @@ def fork_states(parent: States, fresh: States, changes: Changes) -> States:
 
 def check_problems(run: Path, states: States, fresh: States) -> None:
     """Raise ValueError if a resumed run has other problems than before; validation may be steered on or off."""
-    known, problems = states["validator"]["problems"], fresh["validator"]["problems"]
+    known, problems = states["validator"]["fingerprints"], fresh["validator"]["fingerprints"]
     same = all(known[split] == problems[split] for split in known.keys() & problems)
-    if not same or states["stream"]["problems"] != fresh["stream"]["problems"]:
+    if not same or states["stream"]["fingerprint"] != fresh["stream"]["fingerprint"]:
         raise ValueError(f"--run.output_dir {run} has other problems under the same name: choose another folder")
 
 

@@ -17,7 +17,7 @@ class PromptStream:
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
         self.prompts, self.config = prompts, config
-        self.problems = prompts.fingerprint()
+        self.fingerprint = prompts.fingerprint()
         self.seek(0)
 
     def next(self, n: int) -> tuple[list[int], Prompts]:
@@ -32,7 +32,7 @@ class PromptStream:
         self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "problems": self.problems}
+        return {"position": self.position, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seek(state["position"])

@@ -73,7 +73,7 @@ class Run:
         with guard, self.recorder.phase(name):
             yield
 
-    def check_rewards(self, rewards: Tensor) -> None:
+    def require_some_reward(self, rewards: Tensor) -> None:
         """End the run, saved, if no completion of any rank has a reward (B,), and functions have failed."""
         unknown, failures = all(dist.gather_objects(bool(rewards.isnan().all()))), self.failures()
         with self.phase("reward"):

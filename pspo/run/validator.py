@@ -41,7 +41,8 @@ class Validator:
     def __init__(self, config: TrainConfig, sampler: Sampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
         self.config, self.sampler, self.recorder, self.prompts = config, sampler, recorder, prompts
         self.learner, self.output = recorder.learner, recorder.output
-        self.problems = {split: prompts[split].fingerprint() for split in ("validation", "test") if split in prompts}
+        splits = prompts.keys() & {"validation", "test"}
+        self.fingerprints = {split: prompts[split].fingerprint() for split in sorted(splits)}
         self.before: dict[str, Any] | None = None
         self.untrained, self.validated, self.best, self.best_trained = ({} for _ in range(4))
 
@@ -138,11 +139,11 @@ class Validator:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("problems", "before", "untrained", "validated", "best", "best_trained")
+        names = ("fingerprints", "before", "untrained", "validated", "best", "best_trained")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the validations; ``problems`` of a split that this start does not load are kept."""
-        self.problems = state["problems"] | self.problems
+        """Restore the validations; ``fingerprints`` of a split that this start does not load are kept."""
+        self.fingerprints = state["fingerprints"] | self.fingerprints
         for name in ("before", "untrained", "validated", "best", "best_trained"):
             setattr(self, name, state[name])
