@@ -1,0 +1,199 @@
+"""Equal movement: every surrogate takes the same stale rollout, and steps so far that the policy moves equally.
+
+    python scripts/equal_movement.py runs/a runs/b --rollouts 12 24 --lags 0 1 2 4 8 --kl 0.001 0.004 \
+        --surrogates NoClip Clip 'PSPO(alpha=0.3)' GSPO:grpo my_losses.Mine --output moves.jsonl
+
+Each run is made again from its config.yaml. At the checkpoint after N of its rollouts, the policy of ``lag`` rollouts
+before draws a rollout of the prompts that the run draws next. Each surrogate trains the checkpoint's policy on it, with
+the run's epochs and Adam's second moments but no momentum: this rollout alone moves the policy. The learning rate is
+sought for which KL(checkpoint || trained), over the whole vocabulary at completions that the checkpoint's policy draws
+for held-out prompts, mean over their tokens, is within 2% of the aim. The file gets a line for each such fork: how far
+reward and correct answers moved, sampled as in training with the same random numbers, on problems that the run does
+not draw. What is in the file already is not done again.
+
+SURROGATE:AGGREGATION overrides the run's aggregation. The control is the first surrogate with the advantages of all
+completions shuffled: as much movement, and nothing learnt.
+"""
+
+import argparse
+import math
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from pspo.cli.python import config_from_python
+from pspo.config import AlgorithmConfig, TrainConfig
+from pspo.evaluate.evaluation import evaluate
+from pspo.model.logprobs import head_logits, hidden_states
+from pspo.optimizers import make_optimizer
+from pspo.optimizers.learner import Learner
+from pspo.records.files import append_jsonl, read_config, read_jsonl
+from pspo.rollout import Drawing, Prompts, Rollout, prompt_order
+from pspo.run.prepare import prepare
+from pspo.run.run import Run
+from pspo.train import draw, score
+from pspo.update import keep_logprobs, update
+from pspo.view.data import make_surrogate
+
+CONTROL, TOLERANCE, TRIALS = "shuffled advantages", 0.02, 12
+
+
+def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, deque[dict[str, Tensor]]]]:
+    """Make a run again; yields it after each of its rollouts, with the last ``keep`` policies, the newest last."""
+    settings = read_config(folder / "config.yaml")
+    with tempfile.TemporaryDirectory() as output:
+        quiet = {"output_dir": output, "fork_from": None, "validate_every": 0, "test_limit": 0, "save_every": 0,
+                 "record_tokens": 0, "quiet": True, "tracker": "none"}  # fmt: skip
+        run = prepare(*config_from_python(**settings | {"run": settings["run"] | quiet}))
+        with run.resources:
+            run.start()
+            policies = deque([deepcopy(run.learner.policy.state_dict())], keep)
+            for done in range(1, rollouts + 1):
+                experience = None
+                while experience is None:
+                    experience = run.delay.push(draw(run))
+                with run.phase("train"):
+                    steps = update(run.learner, experience.rollout, experience.advantages, run.config)
+                run.recorder.describe(experience, steps)
+                run.conclude_rollout()
+                policies.append(deepcopy(run.learner.policy.state_dict()))
+                yield done, run, policies
+
+
+class Fork:
+    """A checkpoint from which surrogates are stepped, and what their movement and improvement are measured on."""
+
+    def __init__(self, run: Run, problems: int, held_out: int, seed: int) -> None:
+        self.run, self.policy, self.seed = run, run.learner.policy, seed
+        self.weights = deepcopy(self.policy.state_dict())
+        self.optimizer = deepcopy(run.learner.optimizer.state_dict())
+        for state in self.optimizer["state"].values():
+            state["exp_avg"].zero_()
+        prompts = run.stream.prompts
+        unused = list(islice(prompt_order(len(prompts), run.config.run.seed), len(prompts)))[-problems - held_out :]
+        self.problems, held = prompts.take(unused[:problems]), prompts.take(unused[problems:])
+        self.held = self.draw(held, 1)
+        self.old = next_token_logprobs(self.policy, self.held, run.config.rollout.temperature)
+        self.before = self.evaluate()
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        torch.manual_seed(self.seed)
+        return self.run.sampler.draw(prompts, group_size)
+
+    def evaluate(self) -> np.ndarray:
+        """(2, problems): reward of a sampled completion of each problem, and whether it is correct."""
+        completions = evaluate(self.run.sampler, self.problems, self.run.config.reward, seed=self.seed).completions
+        return np.array([[record[name] for record in completions] for name in ("reward", "correct")], dtype=float)
+
+    def stale(self, policy: dict[str, Tensor], indices: list[int], prompts: Prompts) -> tuple[Rollout, Tensor]:
+        """A rollout of an earlier policy, with its log-probs of all rows, and advantages (B,)."""
+        self.policy.load_state_dict(policy)
+        experience = score(self.run, Drawing(indices, self.draw(prompts, self.run.config.rollout.group_size)))
+        every_row = torch.ones_like(experience.advantages)
+        return keep_logprobs(self.run.learner, experience.rollout, every_row, self.run.config), experience.advantages
+
+    def step(self, config: TrainConfig, rollout: Rollout, advantages: Tensor) -> tuple[float, list[dict[str, float]]]:
+        """Train the checkpoint's policy on a rollout; returns how far it moved, and the steps' metrics."""
+        self.policy.load_state_dict(self.weights)
+        optimizer = make_optimizer(self.policy, config.optimizer)
+        optimizer.load_state_dict(deepcopy(self.optimizer))
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr
+        steps = update(Learner(self.policy, optimizer), rollout, advantages, config)
+        new = next_token_logprobs(self.policy, self.held, config.rollout.temperature)
+        return float((self.old.exp() * (self.old - new)).sum(dim=1).mean()), steps
+
+    def move(self, config: TrainConfig, rollout: Rollout, advantages: Tensor, aim: float, lr: float) -> dict[str, Any]:
+        """Seek the learning rate that moves the policy by ``aim``; what came of it, measured."""
+        low, high = 0.0, math.inf  # rates that moved it too little, too much
+        for _ in range(TRIALS):
+            kl, steps = self.step(replace(config, optimizer=replace(config.optimizer, lr=lr)), rollout, advantages)
+            if abs(kl / aim - 1) <= TOLERANCE:
+                break
+            low, high = (max(low, lr), high) if kl < aim else (low, min(high, lr))
+            lr *= min(max(math.sqrt(aim / max(kl, 1e-12)), 0.1), 10)  # KL is quadratic in the rate
+            if not low < lr < high:
+                lr = math.sqrt(low * high)
+        reward, correct = self.evaluate() - self.before
+        found = {"kl": kl, "lr": lr, "matched": abs(kl / aim - 1) <= TOLERANCE}
+        for name, change in (("reward", reward), ("correct", correct)):
+            found |= {name: change.mean(), f"{name}_se": change.std() / math.sqrt(len(change))}
+        return found | {name: steps[-1][name] for name in ("ess", "kl_old_new", "zero_weight_share", "grad_norm")}
+
+
+@torch.no_grad()
+def next_token_logprobs(policy: transformers.PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
+    """Log-probs (N, V) in float64 of every token at the places of the completions' N tokens."""
+    hidden = hidden_states(policy, *rollout.token_ids)[rollout.completion_mask]
+    return head_logits(policy, hidden, temperature).double().log_softmax(dim=1)
+
+
+def treatments(names: list[str], algorithm: AlgorithmConfig) -> dict[str, AlgorithmConfig]:
+    """The algorithm's settings by SURROGATE or SURROGATE:AGGREGATION, and the control's."""
+    found = {}
+    for name in names:
+        surrogate, _, aggregation = name.partition(":")
+        changed = {"surrogate": make_surrogate(surrogate), "aggregation": aggregation or algorithm.aggregation}
+        found[name] = replace(algorithm, **changed)
+    return found | {CONTROL: found[names[0]]}
+
+
+def forks(
+    run: Run, policies: deque[dict[str, Tensor]], args: argparse.Namespace, cell: dict[str, Any], done: set[tuple]
+) -> Iterator[dict[str, Any]]:
+    """The lines of one checkpoint; the run goes on afterwards as if nothing had happened."""
+    position, generators = run.stream.position, run.sampler.state_dict()
+    seed = run.config.run.seed * 1000 + cell["rollouts"]
+    fork, prompts = Fork(run, args.problems, args.held_out, seed), run.stream.next(run.config.rollout.prompts)
+    lr = dict.fromkeys(args.kl, run.config.optimizer.lr)  # where the next search begins
+    for lag in args.lags:
+        rollout, advantages = fork.stale(policies[-1 - lag], *prompts)
+        shuffled = advantages[torch.randperm(len(advantages), generator=torch.Generator().manual_seed(seed))]
+        for name, algorithm in treatments(args.surrogates, run.config.algorithm).items():
+            all_steps = replace(run.config.run, max_steps=algorithm.epochs * algorithm.minibatches)
+            config = replace(run.config, algorithm=algorithm, run=all_steps)
+            signal = shuffled if name == CONTROL else advantages
+            for aim in args.kl:
+                line = cell | {"lag": lag, "surrogate": name, "aim": aim}
+                if tuple(line.values()) not in done:
+                    line |= fork.move(config, rollout, signal, aim, lr[aim])
+                    lr[aim] = line["lr"]
+                    yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
+    run.learner.policy.load_state_dict(fork.weights)
+    run.sampler.load_state_dict(generators)
+    run.stream.seek(position)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--rollouts", nargs="+", type=int, required=True, help="checkpoints: after so many rollouts")
+    parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 2, 4, 8])
+    parser.add_argument("--kl", nargs="+", type=float, required=True, help="aims, in nats per token")
+    parser.add_argument("--surrogates", nargs="+", required=True, metavar="SURROGATE")
+    parser.add_argument("--problems", type=int, default=2000, help="that improvement is measured on")
+    parser.add_argument("--held-out", type=int, default=256, help="prompts that movement is measured on")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    keys = ("run", "rollouts", "lag", "surrogate", "aim")
+    lines = read_jsonl(args.output) if args.output.exists() else []
+    done = {tuple(line[key] for key in keys) for line in lines}
+    for folder in args.runs:
+        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):
+            if rollouts in args.rollouts:
+                for line in forks(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done):
+                    append_jsonl(args.output, line)
+
+
+if __name__ == "__main__":
+    main()
