@@ -80,9 +80,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     nucleus, temperature = batch.replayed(algorithm.nucleus), config.rollout.temperature
     with autocast(config.model.autocast, policy.device):
         logprobs, entropies = token_logprobs(policy, *rollout.token_ids, temperature, nucleus, with_entropies=True)
-    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs  # (b, t)
-    losses = algorithm.surrogate(logprobs, old_logprobs, batch.advantages[:, None], mask)  # (b, t)
-    losses = extend_loss(algorithm, losses, logprobs, old_logprobs, batch.ref_logprobs, rollout.sampler_logprobs, mask)
+    losses = token_losses(algorithm, logprobs, *batch.loss_inputs)  # (b, t)
     loss = aggregate(losses, mask, algorithm.aggregation, counts)
     loss.backward()
     return loss.detach(), logprobs.detach(), entropies
@@ -90,33 +88,29 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
 
 def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
-    algorithm, policy, rollout, mask = config.algorithm, learner.policy, batch.rollout, batch.rollout.loss_mask
-
-    def token_losses(logprobs, old_logprobs, ref_logprobs, sampler_logprobs, advantages, mask) -> Tensor:
-        """Losses (n, 1) of a chunk of n tokens; all arguments are (n, 1)."""
-        old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-        losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
-        return extend_loss(algorithm, losses, logprobs, old_logprobs, ref_logprobs, sampler_logprobs, mask)
-
-    inputs = (batch.old_logprobs, batch.ref_logprobs, rollout.sampler_logprobs, batch.advantages[:, None], mask)
-    how = (config.rollout.temperature, token_losses, inputs, token_divisors(mask, algorithm.aggregation, counts))
+    algorithm, policy, rollout = config.algorithm, learner.policy, batch.rollout
+    divisors = token_divisors(rollout.loss_mask, algorithm.aggregation, counts)
+    how = (config.rollout.temperature, partial(token_losses, algorithm), batch.loss_inputs, divisors)
     with autocast(config.model.autocast, policy.device):
         return backward_in_one_pass(policy, *rollout.token_ids, *how, batch.replayed(algorithm.nucleus))
 
 
-def extend_loss(
+def token_losses(
     algorithm: AlgorithmConfig,
-    losses: Tensor,
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     sampler_logprobs: Tensor | None,
+    advantages: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """Multiply a surrogate's losses by the correction weights, and add beta times the KL to the reference.
+    """The surrogate's losses, multiplied by the correction weights, plus beta times the KL to the reference.
 
-    All tensors are (b, t), or a chunk's (n, 1); ``ref_logprobs`` is None without beta.
+    Result and tensors are (b, t), or (n, 1) of the n tokens of a chunk of `one_pass`; advantages may be (b, 1).
+    ``old_logprobs`` is None on a first visit, whose log-probs are the old ones; ``ref_logprobs`` is None without beta.
     """
+    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
     check_loss(algorithm.surrogate, losses, logprobs)
     if algorithm.correction != "none":
         how = (algorithm.correction, algorithm.correction_cap)

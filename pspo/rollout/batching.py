@@ -43,10 +43,8 @@ def split_minibatches(
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     sharded = config.distributed.strategy == "fsdp2"
     limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
-    contributes = rollout.loss_mask.any(dim=1)  # (B,)
-    if algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage:
-        contributes &= advantages != 0
-    contributes = contributes.tolist()
+    silent = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage
+    contributes = (rollout.loss_mask.any(dim=1) & ((advantages != 0) | (not silent))).tolist()  # by row
     masks = (rollout.prompt_mask, rollout.completion_mask, rollout.loss_mask)
     prompt_lengths, lengths, loss_tokens = (mask.sum(dim=1).tolist() for mask in masks)
 
@@ -62,18 +60,24 @@ def split_minibatches(
         trained = [[row for row in group if contributes[row]] for group in groups.tolist()]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
         trained = trained or [[groups[0, 0]]]  # of zero gradient: with no row at all AdamW would skip its update
-        microbatches: list[list[int]] = [[]]
-        for rows in trained:
-            for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
-                if microbatches[-1] and tokens(microbatches[-1] + part) > limit:
-                    microbatches.append([])
-                microbatches[-1] += part
+        microbatches = pack(trained, tokens, limit)
         indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
         batches = [Batch(rollout, advantages).rows(rows) for rows in indices]
         if sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
         minibatches.append(Minibatch(counts, batches))
     return minibatches
+
+
+def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: float) -> list[list[int]]:
+    """Fill microbatches with groups of rows, in order, up to ``limit`` tokens; only a larger group is split."""
+    microbatches: list[list[int]] = [[]]
+    for rows in groups:
+        for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
+            if microbatches[-1] and tokens(microbatches[-1] + part) > limit:
+                microbatches.append([])
+            microbatches[-1] += part
+    return microbatches
 
 
 def retry_in_halves(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, work: Callable[[], T]) -> T:

@@ -36,21 +36,17 @@ class StepMetrics:
             self.kl_reference += kl.sum() / max(self.counts.tokens, 1)
         advantages = batch.advantages[:, None]  # (b, 1)
         weights = token_weights(algorithm.surrogate, logprobs, old, advantages, mask)
-        values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "weights": weights}
-        values["entropies"] = entropies
+        values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "weights": weights,
+                  "entropies": entropies}  # fmt: skip
         if algorithm.correction != "none":
             sampler = batch.rollout.sampler_logprobs
             ratios = correction_ratios(old, sampler, mask, algorithm.correction)
             values |= {"sampler_logprobs": sampler, "correction_ratios": ratios}
         for name, value in values.items():
             self.tokens[name].append(value.expand_as(mask)[mask])
-        positions = torch.arange(mask.shape[1], device=mask.device)
-        places = {
-            "row": batch.indices[:, None],
-            "position": positions,
-            "sampler_logprob": batch.rollout.sampler_logprobs,
-        }
-        for name, value in (places | {"reference_logprob": batch.ref_logprobs}).items():
+        places = {"row": batch.indices[:, None], "position": torch.arange(mask.shape[1], device=mask.device)}
+        places |= {"sampler_logprob": batch.rollout.sampler_logprobs, "reference_logprob": batch.ref_logprobs}
+        for name, value in places.items():
             if value is not None:
                 self.places[name].append(value.expand_as(mask)[mask])
 

@@ -205,6 +205,12 @@ class Batch:
         """Tokens that log-probs are renormalised over, as `Nucleus.kept`; None for all (--algorithm.nucleus ignore)."""
         return self.rollout.nucleus.kept(self.rollout.completion_mask) if nucleus == "replay" else None
 
+    @property
+    def loss_inputs(self) -> tuple[Tensor | None, ...]:
+        """old_logprobs, ref_logprobs, sampler_logprobs, advantages (B, 1), mask: what a token's loss is made of."""
+        sampler_logprobs, mask = self.rollout.sampler_logprobs, self.rollout.loss_mask
+        return self.old_logprobs, self.ref_logprobs, sampler_logprobs, self.advantages[:, None], mask
+
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
