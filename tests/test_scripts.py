@@ -1,9 +1,21 @@
 """Scripts beside the package."""
 
+import copy
+import importlib.util
 import json
 import subprocess
 import sys
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
+from processes import one_layer, run_command
+from safetensors.torch import load_file
+
+import pspo.train
+from pspo.records.files import read_jsonl
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -52,3 +64,46 @@ def test_solvable_problems(tmp_path):
     done = script("answers.py", "solvable", completions, tmp_path / "problems" / "train.jsonl")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "problems" / "train.jsonl").read_text()) == {"prompt": "problem 0", "answer": "9"}
+
+
+def test_equal_movement(tmp_path, monkeypatch):
+    """Forks move as far as asked, by a KL computed row by row, and leave the run as if nothing had happened."""
+    specification = importlib.util.spec_from_file_location("equal_movement", SCRIPTS / "equal_movement.py")
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    folder, output = tmp_path / "run", tmp_path / "moves.jsonl"
+    args = (f"--model.name_or_path={one_layer()}", "--rollout.prompts=4", "--rollout.max_completion_tokens=8",
+            "--algorithm.epochs=2", "--run.max_steps=8", "--run.validate_every=0", "--run.test_limit=0", "--run.quiet",
+            "--reward.functions=[test_resume.Noisy]", "--data.limit=60")  # fmt: skip
+    assert run_command(pspo.train.main, *args, f"--run.output_dir={folder}") == 0
+    surrogates = ["NoClip", "Clip(epsilon=0.1)", "GSPO:grpo", "test_update.Unmasked"]
+    for rollouts, run, policies in script.replay(folder, 4, keep=2):
+        if rollouts == 3:
+            options = Namespace(lags=[1, 0], surrogates=surrogates, kl=[1e-4, 1e-3], problems=6, held_out=5)
+            lines = list(script.forks(run, policies, options, {"run": "run", "rollouts": 3}, set()))
+    final = load_file(folder / "final" / "model.safetensors")
+    assert all(torch.equal(run.learner.policy.state_dict()[name], of) for name, of in final.items())
+    assert [line["surrogate"] for line in lines[:10:2]] == [*surrogates, script.CONTROL]
+    assert len(lines) == 2 * 5 * 2
+    assert all(line["matched"] and abs(line["kl"] / line["aim"] - 1) <= 0.02 for line in lines)
+
+    fork, before = script.Fork(run, 6, 5, seed=3), copy.deepcopy(run.learner.policy).double()
+    rollout, advantages = fork.stale(policies[-2], *run.stream.next(4))
+    config = replace(run.config, run=replace(run.config.run, max_steps=2))
+    moved, _ = fork.step(replace(config, optimizer=replace(config.optimizer, lr=1e-3)), rollout, advantages)
+    after, kl = copy.deepcopy(run.learner.policy).double(), []
+    for prompt, prompt_mask, completion, mask in zip(*fork.held.token_ids, strict=True):
+        ids, start = torch.cat([prompt[prompt_mask], completion[mask]])[None], int(prompt_mask.sum()) - 1
+        old, new = ((model(ids).logits[0, start:-1] / 0.6).log_softmax(dim=1) for model in (before, after))
+        kl += (old.exp() * (old - new)).sum(dim=1).tolist()
+    assert moved == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+    assert 1e-4 < moved < 1
+
+    command = [folder, "--rollouts", 3, "--lags", 1, "--kl", 1e-4, "--surrogates", "PSPO", "--problems", 6,
+               "--held-out", 5, "--output", output]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["equal_movement.py", *map(str, command)])
+    script.main()
+    written = read_jsonl(output)
+    assert [line["surrogate"] for line in written] == ["PSPO", script.CONTROL]
+    script.main()  # has it all
+    assert read_jsonl(output) == written
