@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate
-from pspo.report.figures import STYLES, name_curves, picture
+from pspo.report.figures import name_curves, picture, styles
 
 FIGURE1 = {
     "Clip, ε = 0.2": Clip(epsilon=0.2),
@@ -28,7 +28,7 @@ OTHERS = {
     "VESPO": VESPO(),
     "DPPO, ε = 0.15": DPPO(),
 }
-KINDS = [type(surrogate) for surrogate in [*FIGURE1.values(), *OTHERS.values()]]
+STYLES = styles({type(loss).__name__: type(loss).__name__ for loss in [*FIGURE1.values(), *OTHERS.values()]})
 
 
 def surrogate_and_slope(
@@ -59,7 +59,7 @@ def surrogate_and_slope(
 def draw_surrogates(folder: Path) -> list[Path]:
     """Draw surrogates.svg, the paper's Figure 1, its losses at their defaults beside NoClip, and others.svg."""
     pictures = {"surrogates": FIGURE1}
-    for loss in KINDS[: len(FIGURE1)]:
+    for loss in map(type, FIGURE1.values()):
         values = {field.name: field.default for field in fields(loss) if field.default is not None}
         label = ", ".join([loss.__name__, *(f"{field}={value}" for field, value in values.items())])
         pictures[loss.__name__.lower()] = {"NoClip": NoClip(), label: loss()}
@@ -77,7 +77,7 @@ def _draw(surrogates: dict[str, Surrogate], path: Path, old_prob: float = 1.0) -
                 axes = figure.add_subplot(2, 2, 1 + column + 2 * row, xlim=(0, 2), ylim=ylim)
                 axes.set(title=f"{name}, A = {advantage:g}")
                 for label, surrogate in surrogates.items():
-                    style = STYLES[KINDS.index(type(surrogate)) % len(STYLES)]
+                    style = STYLES[type(surrogate).__name__]
                     curve = surrogate_and_slope(surrogate, ratio, advantage, old_prob)[row]
                     axes.plot(ratio, curve, label=label, **style)
                 if advantage < 0:

@@ -388,7 +388,8 @@ class RunConfig:
     """Length of the run, evaluation, checkpoints and logs.
 
     Args:
-        output_dir: folder of the run (default: runs/<model>-<data>-<surrogate>-<time>)
+        name: what reports and pages call it; runs that differ only in seed and name are seeds of one setting
+        output_dir: folder of the run (default: runs/<name>, or runs/<model>-<data>-<surrogate>-<time>)
         fork_from: start where another run was: its checkpoint, or its folder for the newest one
         resume: auto resumes the run in output_dir; never requires a new folder; or the path of a run or checkpoint
         seed: seed of sampling and of the order of prompts
@@ -405,6 +406,7 @@ class RunConfig:
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
 
+    name: str | None = None
     output_dir: str | None = None
     fork_from: str | None = None
     resume: str = "auto"

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from pspo.records.files import write_text
-from pspo.report.figures import GREY, STYLES, picture
-from pspo.report.runs import MODEL, SEED, methods, read_runs
+from pspo.report.figures import GREY, picture
+from pspo.report.runs import COLOURS, MODEL, SEED, methods, read_runs
 from pspo.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds
 
 METHODS = ["NoClip", "PSPO", "Clip", "P3O", "SAPO", "TOPR",
@@ -26,7 +26,6 @@ SWITCHES = {"model": MODEL, "epochs": "algorithm.epochs", "lr": "optimizer.lr", 
 RATIOS = ["ess", "kl_old_new", "ratio_p1", "ratio_p99", "zero_weight_share"]
 UNTRAINED = {"tiny-base": 0.381, "tiny-math": 0.829}  # validation reward at step 0, the same in every run
 FAMILIES = ["noclip", "lag", "decoupled", "corrected", "nucleus"]
-COLOUR = STYLES[0]["color"]
 CELL = ["model", "epochs", "lr", "grid", "method", "lag", "arm"]  # runs of one cell differ in their seeds
 CLAIMS = {  # of configs/sweep/off-policy.yaml: the family of differences, those that a claim is about, and the verdict
     "1: PSPO, Clip, P3O, REINFORCE, CISPO, DPPO are NoClip at lag 0 in 1 epoch": (
@@ -215,8 +214,8 @@ def draw_best(study: Study, path: Path) -> None:
             of = found.loc[model].sort_values("mean 8")
             y = np.arange(len(of))
             axes.hlines(y, of["mean 8"], of["mean 0"], color=GREY, linewidth=1)
-            axes.plot(of["mean 0"], y, "o", mfc="none", color=COLOUR, markersize=4, label="on time")
-            axes.plot(of["mean 8"], y, "o", color=COLOUR, markersize=4, label="lag 8")
+            axes.plot(of["mean 0"], y, "o", mfc="none", color=COLOURS["NoClip"], markersize=4, label="on time")
+            axes.plot(of["mean 8"], y, "o", color=COLOURS["NoClip"], markersize=4, label="lag 8")
             axes.axvline(untrained, color=GREY, ls=":", linewidth=1)
             axes.text(untrained, len(of) - 0.4, " untrained", color=GREY, fontsize=7, va="bottom")
             axes.set(title=model, yticks=y, yticklabels=of.index)

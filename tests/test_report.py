@@ -16,10 +16,12 @@ from matplotlib.figure import Figure
 from pandas.testing import assert_frame_equal
 from scipy.stats import ttest_1samp
 
+from pspo.cli.parse import subclasses
+from pspo.losses import Surrogate
 from pspo.report import figures
 from pspo.report.__main__ import main
-from pspo.report.runs import MODEL, labels, read_runs
-from pspo.report.tables import in_words, smoothed
+from pspo.report.runs import COLOURS, LONG, MODEL, OTHERS_COLOUR, labels, read_runs
+from pspo.report.tables import for_terminal, in_words, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -39,11 +41,12 @@ def make_run(tmp_path):
     """Writes a run: make_run("any/name", "PSPO", 1, rewards=[0.2], after=0.5, alpha=0.2, **{"optimizer.lr": 1})."""
 
     def make(
-        name, method, seed=0, rewards=(0.2, 0.4), after=0.5, metrics=None, module="pspo.losses", ended=(), **changes
-    ):
+        name, method, seed=0, rewards=(0.2, 0.4), after=0.5, metrics=None, module="pspo.losses", ended=(), own=None,
+        **changes,
+    ):  # fmt: skip
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        arguments = {key: changes.pop(key, value) for key, value in DEFAULTS[method].items()}
+        arguments = {key: changes.pop(key, value) for key, value in (own or DEFAULTS.get(method, {})).items()}
         surrogate = {"class_path": f"{module}.{method}", "init_args": arguments}
         config = {
             "model": {"name_or_path": "tiny"},
@@ -55,7 +58,7 @@ def make_run(tmp_path):
         }
         for key, value in changes.items():
             section, field = key.split(".")
-            config[section][field] = value
+            config.setdefault(section, {})[field] = value
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         table = {"step": range(2, 2 * len(rewards) + 2, 2), "reward": rewards} | (metrics or {})
         records = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
@@ -155,8 +158,8 @@ def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
     assert cells[SUMS, "Accuracy", "NoClip", ACCURACY] == [2, 0.55, None, None]
     assert close(cells[SUMS, "Accuracy", "PSPO", ACCURACY], 1, 0.8, 0.7, 1.0)  # one seed: over problems
     assert close(cells[SUMS, "Accuracy", "tiny", ACCURACY], 0, 0.3, 0.2, 0.5)  # before training
-    assert re.search(r"\| Clip +\| +3 \| +70.0 \[45.2, 94.8\] \| +60.0 \[35.2, 84.8\] \|", text)
-    assert re.search(r"\| tiny +\| +– \| +40.0 \[30.0, 60.0\] \|", text)
+    assert re.search(r"\| Clip +\| +3 \| +60.0 \[35.2, 84.8\] \| +70.0 \[45.2, 94.8\] \|", text)
+    assert re.search(r"\| tiny +\| +– \| +30.0 \[20.0, 50.0\] \|", text)
     assert err == ""
 
 
@@ -169,8 +172,8 @@ def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report
     make_run("other", "PSPO", 0, after=0.9, **{"data.seed": 8})  # saw other prompts
     cells, _, _ = report()
     pairs = {key[2:]: cell for key, cell in cells.items() if key[1] == "Paired differences"}
-    row, noclip = (f"PSPO (epochs=2) - {method} (epochs=2)" for method in ("Clip", "NoClip"))
-    assert {row for row, _ in pairs} == {row, noclip, "NoClip (epochs=2) - Clip (epochs=2)"}
+    row, noclip = (f"PSPO - {method}" for method in ("Clip", "NoClip"))
+    assert {row for row, _ in pairs} == {row, noclip, "NoClip - Clip"}
     half = T2 * np.std([0.1, 0.1, 0.2], ddof=1)
     for column in (ACCURACY, ANYWHERE, "final reward", "peak reward", "area under the curve"):
         assert close(pairs[row, column], 3, 0.4 / 3, 0.4 / 3 - half, 0.4 / 3 + half), column
@@ -250,11 +253,11 @@ def test_settings_come_from_the_configuration_alone(make_run, report):
     make_run("v1", "NoClip", after=0.2)
     cells, _, _ = report()
     assert {row: cell[0] for (_, _, row, column), cell in cells.items() if column == "final reward"} == {
-        "Clip (lr=1e-05)": 1,
-        "PSPO (alpha=0.1, lr=1e-05)": 2,
+        "Clip": 1,
+        "PSPO (alpha=0.1)": 2,
         "PSPO (alpha=0.4, lr=1e-06)": 1,
-        "pspo.losses.NoClip (lr=1e-05)": 1,
-        "v2.NoClip (lr=1e-05)": 1,
+        "pspo.losses.NoClip": 1,
+        "v2.NoClip": 1,
     }
 
 
@@ -278,11 +281,79 @@ def test_labels_name_only_what_differs(make_run):
     make_run("sgd", "Clip", **other | {"algorithm.aggregation": "dapo", "optimizer.name": "sgd"})
     runs = read_runs([make_run("none", "NoClip", **other).parent])
     assert sorted(labels(runs.configs)) == [
-        "Clip (epochs=2, optimizer.name=adamw)", "Clip (epochs=2, optimizer.name=sgd)",
-        "NoClip (aggregation=grpo, epochs=1, optimizer.name=adamw)",
-        "NoClip (aggregation=grpo, epochs=2, optimizer.name=adamw)",
-        "PSPO (alpha=0.1, epochs=2, optimizer.name=adamw)", "PSPO (alpha=0.4, epochs=2, optimizer.name=adamw)",
+        "Clip", "Clip (optimizer.name=sgd)", "NoClip (aggregation=grpo)", "NoClip (aggregation=grpo, epochs=1)",
+        "PSPO (alpha=0.1)", "PSPO (alpha=0.4)",
     ]  # fmt: skip
+
+
+MY_REWARDS = [{"class_path": "my_rewards.Close", "init_args": {"scale": 2.5, "below": 0}}, "my_rewards.short"]
+PLAYGROUND = [  # method and switches: what somebody tries in a first week
+    ("PSPO", {}),
+    ("PSPO", {"run.tracker": "wandb", "run.samples": 5, "run.test_limit": 20, "run.validate_every": 4, "run.keep": 9}),
+    ("PSPO", {"distributed.strategy": "ddp", "optimizer.microbatch_tokens": 512, "run.save_every": 3}),
+    ("PSPO", {"alpha": 0.3}),
+    ("PSPO", {"optimizer.lr": 1e-4}),
+    ("PSPO", {"algorithm.epochs": 8, "optimizer.lr": 1e-4, "optimizer.max_grad_norm": 0.1}),
+    ("Clip", {}),
+    ("Clip", {"epsilon_high": 0.28, "algorithm.aggregation": "dr_grpo", "rollout.group_size": 8}),
+    ("NoClip", {"rollout.lag": 2}),
+    ("NoClip", {"reward.functions": MY_REWARDS, "reward.weights": [1.0, 0.5], "data.system_prompt": "Be\nbrief. " * 9}),
+    ("NoClip", {"run.name": "a short completion's bonus", "rollout.resample": 2}),
+    ("SoftClip", {}),
+    ("SoftClip", {"width": 0.2, "algorithm.correction": "sequence_mask", "algorithm.ratio_to": "proximal"}),
+    ("Clip", {"changes": [(10, "run.fork_from", None, "runs/a"), (10, "optimizer.lr", 1e-5, 3e-5)],
+              "optimizer.lr": 3e-5}),
+    ("Clip", {"changes": [(20, "optimizer.lr", 1e-5, 2e-6), (20, "run.samples", 2, 9)], "optimizer.lr": 2e-6}),
+]  # fmt: skip
+
+
+def test_a_playground_of_fifteen_experiments_is_read_with_pleasure(make_run, report, tmp_path, capsys, saved):
+    for number, (method, switches) in enumerate(PLAYGROUND):
+        own = {"SoftClip": {"width": 0.1}, "NoClip": {}}.get(method, DEFAULTS.get(method))
+        module, changes = "my_loss" if method == "SoftClip" else "pspo.losses", switches.get("changes", [])
+        switches = {name: value for name, value in switches.items() if name != "changes"}
+        metrics = {"validation_reward": [0.1, 0.5], "ess": [0.9, 0.8]}
+        run = make_run(f"try-{number}", method, number, metrics=metrics, module=module, own=own, after=0.5, **switches)
+        lines = [dict(zip(("step", "switch", "old", "new"), change, strict=True)) for change in changes]
+        (run / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = json.loads((run / "summary.json").read_text())
+        summary["validation"] = {"untrained": {"step": 0, "tokens": 0, "validation_reward": 0.05}}
+        (run / "summary.json").write_text(json.dumps(summary))
+    cells, text, _ = report()
+    rows = {row: cell[0] for (_, _, row, column), cell in cells.items() if column == "final reward"}
+    key = dict(re.findall(r"^\* (.* #\d+) is (.*)$", text, re.MULTILINE))
+    assert sum(rows.values()) == 15
+    assert len(rows) == 13  # the first three are seeds of one setting
+    assert max(map(len, rows)) <= LONG
+    assert "a short completion's bonus" in rows
+    whole = {key.get(row, row) for row in rows}
+    print(*whole, sep="\n")
+    assert "a setting has epochs=2, lr=1e-05" in text
+    for part in ("fork@10", "lr=2e-06@20", "functions=Close(below=0, scale=2.5) short", "width=0.2", "lag=2"):
+        assert sum(part in label for label in whole) == 1, part
+    assert not any("samples" in label or "path" in label for label in whole)
+    assert max(map(len, text.splitlines())) < 420
+    figure = saved[0]  # of small multiples: each begins with the untrained model, and its title fits
+    for axes in (axes for axes in figure.axes if axes.get_lines()):
+        assert len(axes.get_title()) <= LONG + 1
+    validation = next(figure for figure in saved if figure.get_suptitle() == "validation reward")
+    assert {axes.get_lines()[0].get_xdata()[0] for axes in validation.axes if axes.get_lines()} == {0}
+    accuracy = text.partition("### Accuracy")[2].splitlines()[2]
+    assert [accuracy.index(name) for name in (": accuracy", ": gold anywhere")] == sorted(
+        accuracy.index(name) for name in (": accuracy", ": gold anywhere")
+    )
+
+
+def test_tables_fit_a_terminal():
+    for tests in (["sums"], ["sums", "products", "my own"]):
+        columns = [f"{data} test, n = 500: {what} (%)" for data in tests
+                   for what in ("accuracy", "gold anywhere", "final accuracy")]  # fmt: skip
+        texts = pd.DataFrame("80.4 [77.7, 83.0]", ["PSPO (alpha=0.1, epochs=2)", "x" * LONG], ["seeds", *columns])
+        text = for_terminal(texts.assign(seeds="5"))
+        assert max(map(len, text.splitlines())) <= 100
+        assert text.count("accuracy (%)") == 2 * len(tests)
+        assert "gold" not in text
+        assert text.count("sums test, n = 500") == (1 if len(tests) == 1 else 2)
 
 
 def test_labels_of_the_packed_results():
@@ -305,7 +376,7 @@ def test_a_run_that_was_changed_on_its_way_is_a_setting_of_its_own(make_run, rep
         (steered / "changes.jsonl").write_text("".join(json.dumps(change) + "\n" for change in changes))
     cells, _, err = report()
     rows = {row: cell[0] for (_, _, row, column), cell in cells.items() if column == "final reward"}
-    assert rows == {"PSPO": 2, "PSPO (changes=forked at step 4, optimizer.lr 0.0001 -> 1e-05 at step 4)": 2}
+    assert rows == {"PSPO": 2, "PSPO (fork@4, lr=1e-05@4)": 2}
     assert err == ""
 
 
@@ -481,7 +552,7 @@ def test_a_packed_folder_is_reported_as_its_runs(make_run, make_evaluation, repo
         columns = [name for name in ours if name not in ("run", "experiment", "run.output_dir")]
         assert_frame_equal(ours[columns], packed[columns], check_exact=True, check_dtype=name != "configs")
     two = yaml.safe_load((roots[1] / "settings.yaml").read_text())["experiments"]["two"]
-    assert two["settings"]["PSPO (alpha=0.2, lr=0.0001)"]["algorithm.surrogate.init_args.alpha"] == 0.2
+    assert two["settings"]["PSPO (alpha=0.2)"]["algorithm.surrogate.init_args.alpha"] == 0.2
 
 
 # Pictures
@@ -527,33 +598,41 @@ def test_each_loss_is_drawn_beside_noclip(tmp_path, saved, monkeypatch):
             assert np.allclose(y, closed_forms(x, 1.0 if i < 2 else -1.0)[method][i % 2], rtol=1e-12, atol=1e-12)
 
 
-def curves(rows, seeds=3):
+def curves(rows, seeds=3, method="PSPO"):
     steps = range(2, 12, 2)
     return pd.DataFrame(
-        {"panel": panel, "row": f"PSPO (alpha={row})", "seed": seed, "x": x, "y": math.sin(x + row) + seed / 9}
+        {"panel": panel, "row": f"PSPO (alpha={row})", "method": method, "seed": seed, "x": x,
+         "y": math.sin(x + row) + seed / 9}
         for panel in ("reward", "ess") for row in range(rows) for seed in range(seeds) for x in steps
     )  # fmt: skip
 
 
+def test_a_method_has_one_colour_and_its_settings_are_shades_of_it():
+    rows = {"Clip": "Clip", "a": "PSPO", "b": "PSPO", "c": "PSPO", "mine": "my_loss.Mine"}
+    found = figures.styles(rows)
+    assert [found[row]["color"] for row in ("Clip", "b")] == [COLOURS[name].lower() for name in ("Clip", "PSPO")]
+    assert len({style["color"] for style in found.values()}) == 5
+    assert len({str(found[row]["ls"]) for row in "abc"}) == 3
+    parts = [[int(found[row]["color"][i : i + 2], 16) for i in (1, 3, 5)] for row in "abc"]
+    assert all(dark <= middle <= light for dark, middle, light in zip(*parts, strict=True))
+    assert len({*COLOURS.values(), OTHERS_COLOUR}) == len(COLOURS) + 1
+    assert set(COLOURS) == {cls.__name__ for cls in subclasses(Surrogate) if cls.__module__.startswith("pspo.losses")}
+
+
 @pytest.mark.parametrize("rows", [2, 6])
-def test_up_to_six_settings_share_axes_in_a_style_each_and_are_named_at_their_ends(tmp_path, saved, rows):
+def test_up_to_six_settings_share_axes_and_one_legend_in_the_order_of_their_ends(tmp_path, saved, rows):
     assert figures.draw_curves(curves(rows), "step", tmp_path / "a.svg") == [tmp_path / "a.svg"]
-    assert all(len({str(style[part]) for style in figures.STYLES}) == 6 for part in ("color", "ls"))
+    (legend,) = saved[0].legends
+    names = [text.get_text() for text in legend.get_texts()]
     for axes in saved[0].axes:
-        assert [line.get_color() for line in axes.get_lines()] == [style["color"] for style in figures.STYLES[:rows]]
-        names = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert set(names) == {f"PSPO (alpha={row})" for row in range(rows)}
-        ends = dict(
-            zip(
-                (f"PSPO (alpha={row})" for row in range(rows)),
-                (line.get_ydata()[-1] for line in axes.lines),
-                strict=True,
-            )
-        )
-        assert [ends[name] for name in names] == sorted(ends.values(), reverse=True)
-        for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds
+        lines = dict(zip((f"PSPO (alpha={row})" for row in range(rows)), axes.get_lines(), strict=True))
+        assert set(names) == set(lines)
+        ends = [lines[name].get_ydata()[-1] for name in names]
+        assert ends == sorted(ends, reverse=True)
+        for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds, inside the axes
             x, y = band.get_paths()[0].vertices.T
             assert np.allclose(abs(y - np.sin(x + row) - 1 / 9), T2 / 9)
+            assert axes.get_ylim()[0] < y.min() < y.max() < axes.get_ylim()[1]
 
 
 def test_more_settings_are_small_multiples_before_the_others_in_grey(tmp_path, saved):

@@ -1,5 +1,6 @@
 """A configuration from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)`` is the command."""
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -52,6 +53,8 @@ def default_output(config: TrainConfig) -> str:
     method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
     data = config.data.name.replace("/", "-")  # of a hub id
     folder = f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
+    if config.run.name is not None:
+        folder = "runs/" + re.sub(r"[^\w.+-]+", "-", config.run.name)
     return next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
 
 

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
@@ -80,12 +80,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [_parse(path, line, json.loads) for line in lines]
 
 
-def describe_changes(run: Path) -> str:
-    """The changes of a run on its way, from its ``changes.jsonl``; "" if there were none."""
+def describe_changes(run: Path, besides: Collection[str] = ()) -> str:
+    """The changes of a run on its way, from its ``changes.jsonl``; "" if there were none besides these switches."""
     return ", ".join(
         ("forked" if change["switch"] == "run.fork_from" else "{switch} {old} -> {new}".format_map(change))
         + f" at step {change['step']}"
         for change in read_jsonl(run / "changes.jsonl")
+        if change["switch"] not in besides
     )
 
 

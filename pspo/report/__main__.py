@@ -20,7 +20,22 @@ import pandas as pd
 from pspo.records.files import write_text
 from pspo.report.figures import draw_curves
 from pspo.report.paper import against_paper
-from pspo.report.runs import ARGUMENT, DATA, MODEL, SEED, Runs, labels, methods, pack, read_runs, settings, warn
+from pspo.report.runs import (
+    ARGUMENT,
+    DATA,
+    MODEL,
+    SEED,
+    Runs,
+    keyed,
+    labels,
+    methods,
+    pack,
+    read_runs,
+    settings,
+    untrained,
+    usual_in_words,
+    warn,
+)
 from pspo.report.tables import (
     DIAGNOSTICS,
     NOTES,
@@ -29,6 +44,7 @@ from pspo.report.tables import (
     as_markdown,
     as_text,
     compared,
+    for_terminal,
     in_words,
     scale,
     smoothed,
@@ -50,9 +66,13 @@ def report(runs: Runs, output: Path) -> list[Path]:
     markdown, latex, cells, pictures = ["# Report"], [], [], []
     for title, (models, names) in tasks.items():
         of_task = runs.take(names)
-        finished, label = of_task.take(of_task.finished()), labels(of_task.configs)
+        finished, (label, key) = of_task.take(of_task.finished()), keyed(labels(of_task.configs))
         tested = set(accuracies(finished, "after")["run"])
         markdown.append(f"## {title}")
+        if said := usual_in_words(of_task.configs):
+            markdown.append(f"Unless its name says otherwise, a setting has {said}.")
+        if key:
+            markdown.append("\n".join(f"* {number} is {text}" for number, text in key.items()))
         for run in names:
             if run not in finished.configs.index:
                 warn(f"{run}: not finished (no summary.json); its curves are drawn, the tables leave it out")
@@ -64,7 +84,7 @@ def report(runs: Runs, output: Path) -> list[Path]:
             differences = table["p"].count() if "p" in table else 0
             markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
-                print(f"{title}\n{as_markdown(text)}\n")
+                print(f"{title}, of the models that the runs returned\n{for_terminal(text)}\n")
             if name == "Paired differences" and (words := in_words(table)):
                 print("\n".join(words) + "\n")
                 markdown.append("\n".join([f"{words[0]}\n", *(f"* {line}" for line in words[1:])]))
@@ -87,16 +107,20 @@ def report(runs: Runs, output: Path) -> list[Path]:
 
 def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list[Path]:
     """Draw the curves, the diagnostics, and the ablation of every argument of a surrogate."""
-    seed = runs.configs[SEED]
+    seed, method = runs.configs[SEED], methods(runs.configs)
+    begin = untrained(runs).set_index("run")
 
     def curves(metrics: dict[str, str]) -> pd.DataFrame:  # by panel
-        parts = [pd.DataFrame(columns=["panel", "row"])]
+        parts = [pd.DataFrame(columns=["panel", "row", "method"])]
         for panel, metric in metrics.items():
             values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
             for run, of_run in values.groupby("run", sort=False):
                 y = smoothed(of_run[metric])
-                x = of_run["step"].iloc[len(of_run) - len(y) :]
-                parts.append(pd.DataFrame({"panel": panel, "row": label[run], "seed": seed[run], "x": x, "y": y}))
+                points = dict(zip(of_run["step"].iloc[len(of_run) - len(y) :], y, strict=True))
+                if run in begin.index and metric in begin:
+                    points = {0: begin.loc[run, metric]} | points
+                row = {"panel": panel, "row": label[run], "method": method[run], "seed": seed[run]}
+                parts.append(pd.DataFrame(row | {"x": points.keys(), "y": points.values()}))
         return pd.concat(parts)
 
     x_label = "optimizer step; means over a tenth of the run"
@@ -109,14 +133,14 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
         name = switch.removeprefix(ARGUMENT)
         values = pd.to_numeric(configs[switch], errors="coerce").dropna()
         values = values[values.groupby(settings(configs, besides=[switch])).transform("nunique") > 1]
-        for method, x in values.groupby(methods(configs)):
+        for method_name, x in values.groupby(methods(configs)):
             points = numbers[numbers["run"].isin(x.index)]
             line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
             y = points["value"] * points["column"].map(scale)
-            points = {"panel": points["column"], "row": points["run"].map(line), "seed": points["run"].map(seed),
-                      "x": points["run"].map(x), "y": y}  # fmt: skip
+            points = {"panel": points["column"], "row": points["run"].map(line), "method": method_name,
+                      "seed": points["run"].map(seed), "x": points["run"].map(x), "y": y}  # fmt: skip
             pictures += draw_curves(
-                pd.DataFrame(points).sort_values("x"), name, Path(f"{prefix}{method}-{name}.svg"), marker="o"
+                pd.DataFrame(points).sort_values("x"), name, Path(f"{prefix}{method_name}-{name}.svg"), marker="o"
             )
     return pictures
 

@@ -5,6 +5,7 @@ seeds of one setting. Whatever cannot be read is named on stderr and left out.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,21 +17,22 @@ import pandas as pd
 import yaml
 
 from pspo.records.files import describe_changes, flat, read_config, read_json, read_jsonl, write_text
+from pspo.records.switches import NO_SETTING
 
 MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
 SURROGATE, ARGUMENT = "algorithm.surrogate.class_path", "algorithm.surrogate.init_args."
-OF_A_RUN = [
-    "experiment",
-    SEED,
-    "run.output_dir",
-    "run.fork_from",
-    "run.quiet",
-]  # columns of `Runs.configs` that are no part of the setting
+NAME = "run.name"
+UNSAID = NO_SETTING - {"run.fork_from"}  # of the changes of a run on its way
+OF_A_RUN = ["experiment", SEED, *sorted(NO_SETTING)]  # columns of `Runs.configs` that are no part of the setting
 NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
            "value", "low", "high"]  # fmt: skip
 PACK = ("runs.parquet", "summaries.parquet", "settings.yaml")
-
-IN_MEMORY = ["optimizer.microbatch_tokens", "rollout.max_rows"]  # as large as a run's device allows
+LONG = 40  # characters of a label; longer ones are numbered, and stand in a key
+# A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
+COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
+           "TOPR": "#56B4E9", "REINFORCE": "#AA3377", "CISPO": "#44AA99", "GSPO": "#999933", "GMPO": "#B2182B",
+           "VESPO": "#6C63B5", "DPPO": "#B58900"}  # fmt: skip
+OTHERS_COLOUR = "#8A6D3B"
 
 Row = dict[str, Any]
 
@@ -94,7 +96,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
             rows += [{"run": run, **row} for row in _of_summary(summary, config)]
             metrics.append(rollouts.assign(run=run))
-            changes = {"changes": text} if (text := describe_changes(folder)) else {}
+            changes = {"changes": text} if (text := describe_changes(folder, UNSAID)) else {}
             configs[run] = config | changes | {"experiment": str(folder.parent.parent)}
             returned[run] = Path(summary.get("best_model", "best")).name
     for folder in evaluated:  # of a model's evaluations on the same problems the last one counts
@@ -216,7 +218,7 @@ def _in_order(runs: Runs) -> Runs:
 
 def settings(configs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.Series:
     """Number the settings, by run; those that differ in the switches besides alone have one number."""
-    switches = configs.drop(columns=[*OF_A_RUN, *IN_MEMORY, *besides], errors="ignore")
+    switches = configs.drop(columns=[*OF_A_RUN, *besides], errors="ignore")
     return switches.groupby([*switches], dropna=False, sort=False).ngroup()
 
 
@@ -230,33 +232,100 @@ def methods(configs: pd.DataFrame) -> pd.Series:
 def labels(configs: pd.DataFrame) -> pd.Series:
     """Name each run's setting: its surrogate, and the switches in which the settings of these runs differ.
 
-    A surrogate's own arguments are compared with the same surrogate's. A switch that depends on the surrogate alone is
-    left out where it is as with most of them. Names are short, but where another switch ends in the same word.
+    A surrogate's own arguments are compared with the same surrogate's. What is `usual` is left out. Names are short
+    where no other switch ends in the same word.
     """
-    switches, named = configs.drop(columns=[*OF_A_RUN, *IN_MEMORY, SURROGATE], errors="ignore"), {}
+    switches, named, left_out = configs.drop(columns=[*OF_A_RUN, SURROGATE], errors="ignore"), {}, usual(configs)
     others = [name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1]
-    of_methods = switches.groupby(methods(configs))
+    short = short_names(configs)
+    for method, of_method in switches.groupby(methods(configs)):
+        own = [name for name in switches if name.startswith(ARGUMENT) and of_method[name].nunique(dropna=False) > 1]
+        for run, values in of_method[own + others].iterrows():
+            texts = [
+                _short_changes(value) if name == "changes" else f"{short[name]}={_short(value)}"
+                for name, value in values.dropna().items()
+                if value != left_out.get(name)
+            ]
+            named[run] = f"{method} ({', '.join(texts)})" if texts else method
+    return _by_name(configs, pd.Series(named, dtype=object).reindex(configs.index))
+
+
+def usual(configs: pd.DataFrame) -> dict[str, Any]:
+    """Values that labels leave out: those of two thirds of the settings; of most methods, where it depends on these."""
+    switches, found = configs.drop(columns=[*OF_A_RUN, SURROGATE], errors="ignore"), {}
+    of_methods, each = switches.groupby(methods(configs)), switches[~settings(configs).duplicated()]
     alike = of_methods.nunique(dropna=False).max() == 1  # by switch
-    values_of, usual = of_methods.nth(0), {}
-    for name in others:
-        shares = values_of[name].value_counts(normalize=True, dropna=False)
-        if alike[name] and shares.max() > 0.5:
-            usual[name] = shares.idxmax()
+    for name in [
+        name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1
+    ]:
+        shares = (of_methods.nth(0) if alike[name] else each)[name].value_counts(normalize=True, dropna=False)
+        if shares.max() > (0.5 if alike[name] else 2 / 3):
+            found[name] = shares.idxmax()
+    return found
+
+
+def usual_in_words(configs: pd.DataFrame) -> str:
+    """Such as "epochs=2, lr=1e-05"; "" if labels leave nothing out."""
+    short = short_names(configs)
+    return ", ".join(f"{short[name]}={_short(value)}" for name, value in usual(configs).items() if pd.notna(value))
+
+
+def short_names(configs: pd.DataFrame) -> dict[str, str]:
+    """The last word of each switch, and the whole where another one ends in it."""
     words = [name.rpartition(".")[2] for name in configs if not name.startswith(ARGUMENT)]
     short = {}
     for name in configs:
         word = name.rpartition(".")[2]
         short[name] = word if name.startswith(ARGUMENT) or words.count(word) == 1 else name
-    for method, of_method in of_methods:
-        own = [name for name in switches if name.startswith(ARGUMENT) and of_method[name].nunique(dropna=False) > 1]
-        for run, values in of_method[own + others].iterrows():
-            texts = [
-                f"{short[name]}={' '.join(str(value).split())}"
-                for name, value in values.dropna().items()
-                if value != usual.get(name)
-            ]
-            named[run] = f"{method} ({', '.join(texts)})" if texts else method
-    return pd.Series(named, dtype=object).reindex(configs.index)
+    return short
+
+
+def _short(value: Any) -> str:
+    """A switch's value in a label: of classes and functions their last names, of a folder its own."""
+    if isinstance(value, str) and value.startswith("["):
+        return " ".join(map(_short, json.loads(value)))
+    if isinstance(value, dict) and "class_path" in value:
+        arguments = ", ".join(f"{name}={_short(of)}" for name, of in value.get("init_args", {}).items())
+        return _short(value["class_path"]) + (f"({arguments})" if arguments else "")
+    text = " ".join(str(value).split())
+    return re.sub(r"[\w./-]*[./](?=[A-Za-z_])", "", text)
+
+
+def _short_changes(text: str) -> str:
+    """Such as "fork@50, lr=1e-05@60" of what `describe_changes` says."""
+    of_switches = re.findall(r"([\w.]+) [^,]*? -> (\S+?) at step (\d+)", text)
+    forks = [f"fork@{step}" for step in re.findall(r"forked at step (\d+)", text)]
+    return ", ".join([*forks, *(f"{name.rpartition('.')[2]}={value}@{step}" for name, value, step in of_switches)])
+
+
+def _by_name(configs: pd.DataFrame, label: pd.Series) -> pd.Series:
+    """The settings' --run.name, or their labels; numbered where several settings have one name."""
+    setting = settings(configs)
+    if configs.empty:
+        return label
+    if NAME in configs:
+        name = configs[NAME].groupby(setting).transform("first")
+        label = name.where(name.notna(), label)
+    of_label = setting.groupby(label)
+    number = of_label.transform(lambda of: pd.factorize(of)[0] + 1).astype(str)
+    return label.where(of_label.transform("nunique") == 1, label + " [" + number + "]")
+
+
+def keyed(label: pd.Series) -> tuple[pd.Series, dict[str, str]]:
+    """Labels of at most `LONG` characters, and the whole ones by those that were cut and numbered."""
+    long = [text for text in dict.fromkeys(label) if len(text) > LONG]
+    short = {text: f"{text.partition(' (')[0][: LONG - 5]} #{number}" for number, text in enumerate(long, 1)}
+    return label.replace(short), {number: text for text, number in short.items()}
+
+
+def untrained(runs: Runs) -> pd.DataFrame:
+    """The validations of step 0, of runs that are finished; a packed folder has none."""
+    rows = [pd.DataFrame(columns=["run", "step"])]
+    for run in runs.configs.index:
+        summary = Path(run) / "summary.json"
+        if summary.is_file() and (known := read_json(summary).get("validation", {}).get("untrained")):
+            rows.append(pd.DataFrame([known | {"run": run, "time": 0.0}]))
+    return pd.concat(rows)
 
 
 # Packing

@@ -63,7 +63,7 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
         for row in numbers.itertuples()
     ]
     numbers = numbers.drop_duplicates(["run", "column"], keep="last")
-    numbers = numbers.sort_values("measure", key=lambda names: names != "gold_anywhere", kind="stable")
+    numbers = numbers.sort_values("measure", key=lambda names: names == "gold_anywhere", kind="stable")
     return numbers[["run", "column", "value", "low", "high"]]
 
 
@@ -225,6 +225,20 @@ def as_markdown(texts: pd.DataFrame) -> str:
     rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def for_terminal(texts: pd.DataFrame, width: int = 100) -> str:
+    """Tables of at most ``width`` columns one below the other, without where the gold value is anywhere."""
+    shown = texts[[name for name in texts if not name.endswith("gold anywhere (%)")]]
+    tests = {name.partition(": ")[0] for name in shown.columns[1:]}
+    if len(tests) == 1:  # said once, above the table
+        shown = shown.rename(columns=lambda name: name.partition(": ")[2] or name)
+    blocks = [["seeds"]]
+    for name in shown.columns[1:]:
+        if len(blocks[-1]) > 1 and len(as_markdown(shown[[*blocks[-1], name]]).partition("\n")[0]) > width:
+            blocks.append(["seeds"])
+        blocks[-1].append(name)
+    return "\n\n".join([*(tests if len(tests) == 1 else ()), *(as_markdown(shown[names]) for names in blocks)])
 
 
 def as_latex(texts: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""What may change between the starts of a run: one table of switches, and the rules of resuming and forking.
+"""What may change between the starts of a run: the rules of resuming and forking, over the table of switches.
 
 A resumed run continues the same experiment, so only some switches may change on its way; a fork begins another one from
 the state of its parent.
@@ -13,19 +13,9 @@ import yaml
 
 from pspo.config import LoraConfig
 from pspo.records.files import differences, read_config, read_jsonl, to_jsonl, write_text
+from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
 from pspo.run.checkpointer import States
 
-FREE = {  # changes no number of the run
-    "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
-    "reward.timeout", "reward.workers", "rollout.engine_memory", "run.keep", "run.quiet", "run.tracker",
-}  # fmt: skip
-STEERED = {  # how far a step goes, and what is written when; not what is optimized, nor on which samples
-    "algorithm.beta", "optimizer.lr", "optimizer.max_grad_norm", "run.record_tokens", "run.samples", "run.save_every",
-    "run.validate_every",
-}  # fmt: skip
-LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
-ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
-            "optimizer.one_pass", "distributed.gather"}  # fmt: skip
 FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
          *(f"model.lora.{part.name}" for part in fields(LoraConfig))}  # in forks, too  # fmt: skip
 REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and scores its rollouts anew

@@ -14,17 +14,9 @@ from pspo import distributed as dist
 from pspo.config import RunConfig, TrainConfig
 from pspo.records.files import read_json, read_jsonl, to_jsonl, to_yaml, write_text
 from pspo.records.folders import checkpoints, damage, hidden, prune, remove, step_of, tidy
+from pspo.records.switches import LONGER, STEERED
 from pspo.records.tokens import FOLDER
-from pspo.run.changes import (
-    LONGER,
-    STEERED,
-    allowed_changes,
-    changes_since,
-    check_fork,
-    check_problems,
-    fork_states,
-    record_changes,
-)
+from pspo.run.changes import allowed_changes, changes_since, check_fork, check_problems, fork_states, record_changes
 from pspo.run.checkpointer import Checkpointer
 
 OURS = {".lock", "config.yaml", "data", "environment.json", "starts.jsonl"}  # of a run that has computed nothing

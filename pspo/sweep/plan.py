@@ -16,7 +16,7 @@ from pspo.cli.parse import parse, user_errors
 from pspo.cli.progress import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
 from pspo.records.files import as_argument, differences, read_config, read_jsonl
-from pspo.run.resume import STEERED
+from pspo.records.switches import STEERED
 
 Switches = dict[str, Any]
 parse_once = functools.cache(parse)  # a search has two stages with the same switches

@@ -22,7 +22,20 @@ from pspo.evaluate.findings import find
 from pspo.losses import Surrogate, token_weights
 from pspo.records.files import read_json, read_jsonl
 from pspo.records.tokens import FOLDER
-from pspo.report.runs import ARGUMENT, DATA, MODEL, SEED, SURROGATE, Runs, labels, settings
+from pspo.report.runs import (
+    ARGUMENT,
+    COLOURS,
+    DATA,
+    MODEL,
+    OTHERS_COLOUR,
+    SEED,
+    SURROGATE,
+    Runs,
+    labels,
+    methods,
+    settings,
+    untrained,
+)
 from pspo.report.tables import SEEDS_FOR_AN_INTERVAL
 
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
@@ -53,7 +66,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 def curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
     metrics = pd.concat([untrained(runs), runs.metrics.assign(time=elapsed(runs.metrics))], ignore_index=True)
-    setting = settings(runs.configs)
+    setting, method = settings(runs.configs), methods(runs.configs)
     names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
     groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
     means, counts = groups.mean(), groups.count()
@@ -63,21 +76,12 @@ def curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
         sides = {side: table.loc[number].dropna(axis=1, how="all") for side, table in ends.items()}
         yield {
             "label": label[members[0]],
+            "color": COLOURS.get(method[members[0]], OTHERS_COLOUR),
             "setting": number,
             "seeds": len(members),
             "step": encoded(sides["mean"].index),
             **{side: {name: encoded(table[name]) for name in table} for side, table in sides.items()},
         }
-
-
-def untrained(runs: Runs) -> pd.DataFrame:
-    """The validations of step 0, of runs that are finished."""
-    rows = [pd.DataFrame(columns=["run", "step"])]
-    for run in runs.configs.index:
-        summary = Path(run) / "summary.json"
-        if summary.is_file() and (known := read_json(summary).get("validation", {}).get("untrained")):
-            rows.append(pd.DataFrame([known | {"run": run, "time": 0.0}]))
-    return pd.concat(rows)
 
 
 def elapsed(metrics: pd.DataFrame) -> pd.Series:

@@ -89,11 +89,15 @@ function drawCurves() {
       ` ${curve.label}${curve.seeds > 1 ? ` (${curve.seeds} seeds)` : ""}`))));
   }
   const shown = settings.filter((curve) => state.shown.has(curve.setting)), host = h("div", { class: "charts" });
-  const labels = shortLabels(shown);
+  const labels = shortLabels(shown), colors = shown.map((curve) => {
+    const own = shown.filter((other) => other.color === curve.color);
+    return shaded(curve.color, own.length > 1 ? 0.9 * own.indexOf(curve) / (own.length - 1) - 0.45 : 0);
+  });
   main.append(host);
   for (const [title, unit, metrics] of CHARTS) {
     const lines = shown.flatMap((curve, i) => metrics.filter((name) => curve.mean[name]).map((name) => ({
-      curve, name, text: labels.get(curve.label), color: COLORS[(shown.length > 1 ? i : metrics.indexOf(name)) % COLORS.length],
+      curve, name, text: labels.get(curve.label),
+      color: shown.length > 1 || name === metrics[0] ? colors[i] : COLORS[metrics.indexOf(name) % COLORS.length],
       dash: DASHES[shown.length > 1 ? metrics.indexOf(name) % DASHES.length : 0] })));
     if (lines.length) drawChart(host, title, unit, lines, metrics.length > 1, shown.length > 1);
   }
@@ -102,6 +106,11 @@ function drawCurves() {
     main.append(h("h2", {}, "Events"), h("ul", {}, events.slice(0, 60).map((event) =>
       h("li", {}, `step ${event.step}: ${event.text}${data.runs.length > 1 ? ` · ${event.run}` : ""}`))));
   }
+}
+
+function shaded(color, shade) { // of a method's colour, towards black below 0 and white above it
+  const parts = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) * (1 - Math.abs(shade)) + 255 * Math.max(shade, 0));
+  return `#${parts.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("")}`;
 }
 
 function shortLabels(shown) { // what tells the shown settings apart, by label

@@ -1,0 +1,18 @@
+"""The table of switches: which of them may change while a run goes on, and which make another setting."""
+
+FREE = {  # changes no number of the run
+    "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
+    "reward.timeout", "reward.workers", "rollout.engine_memory", "run.keep", "run.name", "run.quiet", "run.tracker",
+}  # fmt: skip
+STEERED = {  # how far a step goes, and what is written when; not what is optimized, nor on which samples
+    "algorithm.beta", "optimizer.lr", "optimizer.max_grad_norm", "run.record_tokens", "run.samples", "run.save_every",
+    "run.validate_every",
+}  # fmt: skip
+LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
+ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
+            "optimizer.one_pass", "distributed.gather"}  # fmt: skip
+NO_SETTING = FREE | ROUNDING | {  # by which no optimizer step is another one, but for rounding: no setting
+    "distributed.rollout", "distributed.strategy", "rollout.max_rows", "run.fork_from", "run.output_dir",
+    "run.record_tokens", "run.resume", "run.samples", "run.save_every", "run.test_limit", "run.validate_every",
+    "run.validation_limit",
+}  # fmt: skip
