@@ -595,6 +595,17 @@ def test_the_validations_of_a_fork_are_its_own(cut_off):
     assert "validation problems" not in Path("fork/final/README.md").read_text()
 
 
+def test_a_fork_with_other_test_problems_shows_its_own_test(capfd):
+    assert train("parent", "--run.test_limit=2") == 0
+    capfd.readouterr()
+    assert train("fork", "--run.fork_from=parent/checkpoints/step-000004", "--run.test_limit=3") == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"^after, step \d+ ", printed, re.MULTILINE)
+    assert "before, step 0" not in printed
+    assert not Path("fork/test-before.jsonl").exists()
+    assert len(read_jsonl(Path("fork/test-after.jsonl"))) == 3
+
+
 def test_the_tests_of_an_earlier_end_are_not_those_of_a_longer_run():
     assert train("out", CONSTANT, "--run.test_limit=3", "--run.max_steps=4", "--run.validate_every=0") == 0
     Path("out/test-final.jsonl").write_text("of the end at step 4")  # where the best model was another

@@ -22,7 +22,8 @@ class Bar(tqdm):
     def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
         quiet = quiet or os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
         self.in_lines = not quiet and not sys.stderr.isatty()
-        self.what, self.printed = options.get("desc"), time.monotonic()
+        self.what, self.first = options.get("desc"), options.get("initial", 0)
+        self.started = self.printed = time.monotonic()
         options = {"dynamic_ncols": True, "bar_format": FORMAT} | options
         super().__init__(*args, disable=quiet or self.in_lines, **options)
 
@@ -37,5 +38,12 @@ class Bar(tqdm):
         elif self.in_lines:
             self.n += n
             if always or time.monotonic() - self.printed >= SECONDS:
-                print(f"{self.what} {self.n}/{self.total}  {status}".rstrip(), file=sys.stderr, flush=True)
+                line = f"{self.what} {self.n}/{self.total}  {status or self.left()}"
+                print(line.rstrip(), file=sys.stderr, flush=True)
                 self.printed = time.monotonic()
+
+    def left(self) -> str:
+        """Such as "04:10 left", if it goes on as it went so far; "" at the end."""
+        done, to_do = self.n - self.first, (self.total or 0) - self.n
+        seconds = (time.monotonic() - self.started) * to_do / max(done, 1)
+        return f"{self.format_interval(seconds)} left" if to_do > 0 else ""

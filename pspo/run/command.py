@@ -103,15 +103,16 @@ def print_header(run: Run) -> None:
 
 
 def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
-    if summary["before"]:
-        names = [name for name in ("accuracy", "mean_reward", *MEANS) if name in summary["before"]]
+    if summary["after"]:
+        names = [name for name in ("accuracy", "mean_reward", *MEANS) if name in summary["after"]]
         rows = [("greedy, held-out", *(label(name) + " [95%]" * (name in ESTIMATES) for name in names))]
         steps = {"before": 0, "after": summary["best_step"], "final": summary["optimizer_steps"]}
         for when in ("before", "after", "final") if steps["after"] != steps["final"] else ("before", "after"):
-            rows.append((f"{when}, step {steps[when]}", *(from_record(summary[when], name) for name in names)))
+            if summary[when]:  # a fork's untrained model was tested on its parent's problems
+                rows.append((f"{when}, step {steps[when]}", *(from_record(summary[when], name) for name in names)))
         print(table(rows))
         tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in ("before", "after")]
-        if all(tests):
+        if summary["before"] and all(tests):
             print(f"\n{changes(*tests, 3, ('before', 'after'))}\n")
     if line := describe_validations(summary.get("validation", {})):
         print(line)
@@ -123,7 +124,7 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     for finding in find_in(folder, summary)[:3]:
         print(f"finding: {finding.text}. Try: {finding.advice}")
     print(f"look inside: python -m pspo.view {folder}")
-    if summary["before"] or config.data.name != "file":  # which may hold no test problems
+    if summary["after"] or config.data.name != "file":  # which may hold no test problems
         print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
 
 

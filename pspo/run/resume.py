@@ -151,7 +151,10 @@ def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> N
     validator, steps = parts["validator"], parts["learner"].steps
     if validator.best:
         validator.best = best_so_far(run, validator.best["step"], steps)
-    dist.run_on_main(lambda: cut_back(run, steps, config.run.keep))
+    tests = ["after", "final"] + (
+        [] if validator.before else ["before"]
+    )  # a fork's was its parent's, on other problems
+    dist.run_on_main(lambda: cut_back(run, steps, config.run.keep, tests))
     dist.run_on_main(lambda: record_changes(run, steps, changes))
     if ranks != dist.world_size():
         dropped = ", and rollouts that waited for --rollout.lag are dropped" if config.rollout.lag else ""
@@ -188,8 +191,8 @@ def finished_summary(config: RunConfig, resolved: str) -> dict[str, Any]:
     return summary
 
 
-def cut_back(run: Path, steps: int, keep: int) -> None:
-    """Remove what came after this step: newer checkpoints and lines of the records. An old summary is renamed.
+def cut_back(run: Path, steps: int, keep: int, tests: list[str]) -> None:
+    """Remove what came after this step: newer checkpoints, lines of the records, and tests. An old summary is renamed.
 
     Older checkpoints than it keeps are there if a kill came between saving one and removing another.
     """
@@ -200,8 +203,8 @@ def cut_back(run: Path, steps: int, keep: int) -> None:
         if step_of(folder) > steps:
             remove(folder)
     prune(run, keep)
-    for name in ("test-after.jsonl", "test-final.jsonl"):
-        (run / name).unlink(missing_ok=True)
+    for when in tests:
+        (run / f"test-{when}.jsonl").unlink(missing_ok=True)
     for rollout in (run / FOLDER).glob("step-*.parquet"):
         if int(rollout.stem.removeprefix("step-")) > steps:
             rollout.unlink()

@@ -84,10 +84,14 @@ async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None
         for name in {method.experiment for method in due if stage == "full" and len(method.stages) > 1}:
             (output / name).mkdir(exist_ok=True)
             write_json(output / name / "selection.json", {m.name: m.selection() for m in due if m.experiment == name})
-        tasks = [asyncio.create_task(workers.carry_out(job)) for m in due for job in m.jobs([stage], m.chosen(stage))]
-        with Bar(desc=stage, total=len(tasks), unit="run", quiet=not tasks) as bar:
-            for finished in asyncio.as_completed(tasks):
-                await finished
+        jobs = [job for m in due for job in m.jobs([stage], m.chosen(stage))]
+        unfinished = [job for job in jobs if not job.finished]
+        for job in [job for job in jobs if job.finished]:  # which may have left files
+            await workers.carry_out(job)
+        tasks = [asyncio.create_task(workers.carry_out(job)) for job in unfinished]
+        with Bar(desc=stage, total=len(jobs), initial=len(jobs) - len(tasks), unit="run", quiet=not tasks) as bar:
+            for task in asyncio.as_completed(tasks):
+                await task
                 bar.advance()
 
 
