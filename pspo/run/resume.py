@@ -151,9 +151,7 @@ def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> N
     validator, steps = parts["validator"], parts["learner"].steps
     if validator.best:
         validator.best = best_so_far(run, validator.best["step"], steps)
-    tests = ["after", "final"] + (
-        [] if validator.before else ["before"]
-    )  # a fork's was its parent's, on other problems
+    tests = ["after", "final"] + ([] if validator.before else ["before"])  # a fork's was on its parent's problems
     dist.run_on_main(lambda: cut_back(run, steps, config.run.keep, tests))
     dist.run_on_main(lambda: record_changes(run, steps, changes))
     if ranks != dist.world_size():
