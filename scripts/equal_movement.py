@@ -7,7 +7,7 @@ Each run is made again from its config.yaml. At the checkpoint after N of its ro
 before draws a rollout of the prompts that the run draws next. Each surrogate trains the checkpoint's policy on it, with
 the run's epochs and Adam's second moments but no momentum: this rollout alone moves the policy. The learning rate is
 sought for which KL(checkpoint || trained), over the whole vocabulary at completions that the checkpoint's policy draws
-for held-out prompts, mean over their tokens, is within 2% of the aim. The file gets a line for each such fork: how far
+for held-out prompts, mean over their tokens, is within 2% of the aim (``matched``). The file gets a line for each such fork: how far
 reward and correct answers moved, sampled as in training with the same random numbers, on problems that the run does
 not draw. What is in the file already is not done again.
 
@@ -45,7 +45,7 @@ from pspo.train import draw, score
 from pspo.update import keep_logprobs, update
 from pspo.view.data import make_surrogate
 
-CONTROL, TOLERANCE, TRIALS = "shuffled advantages", 0.02, 12
+CONTROL, TOLERANCE, TRIALS, HIGHEST = "shuffled advantages", 0.02, 12, 1.0  # the last a learning rate
 
 
 def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, deque[dict[str, Tensor]]]]:
@@ -120,10 +120,11 @@ class Fork:
             kl, steps = self.step(replace(config, optimizer=replace(config.optimizer, lr=lr)), rollout, advantages)
             if abs(kl / aim - 1) <= TOLERANCE:
                 break
+            if lr >= HIGHEST and kl < aim:  # no token has weight: it cannot be moved
+                break
             low, high = (max(low, lr), high) if kl < aim else (low, min(high, lr))
             lr *= min(max(math.sqrt(aim / max(kl, 1e-12)), 0.1), 10)  # KL is quadratic in the rate
-            if not low < lr < high:
-                lr = math.sqrt(low * high)
+            lr = min(lr, HIGHEST) if low < lr < high else math.sqrt(low * high)
         reward, correct = self.evaluate() - self.before
         found = {"kl": kl, "lr": lr, "matched": abs(kl / aim - 1) <= TOLERANCE}
         for name, change in (("reward", reward), ("correct", correct)):
@@ -167,7 +168,7 @@ def forks(
                 line = cell | {"lag": lag, "surrogate": name, "aim": aim}
                 if tuple(line.values()) not in done:
                     line |= fork.move(config, rollout, signal, aim, lr[aim])
-                    lr[aim] = line["lr"]
+                    lr[aim] = line["lr"] if line["matched"] else lr[aim]
                     yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
     run.learner.policy.load_state_dict(fork.weights)
     run.sampler.load_state_dict(generators)
