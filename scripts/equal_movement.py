@@ -7,9 +7,9 @@ Each run is made again from its config.yaml. At the checkpoint after N of its ro
 before draws a rollout of the prompts that the run draws next. Each surrogate trains the checkpoint's policy on it, with
 the run's epochs and Adam's second moments but no momentum: this rollout alone moves the policy. The learning rate is
 sought for which KL(checkpoint || trained), over the whole vocabulary at completions that the checkpoint's policy draws
-for held-out prompts, mean over their tokens, is within 2% of the aim (``matched``). The file gets a line for each such fork: how far
-reward and correct answers moved, sampled as in training with the same random numbers, on problems that the run does
-not draw. What is in the file already is not done again.
+for held-out prompts, mean over their tokens, is within 2% of the aim (``matched``). The file gets a line for each such
+fork: how far reward and correct answers moved, sampled as in training with the same random numbers, on problems that
+the run does not draw. What is in the file already is not done again.
 
 SURROGATE:AGGREGATION overrides the run's aggregation. The control is the first surrogate with the advantages of all
 completions shuffled: as much movement, and nothing learnt.
