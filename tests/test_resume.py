@@ -41,12 +41,14 @@ from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.records.files import differences, flat, read_json, read_jsonl
 from pspo.records.folders import checkpoints, describe
-from pspo.run.changes import FIXED, FREE, LONGER, ROUNDING, STEERED
+from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
+from pspo.run.changes import FIXED
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.resume import find_checkpoint
 from pspo.run.run import Run
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
+from pspo.view.data import events
 
 TINY = (
     f"--model.name_or_path={one_layer()}",
@@ -554,6 +556,31 @@ def test_a_best_model_of_a_future_that_was_left_is_not_kept(monkeypatch):
     assert forked(killed_at_step(7, *args)) == -signal.SIGKILL
     assert train("out", *args, "--optimizer.lr=1e-4") == 0
     assert json.loads(Path("out/best/validation.json").read_text())["validation_reward"] == 8 * 1e-4
+
+
+LOSS = 'from pspo.losses import NoClip\n\n\nclass Mine(NoClip):\n    """{}"""\n'
+
+
+def test_changed_code_of_ones_own_is_said(monkeypatch, capfd):
+    """By a run that is resumed, and by one that is finished; once it has been started with it, no more."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("own_loss.py").write_text(LOSS.format("first"))
+    args = ("--algorithm.surrogate=own_loss.Mine", "--run.save_every=2")
+    assert forked(killed_at_step(3, *args)) == -signal.SIGKILL
+    assert forked(killed_at_step(5, *args)) == -signal.SIGKILL
+    assert "WARNING" not in capfd.readouterr().err
+    Path("own_loss.py").write_text(LOSS.format("second"))
+    assert forked(lambda: train("out", *args)) == 0
+    assert "WARNING: own_loss has changed since the last start" in capfd.readouterr().err
+    assert forked(lambda: train("out", *args)) == 0
+    assert "WARNING" not in capfd.readouterr().err
+    Path("own_loss.py").write_text(LOSS.format("third"))
+    assert forked(lambda: train("out", *args)) == 0
+    printed = capfd.readouterr()
+    assert "already finished" in printed.out
+    assert "WARNING: own_loss has changed since this run: another --run.output_dir" in printed.err
+    (resumed,) = [event["text"] for event in events(Path("out"), {}) if "other code" in event["text"]]
+    assert resumed == "resumed at step 4, with other code: own_loss"
 
 
 # --- forks ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
 from pspo.evaluate.card import evaluate_command
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.model import has_adapters
+from pspo.records.code import changed_code
 from pspo.records.files import read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.run.prepare import prepare
@@ -61,7 +62,11 @@ def run_training(
     """
     with user_errors:
         if summary := dist.run_on_main(lambda: finished_summary(config.run, resolved)):
-            print(f"already finished: {Path(summary['best_model']).parent / 'summary.json'}\n")
+            run = Path(summary["best_model"]).parent
+            print(f"already finished: {run / 'summary.json'}\n")
+            if changed := changed_code(run, resolved):
+                advice = "another --run.output_dir trains with it"
+                print(f"WARNING: {', '.join(changed)} has changed since this run: {advice}", file=sys.stderr)
             print_summary(config, summary)
             return summary
         run = prepare(config, resolved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import sys
 import time
 import warnings
 from functools import partial
@@ -24,6 +25,7 @@ from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.optimizers.learner import Learner
+from pspo.records.code import changed_code, code_of
 from pspo.records.files import append_text, environment, flat, read_config, to_jsonl, to_yaml, write_json, write_text
 from pspo.records.folders import check_output, checkpoints, claim
 from pspo.records.trackers import check_tracker
@@ -94,7 +96,7 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
     if resumed or config.run.fork_from:
         restore(config, resolved, checkpointer)
         dist.run_on_main(lambda: update_config(output, resolved))
-    dist.run_on_main(lambda: write_start(output, device, learner.steps))
+    dist.run_on_main(lambda: write_start(output, device, learner.steps, resolved))
     return Run(config, **parts, checkpointer=checkpointer, output=output, resources=resources)
 
 
@@ -181,6 +183,9 @@ def find_output(config: TrainConfig, resolved: str, resources: contextlib.ExitSt
     if resumed:
         resources.enter_context(claim(output))
         check_changes(output, resolved)
+        if changed := changed_code(output, resolved):
+            advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from says so"
+            print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
     if config.run.fork_from and not checkpoints(output):
         fork_parent(config.run, resolved)
     return output, resumed is not None
@@ -216,8 +221,9 @@ def make_output(output: Path, resolved: str, resources: contextlib.ExitStack) ->
     write_text(output / "config.yaml", resolved)
 
 
-def write_start(output: Path, device: torch.device, step: int) -> None:
-    """Write environment.json, once for a run, and the step of every start."""
+def write_start(output: Path, device: torch.device, step: int, resolved: str) -> None:
+    """Write environment.json, once for a run, and the step, the time and the user's code of every start."""
     if not (path := output / "environment.json").exists():
         write_json(path, environment(str(device), dist.world_size()))
-    append_text(output / "starts.jsonl", to_jsonl([{"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S")}]))
+    start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "code": code_of(resolved)}
+    append_text(output / "starts.jsonl", to_jsonl([start]))

@@ -138,8 +138,10 @@ def events(folder: Path, summary: Record) -> Iterator[Record]:
         fork = change["switch"] == "run.fork_from"
         text = "forked" if fork else "--{switch} {old} -> {new}".format_map(change)
         yield {"step": change["step"], "kind": "fork" if fork else "change", "text": text}
-    for start in read_jsonl(folder / "starts.jsonl")[1:]:
-        yield {"step": start["step"], "kind": "resume", "text": f"resumed at step {start['step']}"}
+    for last, start in pairwise(read_jsonl(folder / "starts.jsonl")):
+        code = {name for name, digest in start.get("code", {}).items() if last.get("code", {}).get(name) != digest}
+        changed = f", with other code: {', '.join(sorted(code))}" if code else ""
+        yield {"step": start["step"], "kind": "resume", "text": f"resumed at step {start['step']}{changed}"}
 
 
 def changed_tests(folder: Path) -> Record:
