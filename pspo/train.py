@@ -10,16 +10,14 @@ around the algorithm (records, checkpoints, resuming, signals) is the parts of a
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.python import config_from_python
 from pspo.distributed import run_main
 from pspo.rollout import Drawing, Experience, group_relative_advantages
-from pspo.run.command import run_training, train_command
+from pspo.run.command import CallableModule, train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
 from pspo.update import keep_logprobs, update
@@ -84,19 +82,7 @@ def score(run: Run, drawing: Drawing) -> Experience:
     return Experience(drawing.prompts, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens)
 
 
-class CallableModule(ModuleType):
-    """Makes this module callable: ``pspo.train("tiny-base", data=problems, reward=my_reward)``."""
-
-    def __call__(self, model: Any = "tiny-base", data: Any = "arithmetic", **sections: Any) -> dict[str, Any]:
-        """Train as the command does; returns the summary. `pspo.cli.python.config_from_python` has the arguments.
-
-        Raises what the command would print: ValueError for a wrong setting, RunFailed for a run that cannot continue,
-        Stopped for one that Ctrl-C has ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
-        """
-        return run_training(train, *config_from_python(model=model, data=data, **sections))
-
-
-sys.modules[__name__].__class__ = CallableModule
+sys.modules[__name__].__class__ = CallableModule  # pspo.train("tiny-base", data=problems, reward=my_reward)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """pspo from Python: the pages' own loop equals the command, and `pspo.train(...)` is the command."""
 
+import inspect
 import json
 import runpy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,23 @@ def test_problems_and_functions_of_python(tmp_path, monkeypatch, capsys):
     again = pspo.train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert again == json.loads(json.dumps(summary))
     assert "already finished" in capsys.readouterr().out
+
+
+def test_of_a_list_of_problems_a_fifth_is_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(60)]
+    summary = pspo.train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "name": "Tom's"})
+    assert 4 <= summary["before"]["n"] == summary["after"]["n"] <= 20
+    assert read_config(Path("runs/Tom-s/config.yaml"))["data"]["holdout"] == 0.2
+    few = pspo.train(data=problems[:49], rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0})
+    assert few["before"] == {}
+
+
+def test_the_call_tells_its_arguments():
+    parameters = inspect.signature(pspo.train).parameters
+    sections = {part.name for part in fields(TrainConfig)}
+    assert set(parameters) - {"others"} == sections
+    assert all(f"            {name}: " in pspo.train.__call__.__doc__ for name in sections)
 
 
 @pytest.mark.parametrize(

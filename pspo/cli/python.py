@@ -14,6 +14,7 @@ from pspo.records.files import as_setting, to_jsonl, write_text
 from pspo.tasks import Problem
 
 SHORT = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
+ENOUGH = 50  # problems to hold some out
 SPLITS = ("train", "validation", "test")
 
 
@@ -25,7 +26,8 @@ def config_from_python(**sections: Any) -> tuple[TrainConfig, str]:
     Args:
         model: an embedded model, a local folder or a hub id.
         data: a data set's name; or problems, as dicts, `Problem` or a `datasets.Dataset`. A dict may hold problems as
-            ``train``, ``validation`` and ``test`` beside its switches. They are written into the run's folder.
+            ``train``, ``validation`` and ``test`` beside its switches. They are written into the run's folder. Of
+            training problems alone, from 50 on, a fifth is held out (``holdout``) and tested before and after.
         reward: a reward function or `Reward`, or a list of them; named ones, since config.yaml names them.
         algorithm: a surrogate, by name or as an instance.
         rollout, optimizer, run, distributed: dicts of switches, such as ``run={"max_steps": 20}``.
@@ -37,14 +39,17 @@ def config_from_python(**sections: Any) -> tuple[TrainConfig, str]:
     problems = _take_problems(settings.get("data", {}))
     if problems:
         settings["data"]["name"] = "file"
+        problems = {split: list(map(_record, rows)) for split, rows in problems.items()}
+        if problems.keys() == {"train"} and len(problems["train"]) >= ENOUGH:
+            settings["data"].setdefault("holdout", 0.2)
         run = settings.setdefault("run", {})
-        run.setdefault("test_limit", 500 if "test" in problems else 0)
+        run.setdefault("test_limit", 500 if "test" in problems or settings["data"].get("holdout") else 0)
         config, _ = _resolve(settings | {"data": {"path": "data", **settings["data"]}})
         run.setdefault("output_dir", default_output(config))
         folder = Path(run["output_dir"]) / "data"
         folder.mkdir(parents=True, exist_ok=True)
         for split, rows in problems.items():
-            write_text(folder / f"{split}.jsonl", to_jsonl(map(_record, rows)))
+            write_text(folder / f"{split}.jsonl", to_jsonl(rows))
         settings["data"]["path"] = str(folder)
     return _resolve(settings)
 

@@ -4,10 +4,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.python import config_from_python
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import UserCodeFailed, of_user_code
 from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
@@ -148,3 +150,44 @@ def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
     if "best" in names.get(0, []):
         line += ". No trained step was better than the untrained model, which is returned"
     return line
+
+
+class CallableModule(ModuleType):
+    """Makes the module of ``train`` callable: ``pspo.train("tiny-base", data=problems, reward=my_reward)``."""
+
+    def __call__(
+        self,
+        model: str | dict[str, Any] = "tiny-base",
+        data: Any = "arithmetic",
+        reward: Any = None,
+        algorithm: Any = None,
+        rollout: dict[str, Any] | None = None,
+        optimizer: dict[str, Any] | None = None,
+        run: dict[str, Any] | None = None,
+        distributed: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """Train as the command does; returns the summary, as in ``summary.json``.
+
+        An argument is a section of the configuration, a dict of its switches (`pspo.config.TrainConfig` has them all),
+        or in short its main one. Others than these raise, with the name that may have been meant.
+
+        Args:
+            model: an embedded model, a local folder or a hub id; {"dtype", "lora": {"rank", ...}, ...}.
+            data: a data set's name; or problems: dicts with ``prompt``, ``answer`` and fields of your own, `Problem`, or
+                a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested before and after.
+                {"train": problems, "validation", "test", "limit", "holdout", "system_prompt", ...}.
+            reward: a reward function, a `Reward` or a name, or a list of them; {"functions", "weights", ...}.
+            algorithm: a surrogate, by name or as an instance; {"surrogate", "epochs", "aggregation", "beta", ...}.
+            rollout: {"prompts", "group_size", "max_completion_tokens", "temperature", "top_p", ...}.
+            optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
+            run: {"max_steps", "seed", "name", "output_dir", "validate_every", "test_limit", "tracker", ...}.
+            distributed: {"strategy", ...}, under torchrun.
+
+        Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C has
+        ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
+        """
+        sections = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "rollout": rollout,
+                    "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
+        given = {name: section for name, section in sections.items() if section is not None}
+        return run_training(self.train, *config_from_python(**given))
