@@ -1,5 +1,6 @@
 """`python -m pspo.report` on run folders with known numbers."""
 
+import base64
 import importlib
 import json
 import math
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from pandas.testing import assert_frame_equal
 from scipy.stats import ttest_1samp
 
+import pspo
 from pspo.cli.parse import subclasses
 from pspo.losses import Surrogate
 from pspo.report import figures
@@ -164,8 +166,8 @@ def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
 
 
 def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report):
-    for seed, (clip, noclip, pspo) in enumerate([(0.5, 0.5, 0.6), (0.6, 0.4, 0.7), (0.7, 0.6, 0.9)]):
-        for method, value in (("Clip", clip), ("NoClip", noclip), ("PSPO", pspo)):
+    for seed, (clip, noclip, smoothed_) in enumerate([(0.5, 0.5, 0.6), (0.6, 0.4, 0.7), (0.7, 0.6, 0.9)]):
+        for method, value in (("Clip", clip), ("NoClip", noclip), ("PSPO", smoothed_)):
             make_run(f"{method}{seed}", method, seed, after=value, rewards=[value, value])
     make_run("p7", "PSPO", 7, after=0.0)  # no partner
     make_run("elsewhere/p/seed-0", "PSPO", 0, after=0.0, **{"algorithm.epochs": 1})  # another experiment
@@ -669,6 +671,17 @@ def test_ablations_are_of_one_number_alone(make_run, report, tmp_path, saved):
     found = sorted(line.get_xydata().ravel().tolist() for line in axes.get_lines())
     expected = ([0.1, 10 + lr + seed, 0.4, 40 + lr + seed] for lr in (0.01, 0.1) for seed in (0, 10))
     assert np.allclose(found, sorted(expected))
+
+
+def test_a_report_in_a_notebook_is_the_commands_with_its_pictures(make_run, report, tmp_path, capsys):
+    for seed in range(3):
+        make_run(f"a{seed}", "PSPO", seed)
+    _, text, _ = report()
+    shown = pspo.report(tmp_path / "runs", output_dir=tmp_path / "notebook").data
+    assert capsys.readouterr().out == ""
+    assert re.sub(r"\(data:[^)]*\)", "()", shown) == re.sub(r"\(\S+\.svg\)", "()", text)
+    pictures = re.findall(r"\(data:image/svg\+xml;base64,([^)]*)\)", shown)
+    assert base64.b64decode(pictures[0]) == (tmp_path / "out/curves.svg").read_bytes()
 
 
 def test_the_command_starts_without_torch():

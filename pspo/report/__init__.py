@@ -1,1 +1,35 @@
-"""Tables and pictures of trainings: ``python -m pspo.report``."""
+"""Tables and pictures of trainings: ``python -m pspo.report``, or ``pspo.report("runs")`` in a notebook."""
+
+import base64
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class CallableModule(ModuleType):
+    """Makes this module callable: ``pspo.report("runs")``."""
+
+    def __call__(self, *runs: str | Path, output_dir: str | Path = "report") -> Any:
+        """Write the report of some runs, as the command does; returns it for a notebook, with its pictures."""
+        from IPython.display import Markdown
+
+        from pspo.report.__main__ import report
+        from pspo.report.runs import read_runs
+
+        output = Path(output_dir)
+        output.mkdir(parents=True, exist_ok=True)
+        with contextlib.redirect_stdout(io.StringIO()):
+            report(read_runs([Path(run) for run in runs]), output)
+
+        def inlined(link: re.Match) -> str:
+            picture = base64.b64encode((output / link[1]).read_bytes()).decode()
+            return f"](data:image/svg+xml;base64,{picture})"
+
+        return Markdown(re.sub(r"\]\((\S+\.svg)\)", inlined, (output / "report.md").read_text(encoding="utf-8")))
+
+
+sys.modules[__name__].__class__ = CallableModule

@@ -174,8 +174,8 @@ class CallableModule(ModuleType):
 
         Args:
             model: an embedded model, a local folder or a hub id; {"dtype", "lora": {"rank", ...}, ...}.
-            data: a data set's name; or problems: dicts with ``prompt``, ``answer`` and fields of your own, `Problem`, or
-                a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested before and after.
+            data: a data set's name; or problems: dicts with ``prompt``, ``answer`` and fields of your own, `Problem`
+                or a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested before and after.
                 {"train": problems, "validation", "test", "limit", "holdout", "system_prompt", ...}.
             reward: a reward function, a `Reward` or a name, or a list of them; {"functions", "weights", ...}.
             algorithm: a surrogate, by name or as an instance; {"surrogate", "epochs", "aggregation", "beta", ...}.
