@@ -11,7 +11,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ["*.md", *(f"{folder}/**/*.{kind}" for folder in ("results", "benchmarks") for kind in ("md", "svg", "png"))]
+KINDS = ("md", "svg", "png", "csv")
+OUTSIDE = ["*.md", "examples/*", *(f"{folder}/**/*.{kind}" for folder in ("results", "benchmarks") for kind in KINDS)]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
