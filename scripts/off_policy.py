@@ -153,7 +153,8 @@ def best(study: Study) -> str:
     for model in UNTRAINED:
         of = found.loc[model].reindex(METHODS)
         for title, lag in (("on time", 0), ("lag 8", 8)):
-            texts = of[f"mean {lag}"].map("{:.3f}".format) + " (" + of[f"grid {lag}"].str.replace("lr ", "") + ")"
+            setting = of[f"grid {lag}"].str.replace(r" epochs?, lr ", " x ", regex=True)
+            texts = of[f"mean {lag}"].map("{:.3f}".format) + " (" + setting + ")"
             columns[f"{model}, {title}"] = texts
         columns[f"{model}, cost"] = of["cost"].map("{:.3f}".format)
     table = pd.DataFrame({"seeds": seeds.map(str)} | columns).rename_axis(None)

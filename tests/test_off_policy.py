@@ -159,7 +159,7 @@ def test_off_policy_best_settings():
     for (model, method), of in means.groupby(["model", "method"]):
         best = [of[of["lag"] == lag].nlargest(1, "final").iloc[0] for lag in (0, 8)]
         costs[model, method] = best[0]["final"] - best[1]["final"]
-        texts = [f"{cell['final']:.3f} ({cell['grid'].replace('lr ', '')})" for cell in best]
+        texts = [f"{cell['final']:.3f} ({re.sub(' epochs?, lr ', ' x ', cell['grid'])})" for cell in best]
         first = 1 if model == "tiny-base" else 4
         assert shown[method][first : first + 3] == [*texts, f"{costs[model, method]:.3f}"]
     mean = [pd.Series(costs).xs(model).mean() for model in MODELS]
