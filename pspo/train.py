@@ -39,6 +39,7 @@ def train(run: Run) -> dict[str, Any]:
         run.delay.collect_prefetched()
         run.recorder.describe(experience, steps)
         run.conclude_rollout()  # validate, write, save
+        run.tell(experience, steps)
     return run.finish()
 
 

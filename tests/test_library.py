@@ -122,10 +122,30 @@ def test_of_a_list_of_problems_a_fifth_is_held_out(tmp_path, monkeypatch):
     assert few["before"] == {}
 
 
+def test_a_run_that_tells_of_its_rollouts_is_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+
+    def on_rollout(experience, steps):
+        told.append((experience.rewards.mean().item(), [step["loss"] for step in steps], torch.rand(1).item()))
+        experience.rewards.zero_()
+        experience.rollout.completion_ids.zero_()
+        steps.clear()
+
+    call = {"data": {"limit": 40}, "rollout": SWITCHES | {"lag": 1}}
+    for name, own in (("told", on_rollout), ("alone", None)):
+        pspo.train(run=RUN | {"max_steps": 6, "output_dir": name}, on_rollout=own, **call)
+    ours, theirs = (Path(name, "final/model.safetensors").read_bytes() for name in ("told", "alone"))
+    assert ours == theirs
+    lines = read_jsonl(Path("told/metrics.jsonl"))
+    assert [reward for reward, _, _ in told] == pytest.approx([line["reward"] for line in lines])
+    assert [losses[-1] for _, losses, _ in told] == [line["loss"] for line in lines]
+
+
 def test_the_call_tells_its_arguments():
     parameters = inspect.signature(pspo.train).parameters
     sections = {part.name for part in fields(TrainConfig)}
-    assert set(parameters) - {"others"} == sections
+    assert set(parameters) - {"others", "on_rollout"} == sections
     assert all(f"            {name}: " in pspo.train.__call__.__doc__ for name in sections)
 
 

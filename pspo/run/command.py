@@ -19,6 +19,7 @@ from pspo.model import has_adapters
 from pspo.records.code import changed_code
 from pspo.records.files import read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
+from pspo.rollout import Experience
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
@@ -55,12 +56,14 @@ def run_training(
     config: TrainConfig,
     resolved: str,
     user_errors: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
+    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None,
 ) -> dict[str, Any]:
     """Prepare the run, train, and print the result; a finished run prints its summary again.
 
     Args:
         resolved: the configuration as YAML, for the run's folder.
         user_errors: entered for the preparation, whose ValueErrors are the user's to mend.
+        on_rollout: `Run.on_rollout`.
     """
     with user_errors:
         if summary := dist.run_on_main(lambda: finished_summary(config.run, resolved)):
@@ -72,6 +75,7 @@ def run_training(
             print_summary(config, summary)
             return summary
         run = prepare(config, resolved)
+    run.on_rollout = on_rollout
     if not config.run.quiet:
         print_header(run)
     try:
@@ -165,6 +169,7 @@ class CallableModule(ModuleType):
         optimizer: dict[str, Any] | None = None,
         run: dict[str, Any] | None = None,
         distributed: dict[str, Any] | None = None,
+        on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None,
         **others: Any,
     ) -> dict[str, Any]:
         """Train as the command does; returns the summary, as in ``summary.json``.
@@ -183,6 +188,8 @@ class CallableModule(ModuleType):
             optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
             run: {"max_steps", "seed", "name", "output_dir", "validate_every", "test_limit", "tracker", ...}.
             distributed: {"strategy", ...}, under torchrun.
+            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; the run
+                goes on as without it, to the last bit.
 
         Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C has
         ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
@@ -190,4 +197,4 @@ class CallableModule(ModuleType):
         sections = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "rollout": rollout,
                     "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
         given = {name: section for name, section in sections.items() if section is not None}
-        return run_training(self.train, *config_from_python(**given))
+        return run_training(self.train, *config_from_python(**given), on_rollout=on_rollout)

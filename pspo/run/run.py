@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pspo.optimizers.learner import Learner
 from pspo.records.files import read_jsonl, write_json, write_text
 from pspo.records.folders import writing
 from pspo.records.trackers import start_tracker
+from pspo.rollout import Experience
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.delay import Delay
 from pspo.run.prompt_stream import PromptStream
@@ -43,6 +44,7 @@ class Run:
     output: Path
     resources: contextlib.ExitStack  # the folder's lock and the engine, closed with the run
     stopped: bool = False
+    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
     signals: StopSignals = field(default_factory=StopSignals)  # ask the run to stop
 
     def start(self) -> None:
@@ -93,6 +95,13 @@ class Run:
                 self.recorder.line |= self.validator.validate()
         self.recorder.write()
         self.checkpointer.save_if_due()
+
+    def tell(self, experience: Experience, steps: list[dict[str, float]]) -> None:
+        """Call ``on_rollout`` with a rollout and its steps' metrics; the run goes on as without it, to the last bit."""
+        if self.on_rollout is not None:
+            generators = self.sampler.state_dict()
+            self.on_rollout(experience, steps)
+            self.sampler.load_state_dict(generators)
 
     def warn(self) -> None:
         """Say on stderr that completions had no reward, and why; or that no step has moved the model."""
