@@ -4,6 +4,7 @@ import json
 import math
 import random
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ class Bad(Reward):
             raise KeyError("no such key")
         if self.how == "hangs":
             time.sleep(60)
-        bad = {"nan": [math.nan, *values[1:]], "short": values[:-1], "nothing": None}
+        if self.how == "exits":
+            sys.exit(0)
+        bad = {"nan": [math.nan, *values[1:]], "large": [1e308, *values[1:]], "short": values[:-1], "nothing": None}
         return bad[self.how]
 
 
@@ -166,11 +169,19 @@ BAD = {  # how, and what is shown
     "short": "reward Bad returned 7 values for 8 completions",
     "nothing": "reward Bad returned None",
     "nan": "reward Bad returned nan for completion 0",
+    "exits": "reward Bad called sys.exit(0)",
+    "large": "rewards of completion 0 (Bad 1e+308) add up to 1e+308: scale them",
 }
 
 
 @pytest.mark.parametrize(
-    "how", ["raises", "hangs", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("short", "nothing", "nan"))]
+    "how",
+    [
+        "raises",
+        "hangs",
+        "exits",
+        *(pytest.param(how, marks=pytest.mark.nightly) for how in ("short", "nothing", "nan", "large")),
+    ],
 )
 def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, how):
     """The failed attempt drew tokens and random numbers: those of the rollout's beginning are in the checkpoint."""

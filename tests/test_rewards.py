@@ -313,6 +313,8 @@ def hangs_on_x(completions):
             os._exit(3)
         if completion == "raise":
             raise KeyError("in a worker")
+        if completion == "leave":
+            raise SystemExit(3)
     return [1.0] * len(completions)
 """
 
@@ -349,8 +351,8 @@ def test_workers_that_hang_or_die_are_replaced(work):
     values = in_workers(work.hangs_on_x, "a", "b", "x", "c", **lenient)
     assert values == pytest.approx([1, 1, math.nan, math.nan], nan_ok=True)
     assert time.monotonic() - began < 20
-    values = in_workers(work.hangs_on_x, "a", "exit", "raise", "c", **lenient)
-    assert values == pytest.approx([1, math.nan, math.nan, 1], nan_ok=True)  # the others are tried one by one
+    values = in_workers(work.hangs_on_x, "a", "exit", "raise", "c", "leave", "d", **lenient)
+    assert values == pytest.approx([1, math.nan, math.nan, 1, math.nan, 1], nan_ok=True)  # the others one by one
     with pytest.raises(WorkerError, match=r'raise KeyError\("in a worker"\)'):
         in_workers(work.hangs_on_x, "a", "raise", workers=2)
     with pytest.raises(TimeoutError, match=r"reward hangs_on_x took longer than --reward.timeout 1 sec"):

@@ -22,6 +22,7 @@ class Bar(tqdm):
     def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
         quiet = quiet or os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
         self.in_lines = not quiet and not sys.stderr.isatty()
+        self.lines = sys.stdout if "ipykernel" in sys.modules else sys.stderr  # a notebook paints the latter red
         self.what, self.first = options.get("desc"), options.get("initial", 0)
         self.started = self.printed = time.monotonic()
         options = {"dynamic_ncols": True, "bar_format": FORMAT} | options
@@ -39,7 +40,7 @@ class Bar(tqdm):
             self.n += n
             if always or time.monotonic() - self.printed >= SECONDS:
                 line = f"{self.what} {self.n}/{self.total}  {status or self.left()}"
-                print(line.rstrip(), file=sys.stderr, flush=True)
+                print(line.rstrip(), file=self.lines, flush=True)
                 self.printed = time.monotonic()
 
     def left(self) -> str:

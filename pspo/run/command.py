@@ -135,8 +135,11 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     for finding in find_in(folder, summary)[:3]:
         print(f"finding: {finding.text}. Try: {finding.advice}")
     print(f"look inside: python -m pspo.view {folder}")
-    if summary["after"] or config.data.name != "file":  # which may hold no test problems
-        print(f"evaluate it: {evaluate_command(config, summary['best_model'])}")
+    command = evaluate_command(config, summary["best_model"])
+    if (
+        summary["after"] or config.data.name != "file"
+    ) and "__main__." not in command:  # no test problems; a notebook's
+        print(f"evaluate it: {command}")
 
 
 def describe_validations(validations: dict[str, dict[str, Any]]) -> str:

@@ -41,6 +41,7 @@ from pspo.tasks.problem import Problem
 from pspo.tasks.workers import Workers, check_importable
 
 OnError = Literal["raise", "none"]
+LARGEST = 1e15  # above it gradient norms overflow in float32
 
 
 class Reward(ABC):
@@ -169,6 +170,9 @@ def total_rewards(
     for row in zip(*by_name.values(), strict=True):
         terms = [w * v for w, v in zip(weights, row, strict=True) if v is not None]
         totals.append(sum(terms) if terms else math.nan)
+        if abs(totals[-1]) > LARGEST:  # NaN is not
+            terms = ", ".join(f"{name} {value}" for name, value in zip(by_name, row, strict=True))
+            raise RewardError(f"rewards of completion {len(totals) - 1} ({terms}) add up to {totals[-1]:g}: scale them")
     return totals, {name: [math.nan if v is None else v for v in values] for name, values in by_name.items()}
 
 
@@ -269,9 +273,12 @@ def _evaluator(
 
 def _call(function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
     """Call a reward, here or in a worker process; arrays, tensors and their elements become plain numbers."""
-    values = function(**arguments)
-    if inspect.isawaitable(values):
-        values = _await(values)
+    try:
+        values = function(**arguments)
+        if inspect.isawaitable(values):
+            values = _await(values)
+    except SystemExit as error:
+        raise RewardError(f"reward {reward_name(function)} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {reward_name(function)} returned {values!r}; it must return a list of numbers")
