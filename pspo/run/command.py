@@ -135,10 +135,8 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     for finding in find_in(folder, summary)[:3]:
         print(f"finding: {finding.text}. Try: {finding.advice}")
     print(f"look inside: python -m pspo.view {folder}")
-    command = evaluate_command(config, summary["best_model"])
-    if (
-        summary["after"] or config.data.name != "file"
-    ) and "__main__." not in command:  # no test problems; a notebook's
+    command, tested = evaluate_command(config, summary["best_model"]), summary["after"] or config.data.name != "file"
+    if tested and "__main__." not in command:  # which is a notebook's
         print(f"evaluate it: {command}")
 
 
