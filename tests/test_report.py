@@ -677,7 +677,7 @@ def test_a_report_in_a_notebook_is_the_commands_with_its_pictures(make_run, repo
     for seed in range(3):
         make_run(f"a{seed}", "PSPO", seed)
     _, text, _ = report()
-    shown = pspo.report(tmp_path / "runs", output_dir=tmp_path / "notebook").data
+    shown = pspo.report(tmp_path / "runs", output_dir=tmp_path / "notebook")._repr_markdown_()
     assert capsys.readouterr().out == ""
     assert re.sub(r"\(data:[^)]*\)", "()", shown) == re.sub(r"\(\S+\.svg\)", "()", text)
     pictures = re.findall(r"\(data:image/svg\+xml;base64,([^)]*)\)", shown)

@@ -7,16 +7,19 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+
+
+class Page(str):
+    """Markdown that a notebook shows as such."""
+
+    _repr_markdown_ = str.__str__
 
 
 class CallableModule(ModuleType):
     """Makes this module callable: ``pspo.report("runs")``."""
 
-    def __call__(self, *runs: str | Path, output_dir: str | Path = "report") -> Any:
+    def __call__(self, *runs: str | Path, output_dir: str | Path = "report") -> Page:
         """Write the report of some runs, as the command does; returns it for a notebook, with its pictures."""
-        from IPython.display import Markdown
-
         from pspo.report.__main__ import report
         from pspo.report.runs import read_runs
 
@@ -29,7 +32,7 @@ class CallableModule(ModuleType):
             picture = base64.b64encode((output / link[1]).read_bytes()).decode()
             return f"](data:image/svg+xml;base64,{picture})"
 
-        return Markdown(re.sub(r"\]\((\S+\.svg)\)", inlined, (output / "report.md").read_text(encoding="utf-8")))
+        return Page(re.sub(r"\]\((\S+\.svg)\)", inlined, (output / "report.md").read_text(encoding="utf-8")))
 
 
 sys.modules[__name__].__class__ = CallableModule
