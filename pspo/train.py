@@ -72,15 +72,15 @@ def score(run: Run, drawing: Drawing) -> Experience:
     """Rewards of a rollout, NaN if unknown (--reward.on_error none), and its advantages."""
     config, group_size, rollout = run.config, run.config.rollout.group_size, drawing.rollout
     problems = [run.stream.prompts.problems[i] for i in drawing.prompts for _ in range(group_size)]
-    limit = config.rollout.max_completion_tokens
+    limit, logged = config.rollout.max_completion_tokens, {}
     with run.phase("reward"):
         totals, by_name = total_rewards(
             completions=rollout.texts, problems=problems, step=run.learner.steps, max_completion_tokens=limit,
-            **vars(config.reward), **rollout.scored,
+            logged=logged, **vars(config.reward), **rollout.scored,
         )  # fmt: skip
         rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
         advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
-    return Experience(drawing.prompts, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens)
+    return Experience(drawing.prompts, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens, logged)
 
 
 sys.modules[__name__].__class__ = CallableModule  # pspo.train("tiny-base", data=problems, reward=my_reward)

@@ -18,6 +18,7 @@ from processes import run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import RewardConfig, TrainConfig
+from pspo.records.metrics import rollout_metrics, sample
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
@@ -232,6 +233,36 @@ def test_what_a_run_makes_of_its_rewards(monkeypatch, tmp_path, tokenizer):
     assert run_command(pspo.train.main, *switches) == 0
     assert {True, False} == set(seen[0][0])
     assert len(set(seen[0][1])) > 1
+
+
+def logs(completions, log_metric, log_extra):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("first", [text[:1] for text in completions])
+    log_extra("size", np.array([len(text) for text in completions]))
+    return [0.0] * len(completions)
+
+
+def test_what_functions_log_as_trls_do():
+    """Of each part of a batch its own, here or in workers; None where nothing was logged."""
+    texts, problems = ["a", "bcd", "ef"], [Problem("?")] * 3
+    for workers, longest in ((0, [3.0, 3.0, 3.0]), (3, [1.0, 3.0, 2.0])):
+        logged = {}
+        total_rewards([logs], None, texts, problems, workers=workers, logged=logged)
+        assert logged == {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
+
+    def logs_too_few(completions, log_extra):
+        log_extra("x", [1])
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"logs_too_few logged 1 values of 'x' for 3 completions"):
+        total_rewards([logs_too_few], None, texts, problems)
+    rows = {"text": texts, "episode": texts, "problem": problems, "index": [0, 0, 0], "reward": [0.0] * 3,
+            "advantage": [0.0] * 3, "tokens": [1] * 3, "truncated": [False] * 3, "logged/first": ["a", None, "e"],
+            "logged/size": [1, 3, None]}  # fmt: skip
+    metrics = rollout_metrics(rows)
+    assert metrics["logged/size"] == 2
+    assert "logged/first" not in metrics
+    assert sample(rows, 1, 4, 3)["logged"] == {"first": None, "size": 3}
 
 
 def test_math_reward_names_an_answer_that_is_no_number():

@@ -28,7 +28,9 @@ def rollout_metrics(rows: dict[str, list[Any]], drawn_rewards: list[float] | Non
         "truncated_share": np.mean(rows["truncated"]),
         **({"turns": np.mean(rows["turns"])} if "turns" in rows else {}),
         **({"format_share": np.mean(formats)} if formats else {}),
-    }
+        **{name: np.mean(numbers) for name, values in rows.items()
+           if name.startswith("logged/") and (numbers := [x for x in values if isinstance(x, int | float)])},
+    }  # fmt: skip
     if drawn_rewards is not None:
         metrics["resampled_share"] = (len(drawn_rewards) - len(rows["reward"])) / len(rows["reward"])
         metrics["reward_drawn"] = np.mean(known(drawn_rewards))
@@ -39,6 +41,7 @@ def sample(rows: dict[str, list[Any]], row: int, step: int, group_size: int) -> 
     """A completion's line of ``samples.jsonl``, of its values in the B rows."""
     names = ("reward", "advantage", "tokens", "truncated")
     by_name = {name.removeprefix("reward/"): values[row] for name, values in rows.items() if name.startswith("reward/")}
+    logged = {name.removeprefix("logged/"): of[row] for name, of in rows.items() if name.startswith("logged/")}
     return {
         "step": step,
         "problem": rows["index"][row],
@@ -47,6 +50,7 @@ def sample(rows: dict[str, list[Any]], row: int, step: int, group_size: int) -> 
         "completion": rows["episode"][row],
         **{name: rows[name][row] for name in names},
         "rewards": {name: None if math.isnan(value) else value for name, value in by_name.items()},
+        **({"logged": logged} if logged else {}),
     }
 
 

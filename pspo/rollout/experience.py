@@ -1,7 +1,8 @@
 """A rollout with its rewards: what is trained on, at once or --rollout.lag rollouts later."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Experience:
         advantages: (B,) float32.
         drawn_rewards: those of all completions drawn for it, groups that were replaced included.
         drawn_tokens: prompt and completion tokens of these, padding excluded.
+        logged: by name B values that reward functions logged, None where there is none.
     """
 
     prompts: list[int]
@@ -45,6 +47,7 @@ class Experience:
     advantages: Tensor
     drawn_rewards: list[float]
     drawn_tokens: int
+    logged: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def signal(self) -> list[bool]:
@@ -59,6 +62,9 @@ class Experience:
         rows = torch.arange(group_size * len(signal)).view(-1, group_size)[groups].flatten().to(self.rewards.device)
         rewards = torch.cat([self.rewards, fresh.rewards])[rows]
         by_name = {name: values + fresh.rewards_by_name[name] for name, values in self.rewards_by_name.items()}
+        parts = [(part.logged, [None] * len(part.rewards)) for part in (self, fresh)]
+        logged = {name: [value for own, none in parts for value in own.get(name, none)]
+                  for name in self.logged.keys() | fresh.logged.keys()}  # fmt: skip
         return Experience(
             [(self.prompts + fresh.prompts)[group] for group in groups],
             join([self.rollout, fresh.rollout]).rows(rows),
@@ -67,6 +73,7 @@ class Experience:
             group_relative_advantages(rewards.float(), group_size, scale),
             self.drawn_rewards + fresh.drawn_rewards,
             self.drawn_tokens + fresh.drawn_tokens,
+            {name: [values[row] for row in rows.tolist()] for name, values in logged.items()},
         )
 
 

@@ -94,7 +94,8 @@ class Recorder:
         if not dist.is_main():
             return
         drawn_rewards, rows, visits = zip(*by_rank, strict=True)
-        rows = {name: list(chain(*(values[name] for values in rows))) for name in rows[0]}
+        names = dict.fromkeys(chain(*rows))  # what rewards log may differ from rank to rank
+        rows = {name: list(chain(*(of.get(name, [None] * len(of["text"])) for of in rows))) for name in names}
         rows["problem"] = [self.prompts.problems[i] for i in rows["index"]]
         drawn_rewards = list(chain(*drawn_rewards)) if self.config.rollout.resample else None
         self.line |= rollout_metrics(rows, drawn_rewards) | steps[-1]  # the most off-policy one
@@ -109,13 +110,12 @@ class Recorder:
         rollout, group_size = experience.rollout, self.config.rollout.group_size
         rows = {
             "index": [i for i in experience.prompts for _ in range(group_size)],
-            "text": rollout.texts,
-            "episode": transcripts(self.tokenizer, rollout),
-            "reward": experience.rewards.tolist(),
-            "advantage": experience.advantages.tolist(),
-            "tokens": rollout.loss_mask.sum(dim=1).tolist(),
-            "truncated": (~rollout.terminated).tolist(),
-        } | {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
+            "text": rollout.texts, "episode": transcripts(self.tokenizer, rollout),
+            "reward": experience.rewards.tolist(), "advantage": experience.advantages.tolist(),
+            "tokens": rollout.loss_mask.sum(dim=1).tolist(), "truncated": (~rollout.terminated).tolist(),
+        }  # fmt: skip
+        rows |= {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
+        rows |= {f"logged/{name}": values for name, values in experience.logged.items()}
         return rows | ({} if rollout.sampled_mask is None else {"turns": rollout.turns.tolist()})
 
     def write(self) -> None:

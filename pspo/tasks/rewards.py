@@ -12,8 +12,9 @@ A reward of your own is a function or a subclass of `Reward`, named by its impor
     max_completion_tokens  that limit
     any column's name      the column of the data, None where a problem has none
     answer, source, category, level, solution    attributes of the problems, unless columns have these names
-    trainer_state, log_extra, log_metric         for functions written for TRL: an object with ``global_step``, and two
-                                                 functions that do nothing
+    trainer_state          as TRL's: an object with ``global_step``
+    log_metric, log_extra  as TRL's: log_metric(name, number) and log_extra(name, values), a value of each completion,
+                           go into the run's metrics and samples
 
 It returns one finite number per completion, as a list, tuple, array or tensor; None is "not mine": the function is left
 out of that completion's sum. ``async def`` functions are awaited.
@@ -41,6 +42,7 @@ from pspo.tasks.problem import Problem
 from pspo.tasks.workers import Workers, check_importable
 
 OnError = Literal["raise", "none"]
+LOGS = ("log_metric", "log_extra")
 LARGEST = 1e15  # above it gradient norms overflow in float32
 
 
@@ -132,6 +134,7 @@ def total_rewards(
     step: int | None = None,
     max_completion_tokens: int | None = None,
     environment_rewards: list[float] | None = None,
+    logged: dict[str, list[Any]] | None = None,
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Compute the weighted sum of several rewards.
 
@@ -143,6 +146,7 @@ def total_rewards(
         workers: processes that share the completions; 0 calls the functions in this one.
         completion_ids, truncated, step, max_completion_tokens: for rewards that ask for them; None if unknown.
         environment_rewards: of each episode in a text environment, added as one more function.
+        logged: gets what functions log by TRL's ``log_metric`` and ``log_extra``: by name a value of each completion.
 
     Returns:
         (B,) totals, NaN where no function gives a value, and by function (`Name`, `Name_2`, ... if a name comes twice)
@@ -162,7 +166,7 @@ def total_rewards(
     names = [reward_name(function) for function in functions]
     for i, (name, function) in enumerate(zip(names, functions, strict=True)):
         name = f"{name}_{names[:i].count(name) + 1}" if name in by_name else name
-        evaluate = _evaluator(function, inputs, timeout, workers)
+        evaluate = _evaluator(function, inputs, timeout, workers, {} if logged is None else logged)
         by_name[name] = _values(evaluate, parts, name, on_error)
     if environment_rewards is not None:
         by_name["environment"], weights = environment_rewards, [*weights, 1.0]
@@ -195,8 +199,18 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         _arguments(function, reward_name(function), inputs)
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stand for TRL's log_extra and log_metric."""
+class Logs:
+    """What a function written for TRL logs of its completions: numbers, or lists with one value for each."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.values[name] = float(value)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        values = [value.item() if hasattr(value, "item") else value for value in values]
+        self.values[column] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
 
 
 def _inputs(completions: list[str], problems: Sequence[Problem], given: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +223,7 @@ def _inputs(completions: list[str], problems: Sequence[Problem], given: dict[str
     if given["completion_ids"] is not None:
         inputs["completion_tokens"] = [len(ids) for ids in given["completion_ids"]]
     state = SimpleNamespace(global_step=given["step"] or 0)
-    return inputs | {"trainer_state": state, "log_extra": _ignore, "log_metric": _ignore}
+    return inputs | {"trainer_state": state, **dict.fromkeys(LOGS)}
 
 
 def _arguments(function: Callable[..., Any], name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,9 +254,12 @@ def _pool(workers: int) -> Workers:
 
 
 def _evaluator(
-    function: Callable[..., Any], inputs: dict[str, Any], timeout: float, workers: int
+    function: Callable[..., Any], inputs: dict[str, Any], timeout: float, workers: int, logged: dict[str, list[Any]]
 ) -> Callable[[list[range]], list[Any]]:
-    """A function that evaluates a reward on some parts of the completions: by part, the values or an exception."""
+    """A function that evaluates a reward on some parts of the completions: by part, the values or an exception.
+
+    What the reward logs is added to ``logged``, by completion.
+    """
     name = reward_name(function)
     arguments = _arguments(function, name, inputs)
     too_late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
@@ -258,7 +275,8 @@ def _evaluator(
         if workers:
             check_importable(function)
             outcomes = _pool(workers).map(partial(_call, function), calls, timeout)
-            return [too_late if isinstance(outcome, TimeoutError) else outcome for outcome in outcomes]
+            outcomes = [too_late if isinstance(outcome, TimeoutError) else outcome for outcome in outcomes]
+            return [taken(part, outcome) for part, outcome in zip(parts, outcomes, strict=True)]
         outcomes = []
         for call in calls:
             try:
@@ -266,13 +284,26 @@ def _evaluator(
                     outcomes.append(_call(function, **call))
             except Exception as error:  # a user's code may raise anything
                 outcomes.append(error)
-        return outcomes
+        return [taken(part, outcome) for part, outcome in zip(parts, outcomes, strict=True)]
+
+    def taken(part: range, outcome: tuple[list[Any], dict[str, Any]] | Exception) -> list[Any] | Exception:
+        if isinstance(outcome, Exception):
+            return outcome
+        values, logs = outcome
+        for key, value in logs.items():
+            of_part = value if isinstance(value, list) else [value] * len(part)
+            if len(of_part) != len(part):
+                return RewardError(f"reward {name} logged {len(of_part)} values of {key!r} for {len(part)} completions")
+            logged.setdefault(key, [None] * len(inputs["completions"]))[part.start : part.stop] = of_part
+        return values
 
     return evaluate
 
 
-def _call(function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
-    """Call a reward, here or in a worker process; arrays, tensors and their elements become plain numbers."""
+def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged."""
+    logs = Logs()
+    arguments |= {name: getattr(logs, name) for name in LOGS if name in arguments}
     try:
         values = function(**arguments)
         if inspect.isawaitable(values):
@@ -282,7 +313,7 @@ def _call(function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {reward_name(function)} returned {values!r}; it must return a list of numbers")
-    return [value.item() if hasattr(value, "item") else value for value in values]
+    return [value.item() if hasattr(value, "item") else value for value in values], logs.values
 
 
 def _await(values: Awaitable[Any]) -> Any:
