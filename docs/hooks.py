@@ -12,7 +12,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("md", "svg", "png", "csv")
-OUTSIDE = ["*.md", "examples/*", *(f"{folder}/**/*.{kind}" for folder in ("results", "benchmarks") for kind in KINDS)]
+OUTSIDE = ["*.md", "examples/*.py", "examples/*.ipynb"]
+OUTSIDE += [f"{folder}/**/*.{kind}" for folder in ("results", "benchmarks") for kind in KINDS]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
