@@ -150,13 +150,20 @@ def treatments(names: list[str], algorithm: AlgorithmConfig) -> dict[str, Algori
 
 
 def forks(
-    run: Run, policies: deque[dict[str, Tensor]], args: argparse.Namespace, cell: dict[str, Any], done: set[tuple]
+    run: Run,
+    policies: deque[dict[str, Tensor]],
+    args: argparse.Namespace,
+    cell: dict[str, Any],
+    done: set[tuple],
+    rates: dict[tuple[str, float], float],
 ) -> Iterator[dict[str, Any]]:
-    """The lines of one checkpoint; the run goes on afterwards as if nothing had happened."""
+    """The lines of one checkpoint; the run goes on afterwards as if nothing had happened.
+
+    ``rates``: the learning rates found last, by surrogate and aim, where the next search begins.
+    """
     position, generators = run.stream.position, run.sampler.state_dict()
     seed = run.config.run.seed * 1000 + cell["rollouts"]
     fork, prompts = Fork(run, args.problems, args.held_out, seed), run.stream.next(run.config.rollout.prompts)
-    lr = dict.fromkeys(args.kl, run.config.optimizer.lr)  # where the next search begins
     for lag in args.lags:
         rollout, advantages = fork.stale(policies[-1 - lag], *prompts)
         shuffled = advantages[torch.randperm(len(advantages), generator=torch.Generator().manual_seed(seed))]
@@ -167,8 +174,9 @@ def forks(
             for aim in args.kl:
                 line = cell | {"lag": lag, "surrogate": name, "aim": aim}
                 if tuple(line.values()) not in done:
-                    line |= fork.move(config, rollout, signal, aim, lr[aim])
-                    lr[aim] = line["lr"] if line["matched"] else lr[aim]
+                    line |= fork.move(config, rollout, signal, aim, rates.get((name, aim), config.optimizer.lr))
+                    if line["matched"]:
+                        rates[name, aim] = line["lr"]
                     yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
     run.learner.policy.load_state_dict(fork.weights)
     run.sampler.load_state_dict(generators)
@@ -188,11 +196,11 @@ def main() -> None:
     args = parser.parse_args()
     keys = ("run", "rollouts", "lag", "surrogate", "aim")
     lines = read_jsonl(args.output) if args.output.exists() else []
-    done = {tuple(line[key] for key in keys) for line in lines}
+    done, rates = {tuple(line[key] for key in keys) for line in lines}, {}
     for folder in args.runs:
         for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):
             if rollouts in args.rollouts:
-                for line in forks(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done):
+                for line in forks(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done, rates):
                     append_jsonl(args.output, line)
 
 

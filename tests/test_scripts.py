@@ -80,7 +80,7 @@ def test_equal_movement(tmp_path, monkeypatch):
     for rollouts, run, policies in script.replay(folder, 4, keep=2):
         if rollouts == 3:
             options = Namespace(lags=[1, 0], surrogates=surrogates, kl=[1e-4, 1e-3], problems=6, held_out=5)
-            lines = list(script.forks(run, policies, options, {"run": "run", "rollouts": 3}, set()))
+            lines = list(script.forks(run, policies, options, {"run": "run", "rollouts": 3}, set(), {}))
     final = load_file(folder / "final" / "model.safetensors")
     assert all(torch.equal(run.learner.policy.state_dict()[name], of) for name, of in final.items())
     assert [line["surrogate"] for line in lines[:10:2]] == [*surrogates, script.CONTROL]
