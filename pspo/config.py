@@ -337,7 +337,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         name, inputs = type(self.surrogate).__name__, ("logprobs", "old_logprobs", "advantages", "mask")
         try:
-            inspect.signature(self.surrogate).bind(*inputs)
+            inspect.signature(self.surrogate.at(0)).bind(*inputs)
         except TypeError as error:
             rule = f"{name} must take {', '.join(inputs)}: {error}"
             raise ValueError(f"--algorithm.surrogate {rule}") from error

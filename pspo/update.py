@@ -61,7 +61,7 @@ def accumulate(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> S
     """Accumulate a minibatch's gradient over its microbatches; a first visit's log-probs become the old ones."""
     counts, batches = minibatch
     gradient = one_pass if learner.one_pass and config.algorithm.token_local else backward
-    metrics = StepMetrics(config.algorithm, counts, learner.policy.device)
+    metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device)
     for i, batch in enumerate(dist.communicate_once(learner.policy, batches, config.distributed.gather)):
         loss, logprobs, entropies = gradient(learner, batch, counts, config)
         if batch.old_logprobs is None:
@@ -80,7 +80,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     nucleus, temperature = batch.replayed(algorithm.nucleus), config.rollout.temperature
     with autocast(config.model.autocast, policy.device):
         logprobs, entropies = token_logprobs(policy, *rollout.token_ids, temperature, nucleus, with_entropies=True)
-    losses = token_losses(algorithm, logprobs, *batch.loss_inputs)  # (b, t)
+    losses = token_losses(algorithm, learner.steps, logprobs, *batch.loss_inputs)  # (b, t)
     loss = aggregate(losses, mask, algorithm.aggregation, counts)
     loss.backward()
     return loss.detach(), logprobs.detach(), entropies
@@ -90,13 +90,14 @@ def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
     algorithm, policy, rollout = config.algorithm, learner.policy, batch.rollout
     divisors = token_divisors(rollout.loss_mask, algorithm.aggregation, counts)
-    how = (config.rollout.temperature, partial(token_losses, algorithm), batch.loss_inputs, divisors)
+    how = (config.rollout.temperature, partial(token_losses, algorithm, learner.steps), batch.loss_inputs, divisors)
     with autocast(config.model.autocast, policy.device):
         return backward_in_one_pass(policy, *rollout.token_ids, *how, batch.replayed(algorithm.nucleus))
 
 
 def token_losses(
     algorithm: AlgorithmConfig,
+    step: int,
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
@@ -110,7 +111,7 @@ def token_losses(
     ``old_logprobs`` is None on a first visit, whose log-probs are the old ones; ``ref_logprobs`` is None without beta.
     """
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    losses = algorithm.surrogate(logprobs, old_logprobs, advantages, mask)
+    losses = algorithm.surrogate.at(step)(logprobs, old_logprobs, advantages, mask)
     check_loss(algorithm.surrogate, losses, logprobs)
     if algorithm.correction != "none":
         how = (algorithm.correction, algorithm.correction_cap)

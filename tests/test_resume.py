@@ -39,6 +39,7 @@ import pspo.train
 import pspo.update
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
+from pspo.losses import NoClip, Surrogate
 from pspo.records.files import differences, flat, read_json, read_jsonl
 from pspo.records.folders import checkpoints, describe
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
@@ -65,6 +66,22 @@ class Noisy(Reward):
 
     def __call__(self, completions, problems):
         return [random.random() + random.gauss(0, 1) + np.random.rand() for _ in completions]  # noqa: NPY002
+
+
+class Counting(Surrogate):
+    """NoClip with a weight that depends on the step and on how often it was called."""
+
+    calls = 0
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask, step):
+        self.calls += 1
+        return NoClip()(logprobs, old_logprobs, advantages, mask) * (1 + step / self.calls + self.calls)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
 
 
 def train(output: str, *args: str) -> int:
@@ -105,6 +122,7 @@ def cut_off() -> Path:
 MODES = {  # the switches of a run; whatever keeps a state of its own is here
     "default": (),
     "lag": ("--rollout.lag=2",),
+    "own loss": ("--algorithm.surrogate=test_resume.Counting", "--optimizer.name=sgd"),
     "other loss": ("--algorithm.surrogate=TOPR", "--algorithm.beta=0.1", "--algorithm.minibatches=2",
                    "--optimizer.microbatch_tokens=200", "--model.gradient_checkpointing=true"),
     "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
@@ -120,7 +138,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
 
 
 @pytest.mark.parametrize(
-    "mode", [mode if mode in ("default", "lag") else pytest.param(mode, marks=pytest.mark.nightly) for mode in MODES]
+    "mode", [pytest.param(mode, marks=[] if i < 3 else pytest.mark.nightly) for i, mode in enumerate(MODES)]
 )
 def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(capfd, mode):
     if "8bit" in mode:
@@ -137,6 +155,8 @@ def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(capfd, mode)
         said = re.findall(r"^resuming out from (\S+)", capfd.readouterr().out, re.MULTILINE)
         assert said == [f"step-{step // 2 * 2:06d}" if step >= 2 else "the" for step in range(6)]  # "the start"
     assert_same(Path("whole"), Path("out"))
+    if mode == "own loss":  # 6 steps of one microbatch; metrics do not count
+        assert states(checkpoints(Path("out"))[0] / "parts.pt")["surrogate"] == {"calls": 6}
 
 
 def test_the_completions_of_the_tests_stay_and_are_shown_again(capfd):
@@ -614,6 +634,16 @@ def test_a_fork_without_a_change_is_its_parents_continuation(cut_off, whole, cap
     assert same_weights("again", str(whole))
     assert train("again") == 2  # without its parent's name it is another experiment
     assert "--run.fork_from was 'out', is None" in capfd.readouterr().err
+
+
+def test_the_state_of_a_loss_goes_on_in_a_fork(capfd):
+    """And begins anew, or is left out, if the fork has another loss."""
+    assert train("parent", *MODES["own loss"]) == 0
+    from_2 = ("--run.fork_from=parent/checkpoints/step-000004", CONSTANT)
+    for output, *loss in (("same", *MODES["own loss"]), ("other", "--algorithm.surrogate=Clip")):
+        assert train(output, *from_2, *loss, "--optimizer.name=sgd") == 0
+    found = [states(checkpoints(Path(run))[0] / "parts.pt").get("surrogate") for run in ("same", "other")]
+    assert found == [{"calls": 6}, None]
 
 
 def test_the_validations_of_a_fork_are_its_own(cut_off):

@@ -5,14 +5,16 @@ They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the
 for Clip.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate, log_ratio
+from pspo.losses.surrogates import MAX_LOG_RATIO, log_ratio
 
 
 def token_weights(
-    surrogate: Surrogate, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    surrogate: Callable[..., Tensor], logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
     """dL/dlogprob of the summed per-token loss by autograd, (B, T), 0 where masked; shapes as in `Surrogate`."""
     leaf = logprobs.detach().requires_grad_()

@@ -8,9 +8,12 @@ inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 i
 of float16 log-probs can overflow (r above 65,504): call ``.float()`` on them first.
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,11 +26,22 @@ class Surrogate(ABC):
     """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
 
     Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask`` (B, T)
-    bool to the per-token loss (B, T), unreduced, 0 where masked.
+    bool to the per-token loss (B, T), unreduced, 0 where masked. A fifth parameter, if it is called ``step``, gets the
+    optimizer steps taken.
+
+    With ``state_dict`` and ``load_state_dict`` it has a state, which checkpoints hold: rank 0's, or with ``per_rank =
+    True`` each rank's own. Training calls it once for a microbatch, and again if memory runs out; metrics call a copy.
     """
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor: ...
+
+    def at(self, step: int) -> Callable[..., Tensor]:
+        """The map from the four tensors to the loss, after so many optimizer steps."""
+        return partial(self, step=step) if "step" in inspect.signature(self).parameters else self
+
+    def __repr__(self) -> str:  # a dataclass has its own
+        return f"{type(self).__name__}()"
 
     # Optional hints; leaving them out is always correct. A subclass does not inherit them.
     silent_at_zero_advantage = False  # loss and gradient are exactly 0 where A = 0: such rows are left out

@@ -1,6 +1,7 @@
 """Metrics of one optimizer step, collected microbatch by microbatch and reduced over the ranks."""
 
 from collections import defaultdict
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class StepMetrics:
         places: what else `recorded` tells of these tokens; never sent to another rank.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, counts: Counts, device: torch.device) -> None:
-        self.algorithm, self.counts = algorithm, counts
+    def __init__(self, algorithm: AlgorithmConfig, step: int, counts: Counts, device: torch.device) -> None:
+        self.algorithm, self.step, self.counts = algorithm, step, counts
         self.loss, self.kl_reference = torch.zeros(2, device=device)
         self.tokens: dict[str, list[Tensor]] = defaultdict(list)
         self.places: dict[str, list[Tensor]] = defaultdict(list)
@@ -35,7 +36,8 @@ class StepMetrics:
             kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator)
             self.kl_reference += kl.sum() / max(self.counts.tokens, 1)
         advantages = batch.advantages[:, None]  # (b, 1)
-        weights = token_weights(algorithm.surrogate, logprobs, old, advantages, mask)
+        surrogate = deepcopy(algorithm.surrogate).at(self.step)  # metrics change no state
+        weights = token_weights(surrogate, logprobs, old, advantages, mask)
         values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "weights": weights,
                   "entropies": entropies}  # fmt: skip
         if algorithm.correction != "none":

@@ -58,14 +58,17 @@ def check_fork(parent: Path, resolved: str) -> None:
 def fork_states(parent: States, fresh: States, changes: Changes) -> States:
     """A fork's states: its parent's, but the best models are of its own validations.
 
-    Other training problems come in an order of their own; the untrained model's test was on other test problems.
+    Another surrogate begins its own state, other training problems come in an order of their own; the untrained model's
+    test was on other test problems.
     """
     validator, problems = parent["validator"], fresh["validator"]["fingerprints"]
     same = {split: validator["fingerprints"].get(split) == problems.get(split) for split in ("validation", "test")}
     own = {"fingerprints": problems, "validated": {}, "best": {}, "best_trained": {}}
     own |= {} if same["test"] else {"before": {}}
     own |= {} if same["validation"] else {"untrained": {}}
-    states = parent | {"validator": validator | own}
+    states = {name: parent.get(name, state) for name, state in fresh.items()} | {"validator": validator | own}
+    if "surrogate" in fresh and any(name.startswith("algorithm.surrogate.") for name in changes):
+        states["surrogate"] = fresh["surrogate"]
     other_problems = parent["stream"]["fingerprint"] != fresh["stream"]["fingerprint"]
     if other_problems:
         states["stream"] = fresh["stream"]

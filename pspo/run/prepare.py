@@ -90,7 +90,9 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
     validator = Validator(config, sampler, recorder, prompts)
     parts = {"stream": stream, "sampler": sampler, "delay": delay}
     parts |= {"learner": learner, "validator": validator, "recorder": recorder}
-    checkpointer = Checkpointer(config, parts, output)
+    surrogate = config.algorithm.surrogate
+    with_state = {"surrogate": surrogate} if hasattr(surrogate, "state_dict") else {}
+    checkpointer = Checkpointer(config, parts | with_state, output)
     if not resumed:
         dist.run_on_main(lambda: make_output(output, resolved, resources))
     if resumed or config.run.fork_from:

@@ -145,8 +145,9 @@ def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> N
         if "run.fork_from" in changes:  # the checkpoint is the parent's
             states = fork_states(states, fresh, changes)
         check_problems(run, states, fresh)
-        for name in states:
-            parts[name].load_state_dict(states[name])
+        for name, part in parts.items():
+            if name in states:
+                part.load_state_dict(states[name])
         checkpointer.saved = checkpointer.position
     validator, steps = parts["validator"], parts["learner"].steps
     if validator.best:

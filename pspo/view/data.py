@@ -5,7 +5,7 @@ import base64
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from pyarrow import parquet
 from scipy.stats import t
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pspo.cli.parse import import_path, resolve, subclasses
@@ -218,7 +219,8 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
     table["sequence"] = begins.cumsum()
     for name, surrogate in surrogates.items():
-        table[f"weight {name}"] = surrogate_weights(surrogate, table)
+        at_steps = [surrogate_weights(surrogate.at(step), visit) for step, visit in table.groupby("step")]
+        table[f"weight {name}"] = pd.concat(at_steps)
     found: dict[tuple[int, int], list[Record]] = {}
     counts: Counter[tuple[int, int, int]] = Counter()  # a problem may come twice in a rollout
     for _, tokens in table.groupby("sequence"):
@@ -237,13 +239,13 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     return found
 
 
-def surrogate_weights(surrogate: Surrogate, table: pd.DataFrame) -> np.ndarray:
-    """`token_weights` (n,) of a surrogate at the recorded tokens, by the code that trains."""
+def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> pd.Series:
+    """`token_weights` of a surrogate at the recorded tokens, by the code that trains."""
     lengths = table.groupby("sequence").size().tolist()
     names = ("logprob", "old_logprob", "advantage")
     values = [pad_sequence(torch.tensor(table[name].to_numpy()).split(lengths), batch_first=True) for name in names]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, T)
-    return token_weights(surrogate, *values, mask)[mask].numpy()
+    return pd.Series(token_weights(surrogate, *values, mask)[mask].numpy(), table.index)
 
 
 # Surrogates
@@ -254,7 +256,9 @@ def surrogate_curve(surrogate: Surrogate) -> Record | None:
     if not surrogate.token_local:
         return None
     logprobs, ones = torch.tensor(np.log(RATIOS), dtype=torch.float32)[None], torch.ones(1, len(RATIOS))
-    weights = [token_weights(surrogate, logprobs, 0 * ones, sign * ones, ones.bool())[0].numpy() for sign in (1, -1)]
+    weights = [
+        token_weights(surrogate.at(0), logprobs, 0 * ones, sign * ones, ones.bool())[0].numpy() for sign in (1, -1)
+    ]
     return {"ratio": encoded(RATIOS), "above": encoded(weights[0]), "below": encoded(weights[1])}
 
 
