@@ -46,13 +46,13 @@ def train(run: Run) -> dict[str, Any]:
 def draw(run: Run) -> Experience:
     """Draw and score a rollout; up to --rollout.resample times, replace groups without signal by fresh prompts'."""
     config = run.config
-    experience = score(run, run.delay.take_prefetched() or complete(run, config.rollout.prompts))
+    experience = score(run, run.delay.take_prefetched() or draw_prompts(run, config.rollout.prompts))
     run.require_some_reward(experience.rewards)
     for _ in range(config.rollout.resample):
         missing = dist.max_over_ranks(experience.signal.count(False))
         if missing == 0:
             break
-        fresh = score(run, complete(run, missing * dist.world_size()))
+        fresh = score(run, draw_prompts(run, missing * dist.world_size()))
         experience = experience.refill(fresh, config.algorithm.advantage_scale)
     if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
         with run.phase("train"):
@@ -61,8 +61,8 @@ def draw(run: Run) -> Experience:
     return experience
 
 
-def complete(run: Run, n: int) -> Drawing:
-    """Complete the next n prompts, all ranks' together."""
+def draw_prompts(run: Run, n: int) -> Drawing:
+    """Draw a group of completions for each of the next n prompts, all ranks' together."""
     indices, prompts = run.stream.next(n)
     with run.phase("generate"):
         return Drawing(indices, run.sampler.draw(prompts, run.config.rollout.group_size))

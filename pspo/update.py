@@ -45,14 +45,14 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
     retry = partial(retry_in_halves, learner, minibatches, config)
     retry(partial(add_fixed_logprobs, learner, minibatches, config))
-    steps: list[dict[str, float]] = []
-    for minibatch in minibatches * config.algorithm.epochs:
+    steps, mass = [], nucleus_mass(rollout)
+    for minibatch in minibatches * config.algorithm.epochs:  # the same objects: the old log-probs of the first visit
         if learner.steps == config.run.max_steps:
             break
         metrics = retry(partial(accumulate, learner, minibatch, config))
         dist.sum_gradients(learner.policy)
         learner.record.add(learner.steps + 1, metrics.recorded())
-        steps.append(optimizer_step(learner, metrics, config) | nucleus_mass(rollout))
+        steps.append(optimizer_step(learner, metrics, config) | mass)
     learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
     return steps
 

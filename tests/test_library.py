@@ -95,6 +95,15 @@ def test_one_call_equals_the_command(tmp_path, monkeypatch):
     assert summary == read_json(Path("call/summary.json"))
 
 
+@pytest.mark.nightly
+def test_the_pages_one_call_learns(tmp_path, monkeypatch):
+    """As the page says it."""
+    monkeypatch.chdir(tmp_path)
+    Path("one_call.py").write_text(dict(blocks("python"))["one_call.py"], encoding="utf-8")
+    found = runpy.run_path("one_call.py", run_name="__main__")["summary"]
+    assert [round(100 * found[when]["accuracy"]) for when in ("before", "after")] == [21, 36]
+
+
 def test_problems_and_functions_of_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     problems = [

@@ -317,7 +317,7 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
 TOLD = [  # when, what, the exit code, the newest checkpoint
     pytest.param(Validator, "validate", 1, [signal.SIGTERM], 75, "step-000000", id="first validation"),
     pytest.param(
-        pspo.train, "complete", 1, [signal.SIGINT], 75, "step-000002", id="rollout", marks=pytest.mark.nightly
+        pspo.train, "draw_prompts", 1, [signal.SIGINT], 75, "step-000002", id="rollout", marks=pytest.mark.nightly
     ),
     pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
     pytest.param(Checkpointer, "save", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
@@ -362,7 +362,7 @@ def test_sigterm_from_outside_to_the_command_itself():
 def test_two_runs_in_one_folder(whole, capfd):
     def action() -> int:
         second = []
-        before("complete", at_call(1, lambda: second.append(train("out"))))
+        before("draw_prompts", at_call(1, lambda: second.append(train("out"))))
         return train("out") or second[0]
 
     assert forked(action) == 2

@@ -54,7 +54,7 @@ def here(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
-    complete, update = pspo.train.complete, pspo.train.update
+    complete, update = pspo.train.draw_prompts, pspo.train.update
 
     def drawing(run, n):
         drawing = complete(run, n)
@@ -78,7 +78,7 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
         assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
         return steps
 
-    monkeypatch.setattr(pspo.train, "complete", drawing)
+    monkeypatch.setattr(pspo.train, "draw_prompts", drawing)
     monkeypatch.setattr(pspo.train, "update", training)
     assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
     assert len(trained) == 5
@@ -176,18 +176,18 @@ def test_a_fork_keeps_what_waits_if_it_can_use_it():
 
 def test_a_run_that_is_stopped_while_its_lag_fills_goes_on_there(monkeypatch):
     """However often it is stopped, each start draws one more rollout."""
-    complete = pspo.train.complete
+    complete = pspo.train.draw_prompts
     assert train("whole", "--rollout.lag=3") == 0
 
     def stopped_in_a_rollout(*args):
         send(signal.SIGTERM)
         return complete(*args)
 
-    monkeypatch.setattr(pspo.train, "complete", stopped_in_a_rollout)
+    monkeypatch.setattr(pspo.train, "draw_prompts", stopped_in_a_rollout)
     for start in range(1, 4):
         assert train("out", "--rollout.lag=3") == EXIT_STOPPED
         assert states(Path("out/checkpoints/step-000000/parts.pt"))["stream"]["position"] == 2 * start
-    monkeypatch.setattr(pspo.train, "complete", complete)
+    monkeypatch.setattr(pspo.train, "draw_prompts", complete)
     assert train("out", "--rollout.lag=3") == 0
     assert_same(Path("whole"), Path("out"))
 

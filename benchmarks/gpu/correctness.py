@@ -154,17 +154,17 @@ def resume(options: Options, deterministic: bool) -> Rows:
 def strictly() -> Iterator[None]:
     """Deterministic algorithms, or an error; in sampling a warning, for its sums along the vocabulary have none."""
 
-    complete = pspo.train.complete
+    draw_prompts = pspo.train.draw_prompts
 
     def sampled(*args: Any) -> Drawing:
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            return complete(*args)
+            return draw_prompts(*args)
         finally:
             torch.use_deterministic_algorithms(True)
 
     torch.use_deterministic_algorithms(True)
-    with mock.patch.object(pspo.train, "complete", sampled):
+    with mock.patch.object(pspo.train, "draw_prompts", sampled):
         yield
 
 

@@ -30,7 +30,8 @@ class Surrogate(ABC):
     optimizer steps taken.
 
     With ``state_dict`` and ``load_state_dict`` it has a state, which checkpoints hold: rank 0's, or with ``per_rank =
-    True`` each rank's own. Training calls it once for a microbatch, and again if memory runs out; metrics call a copy.
+    True`` each rank's own. Training calls it once for a microbatch, with ``token_local`` for a chunk of its tokens, and
+    again if memory runs out; metrics call a copy.
     """
 
     @abstractmethod

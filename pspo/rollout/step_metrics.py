@@ -11,22 +11,23 @@ from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, correction_ratios, diagnose, diagnose_correction, kl_estimate, token_weights
 from pspo.rollout.types import Batch, Rollout
 
+MEASURED = ("logprob", "old_logprob", "advantage", "weight", "entropy")
+CORRECTED = ("sampler_logprob", "correction_ratio")
+
 
 class StepMetrics:
     """What one optimizer step measures. Every rank adds its microbatches, then all call `compute` together.
 
     Attributes:
         loss, kl_reference: scalars, sums over the microbatches so far.
-        tokens: by name (logprobs, old_logprobs, advantages, weights, entropies; with a correction sampler_logprobs and
-            correction_ratios) the values (n,) of each microbatch's unmasked tokens.
-        places: what else `recorded` tells of these tokens; never sent to another rank.
+        tokens: by name the values (n,) of each microbatch's unmasked tokens; of them `reduce` sends MEASURED, and with
+            a correction CORRECTED, to rank 0.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, step: int, counts: Counts, device: torch.device) -> None:
         self.algorithm, self.step, self.counts = algorithm, step, counts
         self.loss, self.kl_reference = torch.zeros(2, device=device)
         self.tokens: dict[str, list[Tensor]] = defaultdict(list)
-        self.places: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, batch: Batch, logprobs: Tensor, entropies: Tensor, loss: Tensor) -> None:
         """Add a microbatch, without gradients: the policy's log-probs and entropies (b, t), its share of the loss."""
@@ -38,47 +39,40 @@ class StepMetrics:
         advantages = batch.advantages[:, None]  # (b, 1)
         surrogate = deepcopy(algorithm.surrogate).at(self.step)  # metrics change no state
         weights = token_weights(surrogate, logprobs, old, advantages, mask)
-        values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "weights": weights,
-                  "entropies": entropies}  # fmt: skip
+        sampler, position = batch.rollout.sampler_logprobs, torch.arange(mask.shape[1], device=mask.device)
+        values = {"logprob": logprobs, "old_logprob": old, "advantage": advantages, "weight": weights,
+                  "entropy": entropies, "sampler_logprob": sampler, "reference_logprob": batch.ref_logprobs,
+                  "row": batch.indices[:, None], "position": position}  # fmt: skip
         if algorithm.correction != "none":
-            sampler = batch.rollout.sampler_logprobs
-            ratios = correction_ratios(old, sampler, mask, algorithm.correction)
-            values |= {"sampler_logprobs": sampler, "correction_ratios": ratios}
+            values["correction_ratio"] = correction_ratios(old, sampler, mask, algorithm.correction)
         for name, value in values.items():
-            self.tokens[name].append(value.expand_as(mask)[mask])
-        places = {"row": batch.indices[:, None], "position": torch.arange(mask.shape[1], device=mask.device)}
-        places |= {"sampler_logprob": batch.rollout.sampler_logprobs, "reference_logprob": batch.ref_logprobs}
-        for name, value in places.items():
             if value is not None:
-                self.places[name].append(value.expand_as(mask)[mask])
+                self.tokens[name].append(value.expand_as(mask)[mask])
 
     def recorded(self) -> dict[str, Tensor]:
-        """Values (n,) at this rank's tokens as `pspo.records.tokens` has them; to be called before `reduce`."""
-        names = {"logprobs": "logprob", "old_logprobs": "old_logprob", "advantages": "advantage", "weights": "weight",
-                 "entropies": "entropy"}  # fmt: skip
-        values = {column: self.tokens[name] for name, column in names.items()} | self.places
-        return {name: torch.cat(parts) for name, parts in values.items()}
+        """Values (n,) at this rank's tokens, for `pspo.records.tokens`; to be called before `reduce`."""
+        return {name: torch.cat(values) for name, values in self.tokens.items()}
 
     def reduce(self) -> bool:
         """Reduce over the ranks, rank 0 alone having all tokens; returns whether loss and log-probs are finite."""
         self.loss, self.kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
-        stacked = torch.stack([torch.cat(values) for values in self.tokens.values()])  # (5 or 7, n)
+        names = MEASURED + (CORRECTED if self.algorithm.correction != "none" else ())
+        stacked = torch.stack([torch.cat(self.tokens[name]) for name in names])
         finite = torch.isfinite(self.loss + stacked[0].sum())
-        self.tokens = dict(zip(self.tokens, dist.gather_columns(stacked), strict=True))
+        self.measured = dist.gather_columns(stacked)  # in the order of the names
         return not dist.max_over_ranks(not finite)
 
     def compute(self) -> dict[str, float]:
         """`diagnose` and `diagnose_correction` over all ranks' tokens with A != 0, and the entropy over all tokens."""
 
         def over_all_tokens() -> dict[str, float]:
-            tokens, correction = dict(self.tokens), {}
-            entropies, active = tokens.pop("entropies"), tokens["advantages"] != 0
-            entropy = {"entropy": (entropies.sum() / max(len(entropies), 1)).item()}
-            sampler, ratios = tokens.pop("sampler_logprobs", None), tokens.pop("correction_ratios", None)
-            if sampler is not None:
-                cap = self.algorithm.correction_cap
-                correction = diagnose_correction(tokens["old_logprobs"], sampler, ratios, active, cap)
-            return diagnose(**tokens, mask=active) | entropy | correction
+            logprobs, old, advantages, weights, entropies, *correction = self.measured
+            active = advantages != 0
+            found = diagnose(logprobs, old, advantages, weights, active)
+            found["entropy"] = (entropies.sum() / max(len(entropies), 1)).item()
+            if correction:
+                found |= diagnose_correction(old, *correction, active, self.algorithm.correction_cap)
+            return found
 
         metrics = {"loss": self.loss.item()}
         if self.algorithm.beta > 0:

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.engines import EngineError, EngineSampler
 from pspo.environments import EnvironmentSampler
 from pspo.records.folders import RunFailed
-from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler
+from pspo.rollout import Prompts, Rollout, TransformersSampler
 from pspo.rollout import Sampler as AnySampler
 from pspo.tasks.environment import MakeEnvironment
 
@@ -39,15 +38,8 @@ class Sampler:
         output: Path,
     ) -> None:
         self.decoder, self.engine, self.make_environment, self.output = decoder, engine, make_environment, output
+        self.sampling, self.tokenizer = decoder.sampling, decoder.tokenizer
         self.training = self._in_environment(engine or decoder)
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.decoder.sampling
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.decoder.tokenizer
 
     def _in_environment(self, sampler: AnySampler) -> AnySampler:
         return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler
@@ -69,8 +61,7 @@ class Sampler:
 
     def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
         """Greedy decoding of a policy, never by an engine."""
-        sampling = self.decoder.sampling.greedy()
-        return self._in_environment(replace(self.decoder, policy=policy, sampling=sampling))
+        return self._in_environment(replace(self.decoder, policy=policy, sampling=self.sampling.greedy()))
 
     @contextlib.contextmanager
     def _engine_errors(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
 
 T = TypeVar("T")
+STATE = ("before", "untrained", "validated", "best", "best_trained")
 
 
 class Validator:
@@ -139,11 +140,10 @@ class Validator:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("fingerprints", "before", "untrained", "validated", "best", "best_trained")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("fingerprints", *STATE)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the validations; ``fingerprints`` of a split that this start does not load are kept."""
         self.fingerprints = state["fingerprints"] | self.fingerprints
-        for name in ("before", "untrained", "validated", "best", "best_trained"):
+        for name in STATE:
             setattr(self, name, state[name])

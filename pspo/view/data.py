@@ -219,7 +219,7 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
     table["sequence"] = begins.cumsum()
     for name, surrogate in surrogates.items():
-        at_steps = [surrogate_weights(surrogate.at(step), visit) for step, visit in table.groupby("step")]
+        at_steps = [surrogate_weights(surrogate.at(step - 1), visit) for step, visit in table.groupby("step")]
         table[f"weight {name}"] = pd.concat(at_steps)
     found: dict[tuple[int, int], list[Record]] = {}
     counts: Counter[tuple[int, int, int]] = Counter()  # a problem may come twice in a rollout
