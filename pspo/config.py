@@ -167,6 +167,7 @@ class DataConfig:
         name: arithmetic, letters, sums, gsm8k, math, svamp, asdiv, a hub id, file (your own), or gsm8k+math
         path: local file or folder; unset, the hub
         config: with a hub id, its configuration
+        revision: branch, tag or commit on the hub; unset, main, or of gsm8k, math, svamp and asdiv the pinned commit
         splits: with a hub id, its names of our splits, such as {train: train_sft, test: test_sft}
         limit: use only so many problems of the split
         sample: with a limit, use a seeded sample of a test split; false for its first problems
@@ -183,6 +184,7 @@ class DataConfig:
     name: str = "arithmetic"
     path: str | None = None
     config: str | None = None
+    revision: str | None = None
     splits: dict[str, str] | None = None
     limit: int | None = number(None, "above 0")
     sample: bool = True

@@ -17,7 +17,7 @@ import pytest
 
 from pspo.records.files import to_jsonl
 from pspo.tasks.answers import extract_answer
-from pspo.tasks.datasets import GENERATED, SPLITS, Generated, boxed, load_problems, parse_gold
+from pspo.tasks.datasets import ASDIV, GENERATED, GSM8K, SPLITS, Generated, boxed, load_problems, parse_gold
 from pspo.tasks.problem import Problem
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -281,8 +281,8 @@ def test_hub(monkeypatch):
     """Tests cannot reach the hub: its tables are stood in for."""
     asked = []
 
-    def load_dataset(hub_id, config):
-        asked.append((hub_id, config))
+    def load_dataset(hub_id, config, revision):
+        asked.append((hub_id, config, revision))
         if hub_id == "EleutherAI/asdiv":
             row = {"body": "B.", "question": "Q?", "solution_type": "Sum", "answer": "9 (apples)", "formula": "9=9"}
             return {"validation": [row]}
@@ -296,7 +296,11 @@ def test_hub(monkeypatch):
     fields = {"solution_type": "Sum", "answer": "9 (apples)", "formula": "9=9"}
     assert load_problems("asdiv", "test") == [Problem("B. Q?", Fraction(9), fields, source="asdiv", category="Sum")]
     assert len(load_problems("gsm8k", "validation")) == 473
-    assert asked == [("EleutherAI/asdiv", "asdiv"), ("openai/gsm8k", "main")]
+    assert asked == [("EleutherAI/asdiv", "asdiv", ASDIV), ("openai/gsm8k", "main", GSM8K)]
+    load_problems("gsm8k", "validation", revision="main")
+    assert asked[2:] == [("openai/gsm8k", "main", "main")]
+    with pytest.raises(ValueError, match=r"--data\.revision is that of a single data set"):
+        load_problems("gsm8k+math", "validation", revision="main")
     assert len({problem.category for problem in load_problems("math", "test")}) == 7
     with pytest.raises(ValueError, match="EleutherAI/asdiv has no train split, only test"):
         load_problems("asdiv", "train")
@@ -312,11 +316,11 @@ def test_any_set_of_the_hub(monkeypatch, tmp_path):
         "unsupervised": [{"q": "no", "a": "no", "lang": "no"}],
     }
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *where: asked.append(where) or tables)
+    monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: asked.append((*where, revision)) or tables)
     columns = {"answer_kind": "text", "prompt_column": "q", "answer_column": "a"}
     paris = Problem("Capital?", "Paris", {"a": " Paris ", "lang": "fr"}, source="me/cities")
-    assert load_problems("me/cities", "test", config="small", **columns) == [paris]
-    assert asked == [("me/cities", "small")]
+    assert load_problems("me/cities", "test", config="small", revision="v1", **columns) == [paris]
+    assert asked == [("me/cities", "small", "v1")]
     train, validation = (load_problems("me/cities", split, **columns) for split in ("train", "validation"))
     assert (len(train), len(validation)) == (38, 2)
     assert sorted(int(p.prompt[:-1]) for p in train + validation) == list(range(40))

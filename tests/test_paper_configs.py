@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import yaml
 
 from pspo.cli.parse import parse
 from pspo.config import (
@@ -19,7 +21,9 @@ from pspo.config import (
 )
 from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.records.files import differences
 from pspo.report.__main__ import main as report
+from pspo.sweep.plan import SweepConfig, make_plan
 from pspo.train import main
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
@@ -81,6 +85,32 @@ def test_files_say_what_the_paper_says(base):
                 validation_limit=1000, test_limit=0,
             ),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "experiments"), [(1, 4), (4, 1)])
+def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, processes, experiments):
+    """All of `pspo/report/paper.csv`, and what the files of configs/paper say but for memory, disk and revisions."""
+    monkeypatch.chdir(PAPER.parents[1])
+    args = ["--config=configs/sweep/main-table.yaml", f"--processes={processes}"]
+    args += ["--only=[qwen2.5-7b]"] * (processes == 4)
+    paper = pd.read_csv(PAPER.parents[1] / "pspo/report/paper.csv", keep_default_na=False)
+    paper = paper[(paper["table"] == {1: "main", 4: "7B"}[processes]) & (paper["method"] != "untrained")]
+    found, untrained = set(), 0
+    for method in make_plan(parse(SweepConfig, "pspo.sweep", args)[0]):
+        untrained += method.name == "untrained"
+        for job in method.possible if method.name != "untrained" else ():
+            config = job.config
+            model, data, name = config["model"]["name_or_path"], config["data"]["name"], method.name
+            found.add((model.removeprefix("Qwen/"), data, METHODS[name][0].__class__.__name__))
+            words = [MATH_METHODS[name][0]] if "Math" in model and name in MATH_METHODS else []
+            base = [words for words, (*of, _) in BASES.items() if of == [model, data]]
+            _, files = parse(TrainConfig, "pspo.train", switches(name, *base, *words))
+            assert {*differences(yaml.safe_load(files), config)} <= {
+                "model.revision", "optimizer.microbatch_tokens", "run.keep", "run.seed", "run.output_dir",
+                "distributed.strategy"}  # fmt: skip
+            assert config["model"]["revision"] is not None or "Math" in model
+    assert found == set(paper[["model", "data", "method"]].itertuples(index=False, name=None))
+    assert untrained == experiments
 
 
 def test_trls_defaults_are_a_file_over_a_configuration():

@@ -42,6 +42,7 @@ class Source:
     prompt: tuple[str, ...]  # columns
     read: Callable[[Row, AnswerKind], Gold]
     hub_id: str = ""
+    revision: str | None = None  # of the hub's, so that everybody has the same problems
     configs: tuple[str | None, ...] = ()
     splits: dict[str, str] | None = None  # the hub's names by ours; None goes by their words
     train_size: int | None = None  # rows of the published train split to train on; the rest is validation
@@ -80,11 +81,14 @@ def _own(row: Row, kind: AnswerKind, answer_column: str, on_hub: bool) -> Gold:
     return gold, {name: row.optional(name) for name in ("category", "level")}
 
 
+GSM8K, MATH = "740312add88f781978c0658806c59bc2815b9866", "21a5633873b6a120296cce3e2df9d5550074f4a3"  # revisions
+SVAMP, ASDIV = "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef", "8f95807222d87b4c688c3c22a6ba2801e1fa03e2"
+
 SOURCES = {
-    "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", ("main",), train_size=7000, skip="socratic"),
-    "math": Source(("problem",), _math, "EleutherAI/hendrycks_math", _MATH_SUBJECTS),
-    "svamp": Source(("Body", "Question"), _svamp, "ChilleD/SVAMP", ("default",)),
-    "asdiv": Source(("body", "question"), _asdiv, "EleutherAI/asdiv", ("asdiv",), {"test": "validation"}),
+    "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic"),
+    "math": Source(("problem",), _math, "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS),
+    "svamp": Source(("Body", "Question"), _svamp, "ChilleD/SVAMP", SVAMP, ("default",)),
+    "asdiv": Source(("body", "question"), _asdiv, "EleutherAI/asdiv", ASDIV, ("asdiv",), {"test": "validation"}),
 }
 
 
@@ -122,6 +126,7 @@ def load_problems(
     prompt_column: str = "prompt",
     answer_column: str = "answer",
     config: str | None = None,
+    revision: str | None = None,
     splits: dict[str, str] | None = None,
     fractions: bool = True,
     holdout: float = 0.0,
@@ -143,6 +148,7 @@ def load_problems(
         prompt_column, answer_column: columns of files and hub ids, where `category` and `level` are read if present.
             Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
         config, splits: of hub ids, the configuration, and the names of their splits by ours.
+        revision: of a single data set of the hub; None for the newest of a hub id, and for the pinned one of `SOURCES`.
         fractions: keep answers that are written as fractions, integers aside.
         holdout: if a source has a single split (ASDiv, SVAMP's file), the share of it that is test while the rest is
             train. A hash of a problem's words and the seed decides: problems of the same words are on one side.
@@ -155,6 +161,8 @@ def load_problems(
         )
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
+    if revision is not None and (path is not None or len(names) > 1 or name in GENERATED):
+        raise ValueError("--data.revision is that of a single data set of the hub: unset it")
     if name in GENERATED and path is not None:
         raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
 
@@ -166,7 +174,8 @@ def load_problems(
             drafts, where = [replace(problem, answer=str(problem.answer)) for problem in made], part
         else:
             read = partial(_own, answer_column=answer_column, on_hub=path is None)
-            source = SOURCES.get(part) or Source((prompt_column,), read, part, (config,), splits)
+            source = SOURCES.get(part) or Source((prompt_column,), read, part, None, (config,), splits)
+            source = replace(source, revision=revision or source.revision)
             place = _source_path(part, path, mixture=len(names) > 1)
             make = partial(_draft, source=source, name=part, kind=kind)
             drafts, where = _split(source, make, split, place, seed, holdout), place or source.hub_id
@@ -298,9 +307,10 @@ def _hub_rows(source: Source) -> dict[str, Callable[[], list[Row]]]:
     import datasets  # slow to import
 
     try:
-        tables = {config: datasets.load_dataset(source.hub_id, config) for config in source.configs}
+        tables = {config: datasets.load_dataset(source.hub_id, config, revision=source.revision)
+                  for config in source.configs}  # fmt: skip
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        fix = "check --data.name and --data.config, or load local files with --data.path"
+        fix = "check --data.name, --data.config and --data.revision, or load local files with --data.path"
         raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
     names = list(next(iter(tables.values())))
     splits = {ours: [theirs] for ours, theirs in (source.splits or {}).items()} or _by_split({n: n for n in names})
