@@ -20,6 +20,7 @@ import math
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -75,6 +76,7 @@ class Fork:
 
     def __init__(self, run: Run, problems: int, held_out: int, seed: int) -> None:
         self.run, self.policy, self.seed = run, run.learner.policy, seed
+        self.sampler = replace(run.sampler.decoder, generators=nullcontext())
         self.weights = deepcopy(self.policy.state_dict())
         self.optimizer = deepcopy(run.learner.optimizer.state_dict())
         for state in self.optimizer["state"].values():
@@ -88,11 +90,11 @@ class Fork:
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         torch.manual_seed(self.seed)
-        return self.run.sampler.draw(prompts, group_size)
+        return self.sampler.draw(prompts, group_size)
 
     def evaluate(self) -> np.ndarray:
         """(2, problems): reward of a sampled completion of each problem, and whether it is correct."""
-        completions = evaluate(self.run.sampler, self.problems, self.run.config.reward, seed=self.seed).completions
+        completions = evaluate(self.sampler, self.problems, self.run.config.reward, seed=self.seed).completions
         return np.array([[record[name] for record in completions] for name in ("reward", "correct")], dtype=float)
 
     def stale(self, policy: dict[str, Tensor], indices: list[int], prompts: Prompts) -> tuple[Rollout, Tensor]:
@@ -161,7 +163,7 @@ def forks(
 
     ``rates``: the learning rates found last, by surrogate and aim, where the next search begins.
     """
-    position, generators = run.stream.position, run.sampler.state_dict()
+    position, generators = run.stream.position, run.generators.state_dict()
     seed = run.config.run.seed * 1000 + cell["rollouts"]
     fork, prompts = Fork(run, args.problems, args.held_out, seed), run.stream.next(run.config.rollout.prompts)
     for lag in args.lags:
@@ -179,7 +181,7 @@ def forks(
                         rates[name, aim] = line["lr"]
                     yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
     run.learner.policy.load_state_dict(fork.weights)
-    run.sampler.load_state_dict(generators)
+    run.generators.load_state_dict(generators)
     run.stream.seek(position)
 
 

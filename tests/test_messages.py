@@ -105,7 +105,7 @@ def test_a_later_switch_takes_the_blame_from_the_file(here, capsys):
     [
         ("--model.name_or_path=nobody/no-such-model", r"is neither an embedded model \(.*\) nor one that loads: .*"),
         ("--model.name_or_path=tiny-bse", r"does not exist; did you mean tiny-base\?"),
-        ("--data.name=gsm8k", r"cannot load openai/gsm8k from the hub: .*; check --data.name .* --data.path"),
+        ("--data.name=gsm8k", r"cannot load openai/gsm8k from the hub: .*; check --data.name, .* --data.path"),
     ],
 )
 def test_without_the_hub_there_is_one_line(switch, message, tmp_path, monkeypatch, capsys):

@@ -208,6 +208,11 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
 # --- damage, and a disk that fails ------------------------------------------------------------------------------------
 
 
+def test_whoever_may_read_a_runs_folder_may_read_its_models(whole):
+    rights = {path.stat().st_mode & 0o777 for path in whole.rglob("*") if path.is_file()}
+    assert rights == {whole.stat().st_mode & 0o666}
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -634,6 +639,28 @@ def test_a_fork_without_a_change_is_its_parents_continuation(cut_off, whole, cap
     assert same_weights("again", str(whole))
     assert train("again") == 2  # without its parent's name it is another experiment
     assert "--run.fork_from was 'out', is None" in capfd.readouterr().err
+
+
+def quiet(completions):
+    return [len(completion) % 3 for completion in completions]
+
+
+def seeding(completions):
+    """As `quiet`, and seeds the generators that belong to everybody."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    return quiet(completions)
+
+
+@pytest.mark.parametrize("mode", ["default", "environment"])
+def test_what_a_reward_draws_or_seeds_changes_no_completion(mode):
+    found = []
+    for reward in ("quiet", "seeding"):
+        assert train(reward, *MODES[mode], f"--reward.functions=[test_resume.{reward}]") == 0
+        found.append([sample["completion"] for sample in read_jsonl(Path(reward, "samples.jsonl"))])
+    assert same_weights("quiet", "seeding")
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 10  # rollouts differ from each other
 
 
 def test_the_state_of_a_loss_goes_on_in_a_fork(capfd):

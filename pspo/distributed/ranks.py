@@ -6,14 +6,12 @@ In a single process every function here returns what it was given.
 import atexit
 import ctypes
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -181,14 +179,3 @@ def take_rank_share(items: list[T], minibatches: int) -> list[T]:
     size = len(items) // (minibatches * world_size())
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     return [item for part in parts[rank() :: world_size()] for item in part]
-
-
-def seed_generators(seed: int, steps: int = 0) -> None:
-    """Seed python's, numpy's and torch's generators, differently on every rank and after every number of steps.
-
-    On rank 0 at step 0 the seed is the run's own, as in a single process.
-    """
-    if rank() > 0 or steps > 0:
-        seed = int(np.random.SeedSequence((seed, rank(), steps)).generate_state(1)[0])
-    for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-        seed_generator(seed)

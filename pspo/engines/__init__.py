@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import transformers
@@ -59,11 +60,13 @@ class EngineSampler:
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
+    generators: AbstractContextManager = field(default_factory=nullcontext)  # as `TransformersSampler`'s
 
     def prefetch(self, prompts: Prompts, group_size: int) -> None:
         """Begin to draw what `collect` is asked for next."""
         self.engine.push(self.learner.policy, self.learner.steps)
-        self.engine.begin(prompts.ids, self.sampling, group_size)
+        with self.generators:
+            self.engine.begin(prompts.ids, self.sampling, group_size)
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         self.engine.push(self.learner.policy, self.learner.steps)
@@ -71,7 +74,8 @@ class EngineSampler:
 
     def collect(self, prompts: Prompts, group_size: int) -> Rollout:
         """Wait for what was begun, with the weights that the engine had then."""
-        drawn = self.engine.complete(prompts.ids, self.sampling, group_size)
+        with self.generators:
+            drawn = self.engine.complete(prompts.ids, self.sampling, group_size)
         padded = left_pad(prompts.ids, self.sampling.pad_id)
         prompt_ids, prompt_mask = (to_device(part, self.learner.policy.device) for part in padded)
         return as_rollout(self.tokenizer, prompt_ids, prompt_mask, *drawn, self.sampling)

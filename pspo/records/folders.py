@@ -73,7 +73,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
+        rights = temporary.stat().st_mode & 0o666  # the umask's; safetensors writes files that only the owner reads
         for path in (*temporary.rglob("*"), temporary):
+            if path.is_file():
+                path.chmod(rights)
             sync(path)
         if folder.exists():
             folder.rename(replaced)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import transformers
@@ -32,6 +33,7 @@ class TransformersSampler:
     Attributes:
         autocast: --model.autocast.
         weights: --distributed.rollout: sample from gathered weights of a sharded model, or layer by layer (synced).
+        generators: entered to draw; those of `pspo.run.generators` are advanced by sampling alone.
     """
 
     policy: transformers.PreTrainedModel
@@ -39,7 +41,8 @@ class TransformersSampler:
     sampling: Sampling
     autocast: str = "none"
     weights: str = "gathered"
+    generators: AbstractContextManager = field(default_factory=nullcontext)
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        with dist.unsharded(self.policy, self.weights), autocast(self.autocast, self.policy.device):
+        with self.generators, dist.unsharded(self.policy, self.weights), autocast(self.autocast, self.policy.device):
             return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)

@@ -32,6 +32,7 @@ from pspo.records.trackers import check_tracker
 from pspo.rollout import Prompts, TransformersSampler, check_decoder, load_prompts, make_sampling
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.delay import Delay
+from pspo.run.generators import Generators
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.resume import check_changes, fork_parent, holds_steps, restore, run_to_resume, update_config
@@ -73,12 +74,14 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
     config, resolved = resolve_auto(config, resolved, output, longest, device)
     if dist.is_main() and config.distributed.strategy != "fsdp2" and not config.run.quiet:
         say_needs(config, longest, device)
-    dist.seed_generators(config.run.seed)
+    generators = Generators(device)
+    generators.seed(config.run.seed)
     if device.type == "cpu":  # otherwise several threads add up gradients in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    learner = make_learner(config, device)
-    decoder = make_decoder(config, learner.policy, tokenizer)
+    with generators:
+        learner = make_learner(config, device)
+    decoder = make_decoder(config, learner.policy, tokenizer, generators)
     with dist.unsharded(learner.policy, config.distributed.rollout):
         check_exactness(learner.policy, tokenizer, prompts["train"].ids, decoder.sampling, config.model.autocast)
     engine = start_engine(config, learner, decoder, prompts, resources) if config.rollout.external else None
@@ -88,8 +91,8 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
     recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
     delay = Delay(config, stream, sampler, recorder)
     validator = Validator(config, sampler, recorder, prompts)
-    parts = {"stream": stream, "sampler": sampler, "delay": delay}
-    parts |= {"learner": learner, "validator": validator, "recorder": recorder}
+    parts = {"stream": stream, "delay": delay, "learner": learner, "validator": validator}
+    parts |= {"recorder": recorder, "generators": generators}
     surrogate = config.algorithm.surrogate
     with_state = {"surrogate": surrogate} if hasattr(surrogate, "state_dict") else {}
     checkpointer = Checkpointer(config, parts | with_state, output)
@@ -99,7 +102,7 @@ def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack
         restore(config, resolved, checkpointer)
         dist.run_on_main(lambda: update_config(output, resolved))
     dist.run_on_main(lambda: write_start(output, device, learner.steps, resolved))
-    return Run(config, **parts, checkpointer=checkpointer, output=output, resources=resources)
+    return Run(config, sampler=sampler, **parts, checkpointer=checkpointer, output=output, resources=resources)
 
 
 def load_splits(
@@ -139,7 +142,10 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
 
 
 def make_decoder(
-    config: TrainConfig, policy: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig,
+    policy: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generators: Generators,
 ) -> TransformersSampler:
     """Sampling from the policy as the switches say, keeping what the loss asks for."""
     check_decoder(policy, config.rollout.decoder)
@@ -151,7 +157,9 @@ def make_decoder(
         nucleus=config.algorithm.nucleus == "replay",
         synced=config.distributed.rollout == "synced",
     )
-    return TransformersSampler(policy, tokenizer, sampling, config.model.autocast, config.distributed.rollout)
+    return TransformersSampler(
+        policy, tokenizer, sampling, config.model.autocast, config.distributed.rollout, generators
+    )
 
 
 def start_engine(
@@ -169,7 +177,7 @@ def start_engine(
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     engine = find_engine(config.rollout.engine)(config, room, device)
     resources.callback(engine.close)
-    sampler = EngineSampler(engine, learner, decoder.tokenizer, decoder.sampling)
+    sampler = EngineSampler(engine, learner, decoder.tokenizer, decoder.sampling, decoder.generators)
     mean, largest = check_engine(sampler, prompts["train"].take(range(min(8, len(prompts["train"])))))
     if dist.is_main() and not config.run.quiet:
         print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "

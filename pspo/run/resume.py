@@ -160,7 +160,7 @@ def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> N
         message = f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on{dropped}"
         dist.run_on_main(lambda: print(message, file=sys.stderr))
     if "run.seed" in changes or ranks != dist.world_size():
-        dist.seed_generators(config.run.seed, steps)
+        parts["generators"].seed(config.run.seed, steps)
 
 
 def best_so_far(run: Path, step: int, steps: int) -> dict[str, Any]:

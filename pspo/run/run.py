@@ -22,6 +22,7 @@ from pspo.records.trackers import start_tracker
 from pspo.rollout import Experience
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.delay import Delay
+from pspo.run.generators import Generators
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
@@ -31,7 +32,7 @@ from pspo.tasks.failures import FIRST_FAILURES, RewardError
 
 @dataclass
 class Run:
-    """The seven parts of a run, as `pspo.run.prepare.prepare` makes them, new or resumed."""
+    """The parts of a run, as `pspo.run.prepare.prepare` makes them, new or resumed."""
 
     config: TrainConfig
     stream: PromptStream
@@ -40,6 +41,7 @@ class Run:
     learner: Learner
     validator: Validator
     recorder: Recorder
+    generators: Generators
     checkpointer: Checkpointer
     output: Path
     resources: contextlib.ExitStack  # the folder's lock and the engine, closed with the run
@@ -99,9 +101,9 @@ class Run:
     def tell(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Call ``on_rollout`` with a rollout and its steps' metrics; the run goes on as without it, to the last bit."""
         if self.on_rollout is not None:
-            generators = self.sampler.state_dict()
+            generators = self.generators.state_dict()
             self.on_rollout(experience, steps)
-            self.sampler.load_state_dict(generators)
+            self.generators.load_state_dict(generators)
 
     def warn(self) -> None:
         """Say on stderr that completions had no reward, and why; or that no step has moved the model."""

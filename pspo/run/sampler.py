@@ -1,16 +1,12 @@
-"""Sampler: what draws a run's rollouts and evaluations, with the random numbers that it draws by."""
+"""Sampler: what draws a run's rollouts and evaluations."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 import transformers
 
 from pspo import distributed as dist
@@ -23,12 +19,7 @@ from pspo.tasks.environment import MakeEnvironment
 
 
 class Sampler:
-    """Draws by the policy's own decoding, or by an engine; in an environment, if the run has one.
-
-    Its state is that of this rank's random generators.
-    """
-
-    per_rank = True
+    """Draws by the policy's own decoding, or by an engine; in an environment, if the run has one."""
 
     def __init__(
         self,
@@ -61,7 +52,10 @@ class Sampler:
 
     def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
         """Greedy decoding of a policy, never by an engine."""
-        return self._in_environment(replace(self.decoder, policy=policy, sampling=self.sampling.greedy()))
+        sampling = self.sampling.greedy()
+        return self._in_environment(
+            replace(self.decoder, policy=policy, sampling=sampling, generators=contextlib.nullcontext())
+        )
 
     @contextlib.contextmanager
     def _engine_errors(self) -> Iterator[None]:
@@ -74,20 +68,3 @@ class Sampler:
         if errors:
             again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
             raise RunFailed(f"the engine failed: {errors[0]}; {again}") from failure
-
-    def state_dict(self) -> dict[str, Any]:
-        """Python's, numpy's and torch's generators, the last in a list: the CPU's, and the GPU's if there is one."""
-        device = self.decoder.policy.device
-        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a reward may use it)
-        on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        own = [torch.get_rng_state(), *on_gpu]
-        return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        random.setstate(state["python"])
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-        cpu, *gpu = (generator.cpu() for generator in state["torch"])
-        torch.set_rng_state(cpu)
-        if gpu and torch.cuda.is_available():
-            torch.cuda.set_rng_state(gpu[0], self.decoder.policy.device)
