@@ -13,7 +13,7 @@ import pandas as pd
 from pspo.records.files import write_text
 from pspo.report.figures import GREY, picture
 from pspo.report.runs import COLOURS, MODEL, SEED, methods, read_runs
-from pspo.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds
+from pspo.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds, with_interval
 
 METHODS = ["NoClip", "PSPO", "Clip", "P3O", "SAPO", "TOPR",
            "REINFORCE", "CISPO", "GSPO", "LUSPO", "GMPO", "VESPO", "DPPO"]  # fmt: skip
@@ -24,6 +24,7 @@ SWITCHES = {"model": MODEL, "epochs": "algorithm.epochs", "lr": "optimizer.lr", 
             "aggregation": "algorithm.aggregation", "ratio_to": "algorithm.ratio_to",
             "correction": "algorithm.correction", "nucleus": "algorithm.nucleus", "top_p": "rollout.top_p"}  # fmt: skip
 RATIOS = ["ess", "kl_old_new", "ratio_p1", "ratio_p99", "zero_weight_share"]
+HOLD = ["Clip", "DPPO", "TOPR", "GSPO", "LUSPO", "GMPO", "VESPO"]  # by masks, or by weights of whole completions
 UNTRAINED = {"tiny-base": 0.381, "tiny-math": 0.829}  # validation reward at step 0, the same in every run
 FAMILIES = ["noclip", "lag", "decoupled", "corrected", "nucleus"]
 CELL = ["model", "epochs", "lr", "grid", "method", "lag", "arm"]  # runs of one cell differ in their seeds
@@ -59,6 +60,7 @@ def read(folder: Path) -> pd.DataFrame:
     runs = read_runs([folder])
     runs = runs.take(runs.finished())
     measured = pd.concat([learning(runs), diagnostics(runs)]).pivot(index="run", columns="column", values="value")
+    rollouts = runs.metrics.sort_values("step").groupby("run")
     found = runs.configs[list(SWITCHES.values())].set_axis(list(SWITCHES), axis=1).infer_objects()
     found = found.assign(
         method=methods(runs.configs),
@@ -67,6 +69,8 @@ def read(folder: Path) -> pd.DataFrame:
         final=measured["final validation reward"],
         peak=measured["peak reward"],
         **measured[RATIOS],
+        first_kl=rollouts.head(8).groupby("run")["kl_old_new"].mean(),
+        groups=rollouts["zero_advantage_share"].mean().rsub(1) * 16,
         seconds=runs.numbers[runs.numbers["measure"] == "seconds"].set_index("run")["value"],
     )
     rates = found["lr"].map("{:.0e}".format).str.replace("e-0", "e-")
@@ -183,6 +187,51 @@ def against_noclip(study: Study) -> str:
     return as_markdown(pd.DataFrame.from_dict(counts, orient="index", columns=columns))
 
 
+def contrast(runs: pd.DataFrame, ahead: list[str], behind: list[str]) -> str:
+    """Mean final reward of methods minus that of others, with its interval over the seeds that all have."""
+    by_seed = runs.pivot(index="seed", columns="method", values="final")[ahead + behind].dropna()
+    values = pd.DataFrame(
+        {"row": "", "column": "", "value": by_seed[ahead].mean(axis=1) - by_seed[behind].mean(axis=1)}
+    )
+    return with_interval(next(over_seeds(values).itertuples()), 1, 3)
+
+
+def explained(cells: pd.DataFrame, *causes: pd.Series) -> float:
+    """R2 of a linear fit of the cells' final rewards."""
+    x = np.column_stack([np.ones(len(cells)), *causes])
+    rest = cells["final"] - x @ np.linalg.lstsq(x, cells["final"], rcond=None)[0]
+    return 1 - rest.var() / cells["final"].var()
+
+
+def text_numbers(study: Study) -> str:
+    """Numbers of the page's text that no other table has, by model."""
+    table, fall = {}, [method for method in METHODS if method not in [*HOLD, "SAPO"]]
+    for model in UNTRAINED:
+        grid = study["grid"].query("model == @model")
+        near, far = (grid[grid["grid"] == name] for name in (GRID[0], GRID[-1]))
+        cells = far.groupby(["method", "lag"])[["final", "kl_old_new", "ess"]].mean().reset_index()
+        kl, holds = np.log(cells["kl_old_new"]), cells["method"].isin(HOLD).astype(float)
+        ranks = cells.rank(numeric_only=True).corr()["final"]
+        runs = far.assign(first_kl=np.log(far["first_kl"])).groupby(["method", "lag"])[["first_kl", "final"]]
+        within = runs.transform(lambda of: of - of.mean()).corr().loc["first_kl", "final"]
+        groups = study["runs"].query("model == @model").groupby("experiment")["groups"].mean()
+        table[model] = {
+            "what lag 8 costs, mean over methods": f"{best_settings(study).loc[model, 'cost'].mean():.3f}",
+            "4 epochs, lr 1e-4, lag 8: Clip, TOPR - NoClip, P3O": contrast(
+                far[far["lag"] == 8], ["Clip", "TOPR"], ["NoClip", "P3O"]),
+            "4 epochs, lr 1e-4, lag 8: the seven - the five": contrast(far[far["lag"] == 8], HOLD, fall),
+            "1 epoch, lr 3e-5, lag 8: the five - the seven": contrast(near[near["lag"] == 8], fall, HOLD),
+            f"R2 over {len(cells)} cells: logarithm of the KL": f"{explained(cells, kl):.2f}",
+            f"R2 over {len(cells)} cells: one of the seven": f"{explained(cells, holds):.2f}",
+            f"R2 over {len(cells)} cells: both": f"{explained(cells, kl, holds):.2f}",
+            "rank correlation of KL and final reward": f"{ranks['kl_old_new']:.2f}",
+            "rank correlation of ess and final reward": f"{ranks['ess']:.2f}",
+            f"r of the first eight rollouts' KL, {len(far)} runs": f"{within:.2f}",
+            "groups of 16 that carry signal": f"{groups.min():.1f} to {groups.max():.1f}",
+        }  # fmt: skip
+    return as_markdown(pd.DataFrame(table))
+
+
 def write_csv(found: pd.DataFrame, path: Path) -> None:
     write_text(path, found.to_csv(index=False, float_format="%.6g"))
 
@@ -266,7 +315,7 @@ def main() -> None:
         draw_heat(study, model, folder / f"heat-{model}.svg")
     write_tables(study, folder)
     blocks = {"best": best(study), "predictions": predictions(study), "against NoClip": against_noclip(study)}
-    fill(folder / "README.md", blocks | {"budget": budget(study)})
+    fill(folder / "README.md", blocks | {"budget": budget(study), "text": text_numbers(study)})
 
 
 if __name__ == "__main__":
