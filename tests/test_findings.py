@@ -79,6 +79,7 @@ def test_the_worst_comes_first_and_few_rollouts_say_nothing():
 def test_runs_that_were_made_have_what_their_pages_say():
     """REINFORCE's fall at lag 8 in 4 epochs at 1e-4; nothing stands out on time in one epoch at 3e-5."""
     runs = read_runs([RESULTS / "off-policy"])
+    metrics = dict(list(runs.metrics.groupby("run")))
     configs = runs.configs[runs.configs["model.name_or_path"] == "tiny-base"]
     told = {"fall": [], "well": []}
     for run, switches in configs.iterrows():
@@ -86,8 +87,8 @@ def test_runs_that_were_made_have_what_their_pages_say():
         method = switches["algorithm.surrogate.class_path"]
         falls = place == [8, 4, 1e-4] and method.endswith("REINFORCE")
         if falls or place == [0, 1, 3e-5]:
-            metrics = runs.metrics[runs.metrics["run"] == run].dropna(axis=1, how="all")
-            told["fall" if falls else "well"].append({finding.text for finding in find(metrics, dict(switches), {})})
+            findings = find(metrics[run].dropna(axis=1, how="all"), dict(switches), {})
+            told["fall" if falls else "well"].append({finding.text for finding in findings})
     assert len(told["fall"]) >= 3
     assert all(any("ratio" in text or "fell" in text for text in texts) for texts in told["fall"])
     assert len(told["well"]) >= 20
