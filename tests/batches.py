@@ -1,6 +1,14 @@
-"""Random batches for the losses."""
+"""Random batches for the losses, and every built-in loss, for the tests that hold for all of them."""
 
 import torch
+
+from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
+
+SURROGATES = [  # with parameters that a few steps are enough to tell apart
+    Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR(),
+    REINFORCE(), CISPO(epsilon_high=0.1), GSPO(0.1, 0.2), GMPO(0.2), VESPO(), DPPO(epsilon=0.02),
+]  # fmt: skip
+AGGREGATIONS = ["dapo", "grpo", "dr_grpo"]
 
 
 def random_batch(lengths, seed=0, spread=0.5, dtype=torch.float64):
@@ -11,3 +19,8 @@ def random_batch(lengths, seed=0, spread=0.5, dtype=torch.float64):
     logprobs = old + spread * torch.randn(shape, generator=generator, dtype=dtype)
     advantages = torch.randn(len(lengths), 1, generator=generator, dtype=dtype)
     return logprobs, old, advantages, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def completions(rollout):
+    """The unmasked tokens of each row, a list of lists."""
+    return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]

@@ -1,4 +1,4 @@
-"""Slow scalar oracles for the tests: Python floats, loops and `math`, one formula at a time.
+"""Slow oracles for the tests: Python floats, loops and `math`, one formula at a time; models row by row.
 
 Written from the papers' formulas and not from the package. Matrices are lists of rows. Every surrogate here returns
 ``(loss, slope)`` of one token, slope = dL/dlogprob in closed form, with r = exp(log_r) and advantage A.
@@ -6,6 +6,9 @@ Written from the papers' formulas and not from the package. Matrices are lists o
 
 import math
 import statistics
+
+import torch
+from scipy.stats import chisquare
 
 MAX_LOG_RATIO = 20.0
 
@@ -185,3 +188,54 @@ def group_relative_advantages(rewards, group_size, scale="none", eps=1e-4):
             continue
         advantages += [(reward - mean) / divisor for reward in group]
     return advantages
+
+
+# ---------------------------------------------------------------- log-probs of a model
+
+
+def vocabulary_logprobs(model, token_ids, i, temperature=1.0):
+    """log pi of every token at row i's completion positions, (t, V) float64: one unpadded row, whole logits.
+
+    ``token_ids`` is prompt ids and mask (B, P), completion ids and mask (B, T).
+    """
+    prompt_ids, prompt_mask, completion_ids, completion_mask = (part[i] for part in token_ids)
+    prompt, completion = prompt_ids[prompt_mask], completion_ids[completion_mask]
+    logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(dim=1)
+
+
+def row_logprobs(model, token_ids, i, temperature=1.0):
+    """log pi of row i's completion tokens, (t,) float64."""
+    completion = token_ids[2][i][token_ids[3][i]]
+    return vocabulary_logprobs(model, token_ids, i, temperature).gather(1, completion[:, None]).squeeze(1)
+
+
+def batch_logprobs(model, token_ids, temperature=1.0):
+    """The same of all rows, (B, T) in the model's dtype, 0 where masked."""
+    mask = token_ids[3]
+    rows = [row_logprobs(model, token_ids, i, temperature) for i in range(len(mask))]
+    return torch.zeros(mask.shape, dtype=model.dtype).masked_scatter(mask, torch.cat(rows).to(model.dtype))
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+def nucleus(logits, top_p, top_k=0):
+    """Probabilities (V,) float64 of the smallest set of likeliest tokens that holds top_p of the mass; 0 outside it."""
+    logits = logits.detach().double()
+    if top_k:
+        logits = logits.where(logits >= logits.sort().values[-top_k], -torch.inf)
+    probs, order = logits.softmax(dim=0).sort(descending=True)
+    kept = probs.where(probs.cumsum(dim=0) - probs < top_p, 0.0)
+    return torch.zeros_like(probs).scatter(0, order, kept / kept.sum())
+
+
+def assert_drawn_from(exact, tokens, least=1e-6):
+    """By chi-square, with what is expected fewer than 5 times in one bin; a false alarm is once in a million."""
+    n = len(tokens)
+    counts = torch.stack([torch.bincount(tokens, minlength=len(exact)).double(), n * exact])  # (2, V): seen, expected
+    assert counts[0, exact == 0].sum() == 0
+    rare = n * exact < 5
+    bins = torch.cat([counts[:, ~rare], counts[:, rare].sum(dim=1, keepdim=True)], dim=1)
+    bins = bins[:, bins[1] > 0]
+    assert bins.shape[1] == 1 or chisquare(*bins).pvalue > least

@@ -1,4 +1,4 @@
-"""Aggregation: values against the scalar oracle, masks and counts; `test_normalisation.py` has what changes nothing."""
+"""Aggregation: values against the scalar oracle, masks and counts; `test_update.py` has what changes nothing."""
 
 import dataclasses
 import math

@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import reference
 import torch
-from scipy.stats import chisquare
+from batches import completions
 
 from pspo.config import SYSTEM_PROMPT
 from pspo.hub.save import save_model
@@ -53,10 +54,6 @@ def argmax_loop(model, prompt, sampling):
         if ids[-1] in sampling.stop_ids:
             break
     return ids[len(prompt) :]
-
-
-def completions(rollout):
-    return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
 
 
 def seeded(seed, *args, **options):
@@ -174,27 +171,6 @@ def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
 # ---------------------------------------------------------------- sampled
 
 
-def exact_nucleus(logits, top_p, top_k=0):
-    """The smallest set of likeliest tokens that holds top_p of the mass, renormalised, in float64."""
-    logits = logits.detach().double()
-    if top_k:
-        logits = logits.where(logits >= logits.sort().values[-top_k], -torch.inf)
-    probs, order = logits.softmax(dim=0).sort(descending=True)
-    kept = probs.where(probs.cumsum(dim=0) - probs < top_p, 0.0)
-    return torch.zeros_like(probs).scatter(0, order, kept / kept.sum())
-
-
-def assert_drawn_from(exact, tokens):
-    """By chi-square, with what is expected fewer than 5 times in one bin; a false alarm is once in a million."""
-    n = len(tokens)
-    counts = torch.stack([torch.bincount(tokens, minlength=len(exact)).double(), n * exact])  # (2, V): seen, expected
-    assert counts[0, exact == 0].sum() == 0
-    rare = n * exact < 5
-    bins = torch.cat([counts[:, ~rare], counts[:, rare].sum(dim=1, keepdim=True)], dim=1)
-    bins = bins[:, bins[1] > 0]
-    assert bins.shape[1] == 1 or chisquare(*bins).pvalue > 1e-6
-
-
 @each_decoder
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.6, 0.85, 0), (1.0, 1.0, 0), (1.5, 0.98, 0), (0.3, 1.0, 0), (1.0, 0.8, 20)]
@@ -202,11 +178,11 @@ def assert_drawn_from(exact, tokens):
 def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, top_k, decoder):
     model = tiny_model(initializer_range=0.12, seed=3, vocab_size=100)
     logits = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature
-    exact = exact_nucleus(logits, top_p, top_k)
+    exact = reference.nucleus(logits, top_p, top_k)
     assert 5 < (exact > 0).sum() <= (top_k or 100)
     sampling = replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k, max_completion_tokens=1)
     rollout = seeded(0, model, tokenizer, PROMPTS[:1], replace(sampling, decoder=decoder), group_size=4000)
-    assert_drawn_from(exact, rollout.completion_ids[:, 0])
+    reference.assert_drawn_from(exact, rollout.completion_ids[:, 0])
 
 
 @each_decoder
@@ -223,7 +199,7 @@ def test_later_tokens_come_from_the_exact_conditional(tiny_model, tokenizer, dec
                 tested += 1
                 logits = model(input_ids=torch.tensor([prompt + beginning])).logits[0, -1]
                 thirds = rows[(rows[:, :2] == torch.tensor(beginning)).all(dim=1), 2]
-                assert_drawn_from(exact_nucleus(logits / 0.8, 0.9), thirds)
+                reference.assert_drawn_from(reference.nucleus(logits / 0.8, 0.9), thirds)
     assert tested > 5
 
 
@@ -245,7 +221,7 @@ def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, 
     logits = spread * torch.randn(vocabulary)
     probs = logits.softmax(dim=0).expand(5000, -1)
     tokens = torch.cat([sampler(probs, top_p if top_p < 1 else float("inf")) for _ in range(4)])
-    assert_drawn_from(exact_nucleus(logits, top_p), tokens)
+    reference.assert_drawn_from(reference.nucleus(logits, top_p), tokens)
 
 
 @pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])

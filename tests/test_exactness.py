@@ -1,10 +1,11 @@
 """Models are exact or refused: log-probs of padded batches, and decoded tokens, are those of each row alone."""
 
 import pytest
+import reference
 import torch
 from architectures import OUTCOMES, tiny
 from processes import run_command
-from test_model import gradients, make_groups, make_rows, plain_logprobs
+from test_model import gradients, make_groups, make_rows
 
 import pspo.evaluate.__main__
 import pspo.train
@@ -48,13 +49,12 @@ def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
     assert sampling.decoder == outcome
     drawn = generate(policy, tokenizer, [[60, 61, 62, 63, 64, 65, 66, 67, 68], [5]], sampling.greedy(), group_size=2)
     for i in range(len(drawn)):
-        prompt, ids = drawn.prompt_ids[i][drawn.prompt_mask[i]], drawn.completion_ids[i][drawn.completion_mask[i]]
-        with torch.no_grad():
-            logits = policy(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
-        torch.testing.assert_close(logits.gather(1, ids[:, None])[:, 0], logits.amax(dim=1), rtol=1e-4, atol=1e-3)
+        likeliest = reference.vocabulary_logprobs(policy, drawn.token_ids, i).amax(dim=1)
+        own = reference.row_logprobs(policy, drawn.token_ids, i)
+        torch.testing.assert_close(own, likeliest, rtol=1e-4, atol=1e-3)
     for rows in (make_groups((9, 3, 6)), make_rows((30, 12, 3, 40), (20, 1, 30, 9))):
         rows = [rows[0] + 10, rows[1], rows[2] + 10, rows[3]]  # no special tokens
-        actual, expected = token_logprobs(policy, *rows), plain_logprobs(policy, *rows)
+        actual, expected = token_logprobs(policy, *rows), reference.batch_logprobs(policy, rows)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
         slope = gradients(policy, expected)
         torch.testing.assert_close(gradients(policy, actual), slope, rtol=0, atol=1e-3 * slope.abs().max().item())

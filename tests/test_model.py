@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -49,27 +50,11 @@ def make_rows(prompt_lengths=(9, 3, 1, 6), completion_lengths=(7, 1, 12, 4), voc
     return prompt_ids, prompt_mask, completion_ids, completion_mask
 
 
-def plain_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0):
-    """The same (B, T) from the model's own logits: batches of one row, nothing padded, a whole log_softmax."""
-    rows = []
-    for i in range(len(prompt_ids)):
-        prompt, completion = prompt_ids[i][prompt_mask[i]], completion_ids[i][completion_mask[i]]
-        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0]  # (p + t, V)
-        everything = torch.log_softmax(logits / temperature, dim=-1)
-        row = everything[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1)
-        rows.append(torch.nn.functional.pad(row, (0, completion_ids.shape[1] - len(completion))))
-    return torch.stack(rows)
-
-
-def plain_entropies(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0):
-    """(B, T) entropies in float64, from the model's own logits of each row alone."""
-    entropies = torch.zeros(completion_ids.shape, dtype=torch.float64)
-    for i in range(len(prompt_ids)):
-        prompt, completion = prompt_ids[i][prompt_mask[i]], completion_ids[i][completion_mask[i]]
-        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
-        entropies[i, : len(completion)] = -(logprobs.exp() * logprobs).sum(dim=-1)
-    return entropies
+def plain_entropies(model, token_ids, temperature):
+    """(B, T) entropies in float64, row by row; 0 where masked."""
+    rows = (reference.vocabulary_logprobs(model, token_ids, i, temperature) for i in range(len(token_ids[0])))
+    entropies = torch.cat([-(logprobs.exp() * logprobs).sum(dim=1) for logprobs in rows])
+    return torch.zeros(token_ids[3].shape, dtype=torch.float64).masked_scatter(token_ids[3], entropies)
 
 
 def gradients(model, logprobs, seed=3):
@@ -145,7 +130,7 @@ def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, rows, passes
     if name in COLUMNS_COUNT and len(passes) == 3:
         passes = [passes[1] + 3 * passes[0], passes[2]]
     assert tokens == passes
-    expected = plain_logprobs(model, *rows, 0.7)
+    expected = reference.batch_logprobs(model, rows, 0.7)
     assert actual.dtype == dtype
     assert (actual[~rows[3]] == 0).all()
     assert (actual[rows[3]] < 0).all()
@@ -173,7 +158,7 @@ def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk
     )
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
-    actual, expected = token_logprobs(model, *rows), plain_logprobs(model, *rows)
+    actual, expected = token_logprobs(model, *rows), reference.batch_logprobs(model, rows)
     assert chunks == sizes
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=2e-4, atol=2e-4)
@@ -222,7 +207,7 @@ def test_entropies_are_over_the_whole_vocabulary(tiny_model, monkeypatch, spread
         model.get_output_embeddings().weight.mul_(spread)  # 30: some tokens are certain
     ones, loss = torch.ones(len(GROUPS[0]), 1), lambda logprobs, _: logprobs
     with torch.no_grad():
-        exact = plain_entropies(model, *GROUPS, 0.7)
+        exact = plain_entropies(model, GROUPS, 0.7)
     _, of_plain = token_logprobs(model, *GROUPS, 0.7, with_entropies=True)
     _, _, of_one_pass = backward_in_one_pass(model, *GROUPS, 0.7, loss, (None,), ones)
     for entropies in (of_plain, of_one_pass):
@@ -259,7 +244,7 @@ def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_plain_way(tiny_mod
     assert not total.requires_grad
     parameters = list(model.parameters())
     got = torch.cat([parameter.grad.flatten() for parameter in parameters])
-    for logprobs in [expected] if mode == "bf16" else [expected, plain_logprobs(model, *GROUPS, 0.7)]:
+    for logprobs in [expected] if mode == "bf16" else [expected, reference.batch_logprobs(model, GROUPS, 0.7)]:
         want = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss(logprobs), parameters)])
         tolerance = 1e-5 if mode == "none" else 2e-2  # bf16 rounds the chunks' gradients apart
         assert (got - want).norm() <= tolerance * want.norm()

@@ -5,16 +5,18 @@ import dataclasses
 import math
 
 import pytest
+import reference
 import torch
+from test_update import TEMPERATURE, make_config, run, weights
 
 import pspo.model.logprobs
-from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.losses import GSPO, Clip, NoClip
 from pspo.model import backward_in_one_pass, load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate
 from pspo.update import Learner, keep_logprobs, update
 
-TEMPERATURE, TOP_P = 0.7, 0.8
+TOP_P = 0.8
 PROMPTS = [[7, 8, 9, 10], [11, 12], [13, 14, 15]]
 STOPS = (5, 30, 41, 50)
 
@@ -42,10 +44,7 @@ def rollout(policy):
 
 def full_logprobs(model, rollout, i):
     """log pi of every token of the vocabulary at row i's completion positions, (t, V)."""
-    prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
-    completion = rollout.completion_ids[i][rollout.completion_mask[i]]
-    logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits / TEMPERATURE).log_softmax(dim=-1)
+    return reference.vocabulary_logprobs(model, rollout.token_ids, i, TEMPERATURE)
 
 
 def kept_sets(rollout, i):
@@ -56,37 +55,28 @@ def kept_sets(rollout, i):
     return [set(part.tolist()) for part in parts[:length]]
 
 
-def nucleus_of(probs, top_p=TOP_P, top_k=0, banned=()):
-    """Tokens with less than top_p of the mass strictly above them, by a loop over one distribution."""
-    allowed = {token: p for token, p in enumerate(probs) if token not in banned}
-    if top_k:
-        least = sorted(allowed.values())[-top_k]
-        allowed = {token: p for token, p in allowed.items() if p >= least}
-    total = math.fsum(allowed.values())
-    return {t for t, p in allowed.items() if math.fsum(q for q in allowed.values() if q > p) < top_p * total}
-
-
 @pytest.mark.parametrize("decoder", ["pspo", "graphs"])
 @pytest.mark.parametrize(
     "options", [{}, {"max_rows": 4}, {"top_k": 3}, {"min_completion_tokens": 8}, {"top_p": 0.95}], ids=str
 )
 def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, decoder):
     rollout = sample(policy, **options, decoder=decoder)
-    cut = {name: options[name] for name in ("top_p", "top_k") if name in options}
-    banned = STOPS if "min_completion_tokens" in options else ()
+    cut = {"top_p": TOP_P} | {name: options[name] for name in ("top_p", "top_k") if name in options}
+    banned = list(STOPS) if "min_completion_tokens" in options else []
     sizes = []
     for i in range(len(rollout)):
         completion = rollout.completion_ids[i].tolist()
         for t, (kept, full) in enumerate(zip(kept_sets(rollout, i), full_logprobs(policy, rollout, i), strict=True)):
             probs = full.exp().tolist()
-            assert kept == nucleus_of(probs, **cut, banned=banned)
+            exact = reference.nucleus(full.index_fill(0, torch.tensor(banned, dtype=torch.long), -math.inf), **cut)
+            assert kept == set(exact.nonzero().squeeze(1).tolist())
             assert completion[t] in kept
             mass = math.fsum(probs[token] for token in kept)
             own = math.log(probs[completion[t]] / mass)
             assert rollout.sampler_logprobs[i, t].item() == pytest.approx(own, abs=1e-5)
             assert rollout.nucleus.mass[i, t].item() == pytest.approx(mass, abs=1e-5)
-            if not cut.get("top_k") and not banned:
-                assert mass >= cut.get("top_p", TOP_P) - 1e-6
+            if "top_k" not in cut and not banned:
+                assert mass >= cut["top_p"] - 1e-6
             sizes.append(len(kept))
     assert min(sizes) < max(sizes) < 64
 
@@ -138,32 +128,25 @@ def test_rows_are_trimmed_with_their_sets(rollout):
     assert [set(part.tolist()) for part in ids.split(counts.tolist())] == expected
 
 
-def make_config(surrogate, tokens=1000, **algorithm):
-    return TrainConfig(
-        algorithm=AlgorithmConfig(surrogate=surrogate, **{"nucleus": "replay", "epochs": 2} | algorithm),
-        rollout=RolloutConfig(prompts=3, group_size=4, max_completion_tokens=8, temperature=TEMPERATURE, top_p=TOP_P),
-        optimizer=OptimizerConfig(max_grad_norm=0.0, microbatch_tokens=tokens),
-        run=RunConfig(max_steps=100),
-    )
+def replay(surrogate, tokens=1000, **algorithm):
+    algorithm = {"nucleus": "replay", "epochs": 2} | algorithm
+    return make_config(surrogate, **algorithm, optimizer={"max_grad_norm": 0.0, "microbatch_tokens": tokens})
 
 
 def steps(policy, rollout, config):
-    policy = copy.deepcopy(policy)
-    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.01))
+    """Weights after the steps of plain SGD, and metrics."""
     advantages = torch.randn(len(rollout), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    metrics = update(learner, rollout, advantages, config)
-    return torch.cat([p.detach().flatten() for p in policy.parameters()]), metrics
+    return run(policy, rollout, advantages, config, sgd=0.01)
 
 
 @pytest.mark.parametrize("surrogate", [NoClip(), Clip(), GSPO(0.1, 0.1)], ids=repr)
 def test_updates_are_the_same_under_any_split(policy, rollout, surrogate):
-    start = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    whole, metrics = steps(policy, rollout, make_config(surrogate))
-    move = (whole - start).abs().max().item()
-    ignoring, _ = steps(policy, rollout, make_config(surrogate, nucleus="ignore"))
+    whole, metrics = steps(policy, rollout, replay(surrogate))
+    move = (whole - weights(policy)).abs().max().item()
+    ignoring, _ = steps(policy, rollout, replay(surrogate, nucleus="ignore"))
     assert (whole - ignoring).abs().max() > 0.05 * move
     for tokens in (40, 1):
-        split, _ = steps(policy, rollout, make_config(surrogate, tokens))
+        split, _ = steps(policy, rollout, replay(surrogate, tokens))
         torch.testing.assert_close(split, whole, rtol=0, atol=1e-5 * move)
     assert metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == 1.0
     assert metrics[1]["ratio_max"] > 1.001
@@ -173,14 +156,14 @@ def test_updates_are_the_same_under_any_split(policy, rollout, surrogate):
 
 
 def test_with_a_correction_the_samplers_logprobs_are_renormalised_too(policy, rollout):
-    _, metrics = steps(policy, rollout, make_config(NoClip(), correction="sequence_mask"))
+    _, metrics = steps(policy, rollout, replay(NoClip(), correction="sequence_mask"))
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics[0]["corrected_share"] == 0
 
 
 def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, rollout):
     """The old ones, of the policy that drew the rollout, are the sampler's; so are the reference's."""
-    config = make_config(NoClip(), epochs=1, minibatches=3, beta=0.1)
+    config = replay(NoClip(), epochs=1, minibatches=3, beta=0.1)
     learner = Learner(copy.deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=0.0), reference=policy)
     kept = keep_logprobs(learner, rollout, torch.ones(len(rollout)), config).behaviour_logprobs
     torch.testing.assert_close(kept.float(), rollout.sampler_logprobs, rtol=0, atol=1e-5)
@@ -192,8 +175,8 @@ def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, r
 def test_what_cannot_be_replayed_is_refused(policy, rollout):
     bare = dataclasses.replace(rollout, nucleus=None)
     with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs .* Sampling\(nucleus=True\)"):
-        steps(policy, bare, make_config(NoClip()))
-    replay = AlgorithmConfig(nucleus="replay")
+        steps(policy, bare, replay(NoClip()))
+    algorithm = AlgorithmConfig(nucleus="replay")
     with pytest.raises(ValueError, match=r"--algorithm\.nucleus must be ignore with rollout.top_p 1 and top_k 0"):
-        TrainConfig(algorithm=replay, rollout=RolloutConfig(top_p=1.0))
-    TrainConfig(algorithm=replay, rollout=RolloutConfig(top_p=1.0, top_k=20))
+        TrainConfig(algorithm=algorithm, rollout=RolloutConfig(top_p=1.0))
+    TrainConfig(algorithm=algorithm, rollout=RolloutConfig(top_p=1.0, top_k=20))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import completions
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
@@ -11,10 +12,6 @@ from pspo.config import SYSTEM_PROMPT, RolloutConfig
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 
 SAMPLING = Sampling(stop_ids=[7, 8], pad_id=0, max_completion_tokens=5, decoder="hf")  # the model's own method
-
-
-def completions(rollout):
-    return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
 
 
 @pytest.mark.parametrize("training", [True, False])

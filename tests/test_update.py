@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import reference
 import torch
+from batches import AGGREGATIONS, SURROGATES
+from processes import one_layer
 
 import pspo.model.logprobs
 import pspo.update
@@ -25,22 +27,7 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
-from pspo.losses import (
-    CISPO,
-    DPPO,
-    GMPO,
-    GSPO,
-    P3O,
-    PSPO,
-    REINFORCE,
-    SAPO,
-    TOPR,
-    VESPO,
-    Clip,
-    NoClip,
-    Surrogate,
-    log_ratio,
-)
+from pspo.losses import DPPO, GMPO, GSPO, P3O, PSPO, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate, log_ratio
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, prompt_order
 from pspo.rollout.batching import split_minibatches
@@ -50,12 +37,7 @@ from pspo.tasks import load_problems
 from pspo.update import Learner, update
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
-SURROGATES = [Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR()]
-OTHERS = [REINFORCE(), CISPO(epsilon_high=0.1), GSPO(0.1, 0.2), GMPO(0.2), VESPO(), DPPO(epsilon=0.02)]
-AGGREGATIONS = ["dapo", "grpo", "dr_grpo"]
-every_surrogate = pytest.mark.parametrize(
-    "surrogate", SURROGATES + OTHERS, ids=lambda surrogate: type(surrogate).__name__
-)
+PAIRS = [*zip(SURROGATES, 4 * AGGREGATIONS, strict=True)]  # every surrogate, each aggregation with four of them
 
 
 def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, **algorithm):
@@ -123,12 +105,8 @@ def run(policy, rollout, advantages, config, sgd=None):
 
 
 def naive_row(model, rollout, i):
-    """log pi of row i's completion tokens (t,): one unpadded row, a softmax over everything."""
-    prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
-    completion = rollout.completion_ids[i][rollout.completion_mask[i]]
-    logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0].double()
-    everything = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    return everything[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1)
+    """log pi of row i's completion tokens (t,)."""
+    return reference.row_logprobs(model, rollout.token_ids, i, TEMPERATURE)
 
 
 def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
@@ -216,43 +194,60 @@ def assert_equals_naive(policy, rollout, advantages, config, sgd=None):
     return metrics
 
 
+OFF_POLICY = {"epochs": 2, "minibatches": 2, "optimizer": {"lr": 3e-3}}
+
+
 @pytest.mark.parametrize(
-    ("surrogate", "aggregation"),
+    ("surrogate", "aggregation", "switches"),
     [
-        *zip(SURROGATES + OTHERS, 4 * AGGREGATIONS, strict=True),
-        (Clip(0.1, delta=1.2), "grpo"),
-        (TOPR(level="token"), "dr_grpo"),
+        *((*pair, {}) for pair in PAIRS),
+        *((*pair, {"beta": 0.5}) for pair in zip(SURROGATES[:6], 2 * AGGREGATIONS[::-1], strict=True)),
+        (Clip(0.1, delta=1.2), "grpo", {}),
+        (TOPR(level="token"), "dr_grpo", {}),
+        (P3O(kl_coef=0.5), "dapo", {}),
+        *((NoClip(), "dapo", {"beta": 0.5, "kl_estimator": estimator}) for estimator in ("k1", "k2")),
+        (Clip(), "dapo", {"mask_truncated": True, "beta": 0.5}),
+        *((Clip(), aggregation, {"mask_truncated": True}) for aggregation in ("grpo", "dr_grpo")),
     ],
     ids=repr,
 )
-def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate, aggregation):
-    config = make_config(surrogate, epochs=2, minibatches=2, aggregation=aggregation, optimizer={"lr": 3e-3})
-    metrics = assert_equals_naive(policy, *make_rollout(), config)
+def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate, aggregation, switches):
+    """Without a correction the sampler's log-probs are not seen; rows with A = 0 stay where a KL term moves them."""
+    rollout, advantages = make_rollout()
+    rollout = dataclasses.replace(rollout, sampler_logprobs=torch.full(rollout.completion_ids.shape, math.nan))
+    config = make_config(surrogate, aggregation=aggregation, **OFF_POLICY, **switches)
+    metrics = assert_equals_naive(policy, rollout, advantages, config)
     assert metrics[3]["ratio_max"] > 1.1  # far enough off-policy to tell the surrogates apart
     assert metrics[3]["ratio_min"] < 0.9
+    if "beta" in switches:
+        assert metrics[0]["kl_reference"] == 0.0
+        assert abs(metrics[3]["kl_reference"]) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "aggregation"), [*zip(SURROGATES, AGGREGATIONS[::-1] * 2, strict=True)], ids=repr
-)
-def test_a_kl_penalty_equals_the_naive_trainer(policy, surrogate, aggregation):
-    optimizer = {"lr": 3e-3}
-    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.5, aggregation=aggregation, optimizer=optimizer)
-    metrics = assert_equals_naive(policy, *make_rollout(), config)
-    assert metrics[0]["kl_reference"] == 0.0
-    assert metrics[3]["kl_reference"] > 1e-3
-
-
-@pytest.mark.parametrize(("surrogate", "aggregation"), [*zip(SURROGATES, AGGREGATIONS * 2, strict=True)], ids=repr)
+@pytest.mark.parametrize(("surrogate", "aggregation"), PAIRS[:6], ids=repr)
 def test_observations_are_attended_to_but_out_of_the_loss(policy, surrogate, aggregation):
     """Log-probs depend on an environment's tokens; loss, counts and gradient are those of the sampled tokens alone."""
-    optimizer = {"lr": 3e-3}
-    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.5, aggregation=aggregation, optimizer=optimizer)
+    config = make_config(surrogate, beta=0.5, aggregation=aggregation, **OFF_POLICY)
     rollout, advantages = make_rollout()
     generator = torch.Generator().manual_seed(1)
     sampled = torch.rand(rollout.completion_mask.shape, generator=generator) < 0.6
     sampled[3] = False
     assert_equals_naive(policy, dataclasses.replace(rollout, sampled_mask=sampled), advantages, config)
+
+
+@pytest.mark.parametrize(
+    ("sgd", "optimizer"),
+    [
+        (None, {"weight_decay": 0.1, "beta1": 0.5, "beta2": 0.9, "eps": 1e-4, "max_grad_norm": 0.05}),
+        (1.0, {"max_grad_norm": 0.02}),
+        (0.01, {"max_grad_norm": 0.0}),  # switched off
+    ],
+    ids=str,
+)
+def test_optimizer_settings_are_the_naive_trainers(policy, sgd, optimizer):
+    config = make_config(epochs=3, optimizer={"lr": 3e-3} | optimizer)
+    metrics = assert_equals_naive(policy, *make_rollout(), config, sgd)
+    assert metrics[0]["grad_norm"] > 0.1
 
 
 @dataclass(frozen=True)
@@ -277,11 +272,9 @@ CORRECTIONS = ["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 def with_sampler(rollout, policy, spread, seed=6):
     """The rollout with made-up sampler log-probs around the policy's own; garbage where masked."""
     with torch.no_grad():
-        own = [naive_row(policy, rollout, i) for i in range(len(rollout))]
-    noise = spread * torch.randn(rollout.completion_ids.shape, generator=torch.Generator().manual_seed(seed))
-    sampler = torch.full(noise.shape, math.nan, dtype=torch.float64)
-    for i, row in enumerate(own):
-        sampler[i, rollout.completion_mask[i]] = row + noise[i, rollout.completion_mask[i]]
+        own = reference.batch_logprobs(policy, rollout.token_ids, TEMPERATURE)
+    noise = spread * torch.randn(own.shape, generator=torch.Generator().manual_seed(seed))
+    sampler = (own + noise).where(rollout.completion_mask, math.nan)
     return dataclasses.replace(rollout, sampler_logprobs=sampler)
 
 
@@ -297,10 +290,9 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
     rollout, advantages = make_rollout()
     rollout = with_sampler(rollout, policy, 0.6)
     algorithm = {"correction": correction, "correction_cap": 1.3, "beta": beta, "aggregation": "grpo"}
-    config = make_config(surrogate, epochs=2, minibatches=2, optimizer={"lr": 3e-3}, **algorithm)
+    config = make_config(surrogate, **OFF_POLICY, **algorithm)
     metrics = assert_equals_naive(policy, rollout, advantages, config)
-
-    without = run(policy, rollout, advantages, make_config(surrogate, epochs=2, minibatches=2, optimizer={"lr": 3e-3}))
+    without = run(policy, rollout, advantages, make_config(surrogate, **OFF_POLICY))
     assert metrics[0]["loss"] != without[1][0]["loss"]
     log_r, corrected = [], []
     for i in range(len(rollout) // 2):  # the first minibatch
@@ -318,66 +310,9 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
         assert metrics[2][name] == metrics[0][name]
 
 
-@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_of_the_own_decoder_correction_weights_are_1_to_rounding(real, correction):
-    policy, rollout, advantages = real
-    expected, plain = run(policy, rollout, advantages, make_config(NoClip(), epochs=2), sgd=0.01)
-    config = make_config(NoClip(), epochs=2, correction=correction)
-    actual, metrics = run(policy, rollout, advantages, config, sgd=0.01)
-    assert metrics[0]["sampler_ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert metrics[0]["kl_sampler_old"] == pytest.approx(0, abs=1e-9)
-    assert metrics[0]["corrected_share"] == 0
-    assert metrics[1]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-3, abs=1e-6)
-    move = (expected - weights(policy)).abs().max()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3 * move.item())
-
-
-def test_without_a_correction_the_sampler_changes_nothing(policy):
-    rollout, advantages = make_rollout()
-    config = make_config(Clip(), epochs=2)
-    expected, metrics = run(policy, rollout, advantages, config)
-    actual, again = run(policy, with_sampler(rollout, policy, 1.0), advantages, config)
-    assert torch.equal(actual, expected)
-    assert metrics == again
+def test_a_correction_needs_the_samplers_log_probs(policy):
     with pytest.raises(ValueError, match=r"--algorithm\.correction needs the sampler's log-probs"):
-        run(policy, rollout, advantages, make_config(Clip(), correction="token_mask"))
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
-def test_other_kl_estimators(policy, estimator):
-    config = make_config(epochs=2, minibatches=2, beta=0.5, kl_estimator=estimator, optimizer={"lr": 3e-3})
-    assert_equals_naive(policy, *make_rollout(), config)
-
-
-@pytest.mark.parametrize(("beta", "aggregation"), [(0.5, "dapo"), (0.0, "grpo"), (0.0, "dr_grpo")])
-def test_masking_truncated_completions_equals_the_naive_trainer(policy, beta, aggregation):
-    rollout, advantages = make_rollout()
-    settings = {"epochs": 2, "minibatches": 2, "beta": beta, "aggregation": aggregation, "optimizer": {"lr": 3e-3}}
-    config = make_config(Clip(), mask_truncated=True, **settings)
-    assert_equals_naive(policy, rollout, advantages, config)
-    assert 0 < (~rollout.terminated).sum() < len(rollout)
-    unmasked = run(policy, rollout, advantages, make_config(Clip(), **settings))[0]
-    assert (run(policy, rollout, advantages, config)[0] - unmasked).abs().max() > 1e-3
-
-
-def test_weight_decay_betas_and_eps_reach_adamw(policy):
-    optimizer = {"lr": 3e-3, "weight_decay": 0.1, "beta1": 0.5, "beta2": 0.9, "eps": 1e-4, "max_grad_norm": 0.05}
-    assert_equals_naive(policy, *make_rollout(), make_config(epochs=3, optimizer=optimizer))
-
-
-def test_max_grad_norm(policy):
-    rollout, advantages = make_rollout()
-    start = weights(policy)
-    moved = {}
-    for norm in (0.0, 0.02, 1e6):
-        config = make_config(epochs=1, optimizer={"max_grad_norm": norm})
-        end, metrics = run(policy, rollout, 10 * advantages, config, sgd=1.0)
-        moved[norm] = end - start
-        assert metrics[0]["grad_norm"] == pytest.approx(moved[0.0].norm().item(), rel=1e-6)  # before clipping
-    assert moved[0.0].norm() > 0.1
-    assert torch.equal(moved[0.0], moved[1e6])  # 0 switches clipping off
-    assert moved[0.02].norm().item() == pytest.approx(0.02, rel=1e-4)
-    torch.testing.assert_close(moved[0.02] / 0.02, moved[0.0] / moved[0.0].norm(), rtol=0, atol=1e-4)
+        run(policy, *make_rollout(), make_config(correction="token_mask"))
 
 
 # ---------------------------------------------------------------- invariances
@@ -390,25 +325,41 @@ def assert_same_move(policy, actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * move)
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "aggregation"), [*zip(SURROGATES + OTHERS, AGGREGATIONS * 4, strict=True)], ids=repr
-)
-def test_splitting_into_microbatches_changes_no_gradient(policy, surrogate, aggregation):
+def padded(rollout):
+    """The rollout with garbage in five more columns on the left and three on the right."""
+    pad = torch.nn.functional.pad
+    return dataclasses.replace(
+        rollout,
+        prompt_ids=pad(rollout.prompt_ids, (5, 0), value=13),
+        prompt_mask=pad(rollout.prompt_mask, (5, 0), value=False),
+        completion_ids=pad(rollout.completion_ids, (0, 3), value=17),
+        completion_mask=pad(rollout.completion_mask, (0, 3), value=False),
+    )
+
+
+@pytest.mark.parametrize(("surrogate", "aggregation"), PAIRS, ids=repr)
+def test_a_split_changes_nothing(policy, surrogate, aggregation):
+    """A minibatch in parts, its rows in another order, in wider padding; `test_distributed.py` has it over ranks."""
     rollout, advantages = make_rollout(groups=2, seed=1)
     advantages[G:] = torch.tensor([0.5, -1.0, 0.0, 0.7])
-    results, sizes = [], []
-    for tokens in (1000, 60, 20, 1):
-        config = make_config(
-            surrogate, epochs=2, aggregation=aggregation, optimizer={"microbatch_tokens": tokens, "max_grad_norm": 0.0}
-        )
+    order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(7))
+    shuffled = rollout.rows(order), advantages[order]
+
+    def steps(tokens, rollout, advantages):
+        optimizer = {"microbatch_tokens": tokens, "max_grad_norm": 0.0}
+        config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer)
         ((_, batches),) = split_minibatches(rollout, advantages, config)
-        sizes.append(len(batches))
-        results.append(run(policy, rollout, advantages, config, sgd=0.1))
-    assert sizes == [1, 2, 4, 7], sizes  # the last without the row with A = 0
-    for end, metrics in results[1:]:
-        assert_same_move(policy, end, results[0][0])
-        for step, expected in zip(metrics, results[0][1], strict=True):
-            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        return len(batches), *run(policy, rollout, advantages, config, sgd=0.1)
+
+    _, expected, expected_metrics = steps(1000, rollout, advantages)
+    parts = [steps(tokens, rollout, advantages) for tokens in (60, 20, 1)]
+    assert [number for number, *_ in parts] == [2, 4, 7]  # the last without the row with A = 0
+    for _, end, metrics in (*parts, steps(1000, *shuffled), steps(1000, padded(rollout), advantages)):
+        move = (expected - weights(policy)).abs().max().item()
+        assert move > 1e-3
+        torch.testing.assert_close(end, expected, rtol=0, atol=1e-5 * move)  # norms are float32 in a float64 model
+        for step, expected_step in zip(metrics, expected_metrics, strict=True):
+            assert step == pytest.approx(expected_step, rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -453,39 +404,7 @@ def test_float32_gradients_of_a_real_rollout_equal_the_plain_path(real, monkeypa
         assert (seen[i] - seen[2 + i]).norm() <= tolerance * seen[2 + i].norm()
 
 
-def test_row_order_and_padding_change_no_gradient(policy):
-    rollout, advantages = make_rollout()
-    config = make_config(Clip(), epochs=2, optimizer={"max_grad_norm": 0.0})
-    expected, _ = run(policy, rollout, advantages, config, sgd=0.1)
-    order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(7))
-
-    def pad(part, sides, value):
-        return torch.nn.functional.pad(part, sides, value=value)
-
-    padded = dataclasses.replace(
-        rollout,
-        prompt_ids=pad(rollout.prompt_ids, (5, 0), 13),
-        prompt_mask=pad(rollout.prompt_mask, (5, 0), False),
-        completion_ids=pad(rollout.completion_ids, (0, 3), 17),
-        completion_mask=pad(rollout.completion_mask, (0, 3), False),
-    )
-    for other, values in ((rollout.rows(order), advantages[order]), (padded, advantages)):
-        end, _ = run(policy, other, values, config, sgd=0.1)
-        assert_same_move(policy, end, expected)
-
-
 # ---------------------------------------------------------------- the off-policy schedule
-
-
-def test_the_first_minibatch_is_exactly_on_policy(policy):
-    for minibatches in (1, 2):
-        config = make_config(epochs=2, minibatches=minibatches, optimizer={"lr": 1e-3})
-        _, metrics = run(policy, *make_rollout(), config)
-        assert metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == metrics[0]["ratio_mean"] == 1.0
-        assert metrics[0]["kl_old_new"] == metrics[0]["tv"] == 0.0
-        for step in metrics[1:]:
-            assert step["ratio_min"] < 0.999
-            assert step["ratio_max"] > 1.001
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16"])
@@ -497,7 +416,7 @@ def test_ratios_are_exactly_1_while_the_weights_stand_still(tiny_model, mode):
     assert len(metrics) == 6
     for step in metrics:
         assert step["ratio_min"] == step["ratio_max"] == 1.0
-        assert step["kl_reference"] == 0.0
+        assert step["kl_old_new"] == step["tv"] == step["kl_reference"] == 0.0
 
 
 @pytest.mark.parametrize("surrogate", [NoClip(), TOPR()], ids=["one pass", "recomputing"])
@@ -537,37 +456,6 @@ class Kept(NoClip):
     silent_at_zero_advantage = False
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_leaving_zero_advantages_out_changes_nothing(policy, aggregation):
-    settings = {"epochs": 2, "minibatches": 2, "aggregation": aggregation, "optimizer": {"max_grad_norm": 0.0}}
-    lean, everything = (make_config(surrogate, **settings) for surrogate in (NoClip(), Kept()))
-    rollout, advantages = make_rollout()
-    rows = [
-        sum(len(batch.rollout) for _, batches in split_minibatches(rollout, advantages, config) for batch in batches)
-        for config in (lean, everything)
-    ]
-    assert rows == [11, 16]
-    (a, _), (b, _) = (run(policy, rollout, advantages, config, sgd=0.1) for config in (lean, everything))
-    assert_same_move(policy, a, b)
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "beta", "kept"), [(P3O(kl_coef=0.5), 0.0, 16), (P3O(), 0.0, 11), (NoClip(), 0.5, 16)]
-)
-def test_rows_with_zero_advantage_stay_where_a_kl_term_moves_them(policy, surrogate, beta, kept):
-    rollout, advantages = make_rollout()
-    config = make_config(surrogate, epochs=3, beta=beta, optimizer={"lr": 3e-3})
-    ((_, batches),) = split_minibatches(rollout, advantages, config)
-    assert sum(len(batch.rollout) for batch in batches) == kept
-    assert_equals_naive(policy, rollout, advantages, config)
-    if kept == 16:
-        without = rollout.rows((advantages != 0).nonzero().squeeze(1))
-        padded = rollout.rows(torch.arange(len(rollout)))
-        other = run(policy, without, advantages[advantages != 0], make_config(surrogate, epochs=3, beta=beta,
-                    group_size=len(without), optimizer={"lr": 3e-3}))[0]  # fmt: skip
-        assert (other - run(policy, padded, advantages, config)[0]).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("truncate", [False, True])
 def test_a_minibatch_without_signal_still_steps(policy, truncate):
     """AdamW's momentum moves the weights on; the second minibatch is all zeros (or all truncated)."""
@@ -575,15 +463,10 @@ def test_a_minibatch_without_signal_still_steps(policy, truncate):
     if truncate:
         rollout = dataclasses.replace(rollout, terminated=torch.arange(2 * G) < G)
         advantages = advantages + 0.3
-    config = make_config(epochs=2, minibatches=2, mask_truncated=truncate, optimizer={"lr": 3e-3})
+    config = make_config(mask_truncated=truncate, **OFF_POLICY)
     metrics = assert_equals_naive(policy, rollout, advantages, config)
     assert metrics[1]["grad_norm"] == metrics[3]["grad_norm"] == 0.0
     assert all(math.isfinite(value) for step in metrics for value in step.values())
-    one_step = run(policy, rollout, advantages, make_config(mask_truncated=truncate, minibatches=2, max_steps=1,
-                   optimizer={"lr": 3e-3}))[0]  # fmt: skip
-    two_steps = run(policy, rollout, advantages, make_config(mask_truncated=truncate, minibatches=2, max_steps=2,
-                    optimizer={"lr": 3e-3}))[0]  # fmt: skip
-    assert (two_steps - one_step).abs().max() > 1e-3
 
 
 def test_max_steps_stops_in_the_middle_of_a_rollout(policy):
@@ -647,10 +530,10 @@ def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     assert torch.equal(weights(holder[0].policy), expected)
 
 
-@every_surrogate
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
 def test_the_one_pass_step_is_the_plain_one(policy, surrogate):
     rollout, advantages = make_rollout()
-    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.1, optimizer={"lr": 3e-3})
+    config = make_config(surrogate, beta=0.1, **OFF_POLICY)
     ends, metrics = [], []
     for one_pass in (False, True):
         learner = make_learner(policy, config)
@@ -679,10 +562,10 @@ def fails_above(function, rows: int, calls: list[int]):
     return wrapper
 
 
-@pytest.mark.parametrize(("surrogate", "rows"), [*zip(SURROGATES + OTHERS, [1, 2, 3] * 4, strict=True)], ids=repr)
+@pytest.mark.parametrize(("surrogate", "rows"), [*zip(SURROGATES, [1, 2, 3] * 4, strict=True)], ids=repr)
 def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy, monkeypatch, capsys, surrogate, rows):
     rollout, advantages = make_rollout()
-    config = make_config(surrogate, epochs=2, minibatches=2, beta=0.1, optimizer={"lr": 3e-3})
+    config = make_config(surrogate, beta=0.1, **OFF_POLICY)
     expected, expected_metrics = run(policy, rollout, advantages, config)
     calls: list[int] = []
     patch_heads(monkeypatch, lambda head: fails_above(head, rows, calls))
@@ -756,6 +639,7 @@ def test_a_loss_without_gradient_leaves_the_weights(policy):
 def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
     steps, peak = 12, 1e-3
     config = TrainConfig(
+        model=ModelConfig(one_layer()),
         data=DataConfig(limit=2),
         algorithm=AlgorithmConfig(epochs=steps),
         rollout=RolloutConfig(prompts=1, group_size=4),
@@ -798,11 +682,7 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
         assert (counts.sequences, counts.max_completion_tokens) == (size * G, T_MAX)
         assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
         for batch in batches:
-            members = [int(text) for text in batch.rollout.texts]
-            whole = len(members) % G == 0 and all(
-                members[i] // G == members[i - i % G] // G for i in range(len(members))
-            )
-            assert padded_tokens(batch) <= tokens if whole else padded_tokens(batch) <= tokens or len(members) == 1
+            assert padded_tokens(batch) <= tokens or len(batch.rollout) == 1
         longest = [max(int(rollout.completion_mask[i].sum()) for i in seen[k : k + G]) for k in range(0, len(seen), G)]
         assert longest == sorted(longest, reverse=True)
         if tokens == 10**6:
@@ -840,11 +720,12 @@ def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
 
 def test_rows_left_out_are_counted():
     rollout, advantages = make_rollout()
-    ((counts, batches),) = split_minibatches(rollout, advantages, make_config())
-    assert counts.tokens == int(rollout.completion_mask.sum())
-    assert counts.sequences == 16
-    kept = sorted(int(text) for batch in batches for text in batch.rollout.texts)
-    assert kept == [i for i in range(16) if advantages[i] != 0]
+    for surrogate in (NoClip(), P3O(), P3O(kl_coef=0.5)):
+        ((counts, batches),) = split_minibatches(rollout, advantages, make_config(surrogate))
+        assert counts.tokens == int(rollout.completion_mask.sum())
+        assert counts.sequences == 16
+        kept = sorted(int(text) for batch in batches for text in batch.rollout.texts)
+        assert kept == [i for i in range(16) if advantages[i] != 0 or not surrogate.silent_at_zero_advantage]
 
 
 def test_prompt_order_is_a_permutation_an_epoch():
