@@ -112,10 +112,7 @@ def report(title: str, seconds: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("workloads", nargs="+", choices=WORKLOADS)
-    arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
-    arguments.add_argument("--data", help="GSM8K's folder for gsm8k")
+    arguments = parser(__doc__, [*WORKLOADS])
     arguments.add_argument("--turns", type=int, default=3)
     options = arguments.parse_args()
     torch.set_num_threads(1)

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.plan.cost import shapes
+from benchmarks.plan.shapes import Shape
 from benchmarks.vs_trl import run_pspo
-from benchmarks.workloads import TOKENS, WORKLOADS, Workload, model_folder, parser, set_up
+from benchmarks.workloads import WORKLOADS, Workload, model_folder, parser, set_up
+from pspo.config import ModelConfig
 from pspo.model.linear import use_onednn
 
 
@@ -54,36 +56,25 @@ def measure(dtype: str) -> Machine:
     return Machine(flops, 4 * len(big) / best_seconds(lambda: big.sum()))
 
 
-def floors(workload: Workload, folder: str, dtype: str, machine: Machine, prompts: list[list[int]]) -> dict[str, float]:
+def floors(
+    workload: Workload, shape: Shape, dtype: str, machine: Machine, prompts: list[list[int]]
+) -> dict[str, float]:
     """Least seconds of one rollout and of its two optimizer steps."""
-    config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    body = sum(p.numel() for n, p in model.base_model.named_parameters() if p.dim() == 2 and "embed" not in n)
-    head = config.vocab_size * config.hidden_size
-    everything = sum(p.numel() for p in model.parameters())
-    layers, width = config.num_hidden_layers, config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    number = 2 if dtype == "bf16" else 4  # bytes
-    keys = 2 * layers * config.num_key_value_heads * head_dim * number  # of a token, in bytes
-    rows, group = workload.prompts * workload.group_size, workload.group_size
+    rows, length, number = workload.rows, workload.tokens, 2 if dtype == "bf16" else 4  # bytes of a number
     mean_prompt = sum(map(len, prompts)) / len(prompts)
     common = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
-
     microbatches = rows // workload.microbatch
-    tokens = rows * (TOKENS - 1) + sum(len(prompt) - common for prompt in prompts) + microbatches * common
-    attention = 12 * layers * width * rows * TOKENS * (mean_prompt + TOKENS / 2)
-    train = 2 * (6 * body * tokens + 6 * head * rows * TOKENS + attention) / machine.flops
-    train += 2 * 7 * 4 * everything / machine.bandwidth
-    per_step = max(2 * rows * (body + head) / machine.flops, (body + head) * number / machine.bandwidth)
-    cached = rows * sum(mean_prompt + step for step in range(TOKENS)) * keys / machine.bandwidth
-    prefill = 2 * body * rows / group * mean_prompt / machine.flops
-    return {"generate": prefill + TOKENS * per_step + cached, "train": train}
+    tokens = rows * (length - 1) + sum(len(prompt) - common for prompt in prompts) + microbatches * common
+    train = 2 * 3 * shape.flops(tokens, rows * length * (mean_prompt + length / 2), rows * length) / machine.flops
+    train += 2 * 7 * 4 * shape.parameters / machine.bandwidth
+    per_step = max(shape.flops(rows, 0, rows) / machine.flops, shape.matrices * number / machine.bandwidth)
+    cached = rows * sum(mean_prompt + step for step in range(length)) * shape.kv_bytes * number / 2
+    prefill = shape.flops(workload.prompts * mean_prompt, 0, 0) / machine.flops
+    return {"generate": prefill + length * per_step + cached / machine.bandwidth, "train": train}
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    forced = [name for name, workload in WORKLOADS.items() if workload.forced]
-    arguments.add_argument("workloads", nargs="+", choices=forced)
-    arguments.add_argument("--model", help="model folder for smollm2")
+    arguments = parser(__doc__, [name for name, workload in WORKLOADS.items() if workload.forced])
     arguments.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -93,8 +84,9 @@ def main() -> None:
         workload = WORKLOADS[name]
         with model_folder(workload, options.model) as folder:
             prompts = set_up(workload, folder, 1).prompts[workload.prompts :]  # the first are the warm-up's
-            limit = floors(workload, folder, options.dtype, machine, prompts)
-            record = run_pspo(workload, folder, 1, options.dtype)[-1]
+            (shape,) = shapes(ModelConfig(folder)).values()
+            limit = floors(workload, shape, options.dtype, machine, prompts)
+            record = run_pspo(workload, folder, 1, dtype=options.dtype)[-1]
         for phase, least in limit.items():
             spent = record[phase]
             print(f"{name:12} {phase:9} {spent:7.2f} s, floor {least:6.2f} s: {100 * least / spent:3.0f}% of the limit")

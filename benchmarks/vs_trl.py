@@ -30,39 +30,40 @@ for that.
 """
 
 import argparse
-import json
+import contextlib
+import io
+import os
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.workloads import (
-    TOKENS,
-    WORKLOADS,
-    Workload,
-    model_folder,
-    parser,
-    print_records,
-    run_child,
-    set_up,
-    spread,
-    trl_trainer,
-)
+import torch
+
+from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
+from pspo.config import SYSTEM_PROMPT
+from pspo.engines import EngineSampler
+from pspo.model import token_logprobs
+from pspo.rollout import Prompts, TransformersSampler
+from pspo.update import update
 
 SIDES, VLLM_SIDES = ("trl", "pspo"), ("trl-vllm", "pspo", "pspo-vllm")
 COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb", "nats apart")
-ROOM, LIMIT = 512, 1e-4  # tokens of a prompt and its completion; nats
+PROMPT, LIMIT = 512, 1e-4  # tokens of a prompt at most, for vLLM; nats
 VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_DISABLE_COMPILE_CACHE": "1",  # its key does not see that linear layers are changed
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+
+Records = list[dict[str, float]]  # of each rollout: seconds by phase, tokens and so on
 
 
 def resident_mb() -> float:
@@ -71,54 +72,45 @@ def resident_mb() -> float:
 
 
 class Clock:
-    """Seconds by phase: of the CPU by this process, or of the wall."""
+    """Seconds by phase: of the CPU by this process; with ``wall`` or on a GPU, of the wall."""
 
-    def __init__(self, wall: bool = False):
-        self.now = time.perf_counter if wall else time.process_time
+    def __init__(self, device: torch.device, wall: bool = False):
         self.seconds: dict[str, float] = {}
+        self.gpu, self.read = device.type == "cuda", time.perf_counter if wall else time.process_time
 
-    @contextmanager
+    def now(self) -> float:
+        if self.gpu:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return self.read()
+
+    @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = self.now()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - start
 
-    def timed(self, phase: str, function: Callable) -> Callable:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self(phase):
-                return function(*args, **kwargs)
-
-        return wrapper
-
 
 def run_pspo(
-    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None,
-    vllm: bool = False, by_vllm: bool = False,
-) -> list[dict[str, float]]:  # fmt: skip
-    """Seconds by phase and tokens of each rollout; ``vllm``: by that comparison's rules."""
-    import torch
-
-    from pspo.engines import EngineSampler
-    from pspo.model import token_logprobs
-    from pspo.rollout import Prompts, TransformersSampler
-    from pspo.update import update
-
-    s = set_up(workload, folder, rollouts, dtype, lora, data)
-    config, sampling, engine = s.config, s.sampling, None
+    workload: Workload, folder: str, rollouts: int, vllm: bool = False, by_vllm: bool = False, **how: Any
+) -> Records:
+    """Train on a warm-up's rollout and these; ``vllm``: by that comparison's rules, ``how``: of `set_up`."""
+    s = set_up(workload, folder, rollouts, **how)
+    config, sampling, engine, device = s.config, s.sampling, None, s.policy.device
     if vllm:
         sampling = replace(sampling, stop_ids=(), min_completion_tokens=0, top_p=1.0, logprobs=True)
     if by_vllm:
         from pspo.engines.vllm import VLLM
 
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
-        engine = VLLM(config, ROOM, s.policy.device)
+        engine = VLLM(config, PROMPT + workload.tokens, device)
     learner, records, loaded = s.learner(), [], resident_mb()
     sampler = TransformersSampler(s.policy, s.tokenizer, sampling, config.model.autocast)
     if engine is not None:
         sampler = EngineSampler(engine, learner, s.tokenizer, sampling)
     torch.manual_seed(0)
     for first in range(0, len(s.prompts), workload.prompts):
-        clock, rows = Clock(vllm), slice(first, first + workload.prompts)
+        clock, rows = Clock(device, wall=vllm), slice(first, first + workload.prompts)
         with clock("generate"):
             rollout = sampler.draw(Prompts(s.problems[rows], s.prompts[rows]), workload.group_size)
         with clock("reward"):
@@ -136,47 +128,78 @@ def run_pspo(
 
 
 def run_trl(
-    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None,
-    vllm: bool = False,
-) -> list[dict[str, float]]:  # fmt: skip
-    """The same of TRL's trainer."""
-    from transformers import TrainerCallback
+    workload: Workload, folder: str, rollouts: int, vllm: bool = False, dtype: str = "fp32", lora: int = 0,
+    data: str | None = None, device: torch.device = CPU,
+) -> Records:  # fmt: skip
+    """The same by TRL's trainer."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
 
-    def reward(completions: list, gold: list, **_: Any) -> list[float]:
-        pairs = zip(completions, gold, strict=True)
-        return [workload.reward(completion[0]["content"], answer) for completion, answer in pairs]
+    def reward(completions: list, completion_ids: list, gold: list, **_: Any) -> list[float]:
+        return workload.rewards(completion_ids, [completion[0]["content"] for completion in completions], gold)
 
-    switches: dict[str, Any] = {"use_cpu": True}
+    gpu, accumulate, bf16 = device.type == "cuda", workload.rows // workload.microbatch, dtype == "bf16"
+    switches: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "logging_steps": 1 if vllm else 10**9, "shuffle_dataset": False, "use_cpu": not gpu,
+        "dataloader_pin_memory": gpu, "per_device_train_batch_size": workload.microbatch,
+        "gradient_accumulation_steps": accumulate, "steps_per_generation": accumulate, "num_iterations": 2,
+        "num_generations": workload.group_size, "max_steps": 2 * (rollouts + 1),
+        "max_completion_length": workload.tokens, "temperature": 0.6, "top_p": 0.85, "top_k": 0, "loss_type": "dapo",
+        "epsilon": 0.2, "beta": 0.0, "scale_rewards": "none", "learning_rate": workload.lr,
+        "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": bf16,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
     if vllm:
-        keep_weights_on_cpu()
         switches |= {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
-            "vllm_max_model_length": ROOM, "vllm_importance_sampling_mode": "token_truncate",
-            "vllm_importance_sampling_clip_max": 3.0, "top_p": 1.0, "generation_kwargs": {"ignore_eos": True},
-            "logging_steps": 1,
+            "vllm_max_model_length": PROMPT + workload.tokens, "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 3.0, "top_p": 1.0,
+            "generation_kwargs": {"ignore_eos": True, "detokenize": False},
         }  # fmt: skip
+        if not gpu:
+            keep_weights_on_cpu()
     elif workload.forced:
-        switches["generation_kwargs"] = {"min_new_tokens": TOKENS}
-    trainer = trl_trainer(
-        folder, workload.problems(rollouts, data), reward, workload.prompts * workload.group_size, workload.microbatch,
-        workload.group_size, rollouts + 1, workload.lr, bf16=dtype == "bf16", lora=lora, **switches,
-    )  # fmt: skip
-    records, clock, began, seen, loaded = [], Clock(vllm), [0.0], [0], resident_mb()
-    trainer._generate = clock.timed("generate", trainer._generate)
-    trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
+        switches["generation_kwargs"] = {"min_new_tokens": workload.tokens}
+    system, problems = {"role": "system", "content": SYSTEM_PROMPT}, workload.problems(rollouts, data)
+    rows = [{"prompt": [system, {"role": "user", "content": p.prompt}], "gold": int(p.answer)} for p in problems]
+    frozen_in_bf16 = lora > 0 and bf16  # as pspo's
+    adapters = LoraConfig(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_in_bf16 else torch.float32),
+        reward,
+        args=GRPOConfig(**switches),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=adapters,
+    )
+    records, clock, began, seen, loaded = [], Clock(device, wall=vllm), 0.0, 0, resident_mb()
+
+    def timed(phase: str, function: Callable) -> Callable:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with clock(phase):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    trainer._generate = timed("generate", trainer._generate)
+    trainer._generate_and_score_completions = timed("rollout", trainer._generate_and_score_completions)
 
     class PerRollout(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            nonlocal began
             if state.global_step % 2 == 0:
                 clock.seconds.clear()
-                began[0] = clock.now()
+                began = clock.now()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            nonlocal seen
             if state.global_step % 2 == 0:
-                s, total = clock.seconds, clock.now() - began[0]
-                tokens, seen[0] = int(state.num_input_tokens_seen) - seen[0], int(state.num_input_tokens_seen)
+                s, total, before, seen = clock.seconds, clock.now() - began, seen, int(state.num_input_tokens_seen)
                 records.append({"generate": s["generate"], "old log-probs": s["rollout"] - s["generate"],
-                                "train": total - s["rollout"], "total": total, "tokens": tokens,
+                                "train": total - s["rollout"], "total": total, "tokens": seen - before,
                                 "loaded_mb": loaded})  # fmt: skip
 
     trainer.add_callback(PerRollout())
@@ -191,7 +214,6 @@ def run_trl(
 
 def keep_weights_on_cpu() -> None:
     """Change vLLM so that TRL's colocate mode runs on a CPU: see above."""
-    import torch
     import trl.generation.vllm_generation as colocate
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -204,25 +226,22 @@ def keep_weights_on_cpu() -> None:
     colocate.LLM = partial(colocate.LLM, dtype="float32")
 
 
-def child(side: str, options: argparse.Namespace) -> None:
-    import torch
-
+def measure(side: str, workload: Workload, folder: str, options: argparse.Namespace) -> Records:
+    """Records of the counted rollouts, in a process of its own."""
     torch.set_num_threads(options.threads)
-    workload = WORKLOADS[options.workloads[0]]
-    workload = replace(workload, forced=workload.forced or options.vllm)
     run = partial(run_pspo, by_vllm=side == "pspo-vllm") if side.startswith("pspo") else run_trl
-    records = run(
-        workload, options.model, options.rollouts, options.dtype, options.lora, options.data, vllm=options.vllm
-    )[1:]  # the first is the warm-up
+    how = {"dtype": options.dtype, "lora": options.lora, "data": options.data, "vllm": options.vllm}
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, *records = run(workload, folder, options.rollouts, **how)
     apart = max(record.get("nats apart", 0.0) for record in records)
     assert apart < LIMIT, f"the sampler's log-probs are {apart} nats from the policy's"
     for record in records:
         record["peak_over_loaded_mb"] = resident_mb() - record.pop("loaded_mb")
         record["tokens/s"] = record["tokens"] / record["total"]
-    print_records(records)
+    return records
 
 
-def report(records: dict[str, list[dict[str, float]]]) -> None:
+def report(records: dict[str, Records]) -> None:
     """Print a line for each quantity: every side, and the ratio of its median to the last side's."""
     *_, last = records
     for key in COLUMNS:
@@ -241,38 +260,26 @@ def report(records: dict[str, list[dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("workloads", nargs="+", choices=WORKLOADS)
-    arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
-    arguments.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
+    arguments = parser(__doc__, [*WORKLOADS])
     arguments.add_argument("--rollouts", type=int, default=3, help="counted rollouts a side and turn")
     arguments.add_argument("--turns", type=int, default=1)
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     arguments.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank")
     arguments.add_argument("--vllm", action="store_true", help="rollouts by vLLM, in wall-clock seconds")
-    arguments.add_argument("--json", type=Path, help="write all records there")
-    arguments.add_argument("--child", choices={*SIDES, *VLLM_SIDES}, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.child:
-        return child(options.child, options)
-
-    environment = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= VLLM_SETTINGS if options.vllm else {}
-    shared = [f"--{name}={getattr(options, name)}" for name in ("rollouts", "threads", "dtype", "lora", "data")
-              if getattr(options, name) is not None] + ["--vllm"] * options.vllm  # fmt: skip
-    everything: dict[str, dict[str, list[dict[str, float]]]] = {}
+    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= VLLM_SETTINGS if options.vllm else {}  # the processes inherit them
     for name in options.workloads:
-        records = everything[name] = {side: [] for side in (VLLM_SIDES if options.vllm else SIDES)}
-        with model_folder(WORKLOADS[name], options.model) as folder:
+        workload = replace(WORKLOADS[name], forced=WORKLOADS[name].forced or options.vllm)
+        records: dict[str, Records] = {side: [] for side in (VLLM_SIDES if options.vllm else SIDES)}
+        with model_folder(workload, options.model) as folder:
             for side in [*records] * options.turns:
-                words = (name, f"--child={side}", f"--model={folder}", *shared)
-                records[side] += run_child("benchmarks.vs_trl", *words, **environment)
+                with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                    records[side] += process.submit(measure, side, workload, folder, options).result()
         what = f"{name}, {options.dtype}" + (f", LoRA of rank {options.lora}" if options.lora else "")
         print(f"\n{what}, {options.threads} thread(s), median [min, max] of {len(records['pspo'])}")
         report(records)
-    if options.json:
-        options.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: workloads, the same training set up for pspo and for TRL, turns of processes, and medians.
+"""What the benchmarks share: workloads, pspo's side of them, medians, and the options of their commands.
 
 | workload   | model                                          | rollout                                             |
 |------------|------------------------------------------------|-----------------------------------------------------|
@@ -11,21 +11,17 @@
 
 import argparse
 import contextlib
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.plan.shapes import Shape
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -38,13 +34,18 @@ from pspo.config import (
 )
 from pspo.losses import Clip
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids
+from pspo.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, group_relative_advantages
 from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
 from pspo.update import Learner
 
-TOKENS = 128  # of a completion, at most
-RECORDS = "RECORDS "  # a child's last line begins so
+CPU = torch.device("cpu")
+
+
+def checksum(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward that looks random, for completions of forced lengths; pspo and TRL call it alike."""
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
 @dataclass(frozen=True)
@@ -52,49 +53,51 @@ class Workload:
     prompts: int
     group_size: int
     microbatch: int  # rows
-    forced: bool  # completions of exactly 128 tokens and random rewards
-    shape: dict[str, int] | None = None  # of a random model; None takes a model folder
+    forced: bool  # completions of exactly `tokens` tokens and random rewards
+    shape: Shape | None = None  # of a random model; None takes a model folder
     data: str = "arithmetic"
     lr: float = 1e-6
+    tokens: int = 128  # of a completion, at most
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group_size
 
     def problems(self, rollouts: int, data: str | None) -> list[Problem]:
         """Problems of so many rollouts and of a warm-up."""
         return load_problems(self.data, "train", data, limit=(rollouts + 1) * self.prompts)
 
-    def reward(self, text: str, gold: Any) -> float:
-        return zlib.crc32(text.encode()) % 1000 / 1000 if self.forced else math_reward(text, gold)
+    def rewards(self, completion_ids: Sequence[Sequence[int]], texts: Sequence[str], golds: Sequence) -> list[float]:
+        return checksum(completion_ids) if self.forced else list(map(math_reward, texts, golds))
 
     def advantages(self, rollout: Rollout, problems: Sequence[Problem]) -> Tensor:
         """(B,) float32, of a rollout over these problems."""
-        golds = [problem.answer for problem in problems for _ in range(self.group_size)]
-        rewards = [self.reward(text, gold) for text, gold in zip(rollout.texts, golds, strict=True)]
-        return group_relative_advantages(torch.tensor(rewards), self.group_size)
+        ids, golds = rollout.completion_ids, [problem.answer for problem in problems for _ in range(self.group_size)]
+        rewards = self.rewards(ids.tolist(), rollout.texts, golds)
+        return group_relative_advantages(torch.tensor(rewards, device=ids.device), self.group_size)
 
 
 WORKLOADS = {
-    "tiny": Workload(16, 4, 16, True, {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096}),
+    "tiny": Workload(16, 4, 16, True, Shape(256, 1024, 4, 4, 2, 4096, True, head_dim=64)),
     "embedded": Workload(32, 4, 32, False, lr=3e-5),
     "smollm2": Workload(4, 4, 8, True),
     "gsm8k": Workload(4, 4, 8, False, data="gsm8k"),
-    "vocabulary": Workload(4, 4, 8, True, {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 151_936}),
+    "vocabulary": Workload(4, 4, 8, True, Shape(64, 256, 2, 4, 2, 151_936, True, head_dim=16)),
 }
 
 
 @contextlib.contextmanager
-def model_folder(workload: Workload, model: str | None) -> Iterator[str]:
+def model_folder(workload: Workload, model: str | None = None, device: torch.device = CPU) -> Iterator[str]:
     """The given folder, the embedded model's, or one of a random model with the embedded tokenizer, removed later."""
     if workload.shape is None:
         yield model or locate("tiny-base")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = AutoTokenizer.from_pretrained(locate("tiny-base"))
+        tokenizer, config = AutoTokenizer.from_pretrained(locate("tiny-base")), workload.shape.config()
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         torch.manual_seed(0)
-        config = Qwen2Config(
-            **workload.shape, intermediate_size=4 * workload.shape["hidden_size"], num_attention_heads=4,
-            num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
-        Qwen2ForCausalLM(config).save_pretrained(scratch)
+        with device:
+            AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         yield scratch
 
@@ -111,20 +114,19 @@ class Setup:
     prompts: list[list[int]]
 
     def learner(self) -> Learner:
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        lr = self.config.optimizer.lr
-        return Learner(self.policy, torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=True))  # as TRL's
+        return Learner(self.policy, make_optimizer(self.policy, self.config.optimizer))
 
 
 def set_up(
-    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None
-) -> Setup:
+    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None,
+    device: torch.device = CPU, decoder: str = "pspo",
+) -> Setup:  # fmt: skip
     model = ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none", lora=LoraConfig(rank=lora))
-    tokenizer, policy = load_tokenizer(model), load_policy(model, torch.device("cpu"))
+    tokenizer, policy = load_tokenizer(model), load_policy(model, device)
     problems = workload.problems(rollouts, data)
     prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
     longest = max(map(len, prompts))
-    tokens = workload.microbatch // workload.group_size * longest + workload.microbatch * TOKENS
+    tokens = workload.microbatch // workload.group_size * longest + workload.microbatch * workload.tokens
     config = TrainConfig(
         model=model,
         rollout=RolloutConfig(prompts=workload.prompts, group_size=workload.group_size),
@@ -133,62 +135,11 @@ def set_up(
         run=RunConfig(max_steps=10**9),
     )
     sampling = Sampling(
-        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 0.6, 0.85, max_completion_tokens=TOKENS,
-        min_completion_tokens=TOKENS if workload.forced else 0,
+        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, max_completion_tokens=workload.tokens,
+        min_completion_tokens=workload.tokens if workload.forced else 0, max_rows=max(256, workload.rows),
+        decoder=decoder,
     )  # fmt: skip
     return Setup(config, tokenizer, policy, sampling, problems, prompts)
-
-
-def trl_trainer(
-    folder: str, problems: Sequence[Problem], reward: Callable, rows: int, microbatch: int, group_size: int,
-    rollouts: int, lr: float = 1e-6, tokens: int = TOKENS, bf16: bool = False, lora: int = 0, **switches: Any,
-) -> Any:  # fmt: skip
-    """TRL's GRPOTrainer on the same schedule: 2 epochs of one step over each rollout, clip 0.2, dapo, plain AdamW."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM
-    from trl import GRPOConfig, GRPOTrainer
-
-    accumulate = rows // microbatch
-    args = GRPOConfig(**{
-        "output_dir": tempfile.mkdtemp(), "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-        "logging_steps": 10**9, "shuffle_dataset": False, "dataloader_pin_memory": False,
-        "per_device_train_batch_size": microbatch, "gradient_accumulation_steps": accumulate,
-        "steps_per_generation": accumulate, "num_iterations": 2, "num_generations": group_size,
-        "max_steps": 2 * rollouts, "max_completion_length": tokens, "temperature": 0.6, "top_p": 0.85, "top_k": 0,
-        "loss_type": "dapo", "epsilon": 0.2, "beta": 0.0, "scale_rewards": "none", "learning_rate": lr,
-        "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": bf16,
-        "gradient_checkpointing": False, **switches,
-    })  # fmt: skip
-    adapters = None
-    if lora:
-        from peft import LoraConfig as Adapters
-
-        adapters = Adapters(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    chats = [[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": p.prompt}] for p in problems]
-    data = [{"prompt": chat, "gold": int(p.answer)} for chat, p in zip(chats, problems, strict=True)]
-    frozen_in_bf16 = lora > 0 and bf16  # as pspo's
-    return GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_in_bf16 else torch.float32),
-        reward,
-        args=args,
-        train_dataset=Dataset.from_list(data),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        peft_config=adapters,
-    )
-
-
-def run_child(module: str, *words: object, **environment: str) -> list[dict[str, float]]:
-    """Records that a benchmark's child process prints; this process ends with its error if it fails."""
-    command = [sys.executable, "-m", module, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    if done.returncode:
-        sys.exit(done.stderr)
-    line = next(line for line in done.stdout.splitlines() if line.startswith(RECORDS))
-    return json.loads(line.removeprefix(RECORDS))
-
-
-def print_records(records: list[dict[str, float]]) -> None:
-    print(RECORDS + json.dumps(records))
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
@@ -196,5 +147,11 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(doc: str, choices: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Of a command that describes itself by ``doc``; with choices, of workloads, their models and data."""
+    arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if choices:
+        arguments.add_argument("workloads", nargs="+", choices=choices)
+        arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
+        arguments.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
+    return arguments

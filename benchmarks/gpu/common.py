@@ -89,11 +89,6 @@ def tiny_prompts(n: int) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
     return tokenizer, encode_prompts(tokenizer, [p.prompt for p in load_problems("arithmetic", "train", limit=n)])
 
 
-def checksum(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that looks random, for completions of random models; pspo and TRL call it alike."""
-    return [sum(ids) % 97 / 97 for ids in completion_ids]
-
-
 def now(device: torch.device) -> float:
     """Seconds, once the device has done all its work."""
     if device.type == "cuda":

@@ -1,16 +1,13 @@
 """Whether a GPU computes what the CPU does: decoders, log-probs, ratios, exact resume, sampler, ranks."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import scipy.stats
 import torch
@@ -19,18 +16,16 @@ from torch import Tensor
 
 import pspo.train
 from benchmarks.gpu.common import GROUP, Options, Rows, row
-from pspo.cli.signals import EXIT_STOPPED
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, Counts
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
-from pspo.rollout import Batch, Drawing, Rollout, Sampling, encode_prompts, generate
+from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.decode import sample_nucleus
 from pspo.rollout.types import cat_padded
 from pspo.tasks import load_problems
 from pspo.update import Learner, backward, update
 
 ROOT = Path(__file__).parents[2]
-calls_to_stop = 0  # of `stopping`, below 1 for never
 PROMPTS, TEMPERATURE = 8, 0.7
 FLOAT32 = ModelConfig(autocast="none")
 SHORT = ("--run.quiet=true", "--run.test_limit=0", "--run.validate_every=0", "--data.limit=64",
@@ -133,57 +128,21 @@ def ratios(options: Options, compile: bool = False) -> Rows:
 
 
 def resume(options: Options, deterministic: bool) -> Rows:
-    """Weights after 6 steps, of an undisturbed run and of one that SIGTERM stopped before step 3 and that resumed."""
-    global calls_to_stop
+    """Weights after 6 steps, of an undisturbed run and of one that ended after 4 and was resumed.
+
+    Deterministic algorithms where there are some: sampling's sums along the vocabulary have none.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    rewards = "[MathReward, benchmarks.gpu.correctness.stopping]"
-    args = (*SHORT, "--run.max_steps=6", "--run.save_every=2", f"--reward.functions={rewards}")
-    with tempfile.TemporaryDirectory() as scratch, strictly() if deterministic else contextlib.nullcontext():
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    args = (*SHORT, "--run.save_every=2", "--reward.functions=[MathReward]")
+    with tempfile.TemporaryDirectory() as scratch:
         whole, stopped = Path(scratch) / "whole", Path(scratch) / "stopped"
-        train(*args, f"--run.output_dir={whole}")
-        calls_to_stop = 2
-        code = train(*args, f"--run.output_dir={stopped}")
-        train(*args, f"--run.output_dir={stopped}")
+        for output, steps in ((whole, 6), (stopped, 4), (stopped, 6)):
+            pspo.train.main([*args, f"--run.max_steps={steps}", f"--run.output_dir={output}"])
         one, other = (load_file(run / "final/model.safetensors") for run in (whole, stopped))
-    equal = code == EXIT_STOPPED and all(torch.equal(one[name], other[name]) for name in one)
+    equal = all(torch.equal(one[name], other[name]) for name in one)
     goal = {"least": 1, "most": 1} if deterministic else {}
     return [row("weights equal, bit for bit", equal, **goal)]
-
-
-@contextlib.contextmanager
-def strictly() -> Iterator[None]:
-    """Deterministic algorithms, or an error; in sampling a warning, for its sums along the vocabulary have none."""
-
-    draw_prompts = pspo.train.draw_prompts
-
-    def sampled(*args: Any) -> Drawing:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            return draw_prompts(*args)
-        finally:
-            torch.use_deterministic_algorithms(True)
-
-    torch.use_deterministic_algorithms(True)
-    with mock.patch.object(pspo.train, "draw_prompts", sampled):
-        yield
-
-
-def stopping(completions: list[str], **_: Any) -> list[float]:
-    """A reward of 0, at whose call `calls_to_stop` this process gets SIGTERM."""
-    global calls_to_stop
-    calls_to_stop -= 1
-    if calls_to_stop == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return [0.0] * len(completions)
-
-
-def train(*args: str) -> int:
-    """Run `pspo.train` in this process; its exit code."""
-    try:
-        pspo.train.main(args)
-    except SystemExit as ended:
-        return ended.code
-    return 0
 
 
 def torchrun(processes: int, *args: str) -> None:
@@ -202,7 +161,7 @@ def one_rank(options: Options, strategy: str) -> Rows:
     start = load_file(Path(locate("tiny-base")) / "model.safetensors")
     with tempfile.TemporaryDirectory() as scratch:
         plain, ranked = Path(scratch) / "plain", Path(scratch) / strategy
-        train(*args, f"--run.output_dir={plain}")
+        pspo.train.main([*args, f"--run.output_dir={plain}"])
         torchrun(1, *args, f"--distributed.strategy={strategy}", f"--run.output_dir={ranked}")
         one, other = (load_file(run / "final/model.safetensors") for run in (plain, ranked))
     apart, moved = (

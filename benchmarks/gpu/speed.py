@@ -43,10 +43,10 @@ class Load:
     def sampling(self, pad_id: int, decoder: str) -> Sampling:
         return Sampling([], pad_id, max_completion_tokens=self.tokens, max_rows=self.rows, decoder=decoder)
 
-    def config(self, epochs: int, microbatch: int = MICROBATCH, optimizer: str = "adamw", **model: Any) -> TrainConfig:
+    def config(self, microbatch: int = MICROBATCH, optimizer: str = "adamw", **model: Any) -> TrainConfig:
         return TrainConfig(
             model=ModelConfig(**model),
-            algorithm=AlgorithmConfig(PSPO(), epochs=epochs),
+            algorithm=AlgorithmConfig(PSPO(), epochs=1),
             rollout=RolloutConfig(self.rows // GROUP, GROUP, max_completion_tokens=self.tokens),
             optimizer=OptimizerConfig(optimizer, lr=1e-6, microbatch_tokens=microbatch),
             run=RunConfig(max_steps=10**9),
@@ -102,7 +102,7 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
 
 def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
-    load, shape, device, config = load.of(options), options.shape(load.size), options.device, load.config(1, **switches)
+    load, shape, device, config = load.of(options), options.shape(load.size), options.device, load.config(**switches)
     policy = random_policy(shape, config.model, device)
     learner = Learner(policy, make_optimizer(policy, config.optimizer))
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
