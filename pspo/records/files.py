@@ -18,8 +18,10 @@ import yaml
 
 from pspo import __version__
 
+Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+
+def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
     """The values of a nested configuration by switch: {"run.seed": 0}."""
     values = {}
     for name, value in config.items():
@@ -27,7 +29,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     """By switch, the values (old, new) that differ between two nested configurations.
 
     Switches that ``old`` does not know are left out: a later version added them, with a default that changes nothing.
@@ -94,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return _parse(path, path.read_bytes(), json.loads)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Settings:
     """The nested configuration in a YAML file."""
     return _parse(path, path.read_bytes(), yaml.safe_load)
 
@@ -139,7 +141,7 @@ _Dumper.add_implicit_resolver(
 )
 
 
-def to_yaml(config: dict[str, Any]) -> str:
+def to_yaml(config: Settings) -> str:
     return yaml.dump(config, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

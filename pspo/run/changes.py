@@ -9,10 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pspo.config import LoraConfig
-from pspo.records.files import differences, read_config, read_jsonl, to_jsonl, write_text
+from pspo.records.files import Settings, differences, read_config, read_jsonl, to_jsonl, write_text
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
 from pspo.run.checkpointer import States
 
@@ -23,17 +21,17 @@ REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and 
 Changes = dict[str, tuple[Any, Any]]  # by switch, (old, new)
 
 
-def changes_since(folder: Path, resolved: str) -> Changes:
+def changes_since(folder: Path, settings: Settings) -> Changes:
     """Differences between the configuration of a run or checkpoint, and this one."""
-    changes = differences(read_config(folder / "config.yaml"), yaml.safe_load(resolved))
+    changes = differences(read_config(folder / "config.yaml"), settings)
     return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
 
 
-def allowed_changes(run: Path, resolved: str) -> set[str]:
+def allowed_changes(run: Path, settings: Settings) -> set[str]:
     """Switches that changed since the run's config.yaml and may; ValueError names those that may not."""
     constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
     allowed, refused = set(), []
-    for name, (old, new) in changes_since(run, resolved).items():
+    for name, (old, new) in changes_since(run, settings).items():
         grows = name in LONGER and constant and old is not None and (new is None or new > old)
         if name in FREE | STEERED | ROUNDING or grows:
             allowed.add(name)
@@ -47,9 +45,9 @@ def allowed_changes(run: Path, resolved: str) -> set[str]:
     return allowed
 
 
-def check_fork(parent: Path, resolved: str) -> None:
+def check_fork(parent: Path, settings: Settings) -> None:
     """Raise ValueError for changes that a fork of this checkpoint cannot make."""
-    for name, (old, new) in changes_since(parent, resolved).items():
+    for name, (old, new) in changes_since(parent, settings).items():
         if name in FIXED:
             advice = f"to begin with the weights alone, set --model.name_or_path {parent} and no --run.fork_from"
             raise ValueError(f"--{name} was {old!r}, is {new!r}: a fork cannot change it; {advice}")

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from pspo import distributed as dist
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
@@ -65,11 +67,12 @@ def run_training(
         user_errors: entered for the preparation, whose ValueErrors are the user's to mend.
         on_rollout: `Run.on_rollout`.
     """
+    settings = yaml.safe_load(resolved)
     with user_errors:
-        if summary := dist.run_on_main(lambda: finished_summary(config.run, resolved)):
+        if summary := dist.run_on_main(lambda: finished_summary(config.run, settings)):
             run = Path(summary["best_model"]).parent
             print(f"already finished: {run / 'summary.json'}\n")
-            if changed := changed_code(run, resolved):
+            if changed := changed_code(run, settings):
                 advice = "another --run.output_dir trains with it"
                 print(f"WARNING: {', '.join(changed)} has changed since this run: {advice}", file=sys.stderr)
             print_summary(config, summary)
@@ -142,19 +145,15 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
 
 def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
     """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100 (final)"; "" of none."""
-    names: dict[int, list[str]] = {}
-    rewards = {}
+    names: dict[tuple[int, float], list[str]] = {}  # by step and reward
     for name, validation in validations.items():
         if validation and (name != "best_trained" or validation != validations["best"]):
-            step, rewards[validation["step"]] = validation["step"], validation["validation_reward"]
-            names.setdefault(step, []).append(name.replace("_", " "))
-    if not rewards:
+            names.setdefault((validation["step"], validation["validation_reward"]), []).append(name.replace("_", " "))
+    if not names:
         return ""
-    parts = [f"{rewards[step]:.3f} at step {step} ({', '.join(names[step])})" for step in sorted(rewards)]
-    line = f"validation reward {', '.join(parts)}"
-    if "best" in names.get(0, []):
-        line += ". No trained step was better than the untrained model, which is returned"
-    return line
+    parts = [f"{reward:.3f} at step {step} ({', '.join(names[step, reward])})" for step, reward in sorted(names)]
+    untrained = ". No trained step was better than the untrained model, which is returned"
+    return f"validation reward {', '.join(parts)}{untrained * (validations['best'].get('step') == 0)}"
 
 
 class CallableModule(ModuleType):

@@ -19,8 +19,9 @@ class Generators:
 
     per_rank = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seed: int) -> None:
         self.device = device
+        self.seed(seed)
 
     def seed(self, seed: int, steps: int = 0) -> None:
         """Seed all, differently on every rank and after every number of steps.

@@ -26,7 +26,7 @@ from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokeniz
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.optimizers.learner import Learner
 from pspo.records.code import changed_code, code_of
-from pspo.records.files import append_text, environment, flat, read_config, to_jsonl, to_yaml, write_json, write_text
+from pspo.records.files import Settings, append_jsonl, environment, flat, read_config, to_yaml, write_json, write_text
 from pspo.records.folders import check_output, checkpoints, claim
 from pspo.records.trackers import check_tracker
 from pspo.rollout import Prompts, TransformersSampler, check_decoder, load_prompts, make_sampling
@@ -35,7 +35,7 @@ from pspo.run.delay import Delay
 from pspo.run.generators import Generators
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.run.resume import check_changes, fork_parent, holds_steps, restore, run_to_resume, update_config
+from pspo.run.resume import check_changes, fork_parent, holds_steps, restore, run_to_resume
 from pspo.run.run import Run
 from pspo.run.sampler import Sampler
 from pspo.run.validator import Validator
@@ -49,60 +49,54 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     ``resolved`` is the configuration as YAML, for the folder. Raises ValueError for anything the user can mend, before
     anything expensive happens if possible.
     """
+    settings = yaml.safe_load(resolved)
     with contextlib.ExitStack() as resources:  # released if the preparation fails
-        run = make_run(config, resolved, resources)
-        run.resources = resources.pop_all()
-    return run
+        dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
+        output, resumed = dist.run_on_main(lambda: find_output(config, settings, resources))
+        if not config.run.quiet:
+            print(f"output  {output}", flush=True)  # before anything that takes seconds
+        check_tracker(config.run.tracker)
+        check_optimizer(config.optimizer.name)
+        if config.rollout.external:
+            find_engine(config.rollout.engine)
+        make_environment = load_environment(config.rollout.environment)
+        tokenizer = load_tokenizer(config.model)
+        token_ids(tokenizer, config.rollout.stop_tokens or ())
+        prompts = load_splits(config, tokenizer, make_environment)
 
+        device = dist.local_device()
+        longest = longest_prompt(prompts["train"], exact=bool(auto_switches(config)))
+        config = resolve_auto(config, settings, output, longest, device)
+        if dist.is_main() and config.distributed.strategy != "fsdp2" and not config.run.quiet:
+            say_needs(config, longest, device)
+        generators = Generators(device, config.run.seed)
+        if device.type == "cpu":  # otherwise several threads add up gradients in any order
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        with generators:
+            learner = make_learner(config, device)
+        decoder = make_decoder(config, learner.policy, tokenizer, generators)
+        with dist.unsharded(learner.policy, config.distributed.rollout):
+            check_exactness(learner.policy, tokenizer, prompts["train"].ids, decoder.sampling, config.model.autocast)
+        engine = start_engine(config, learner, decoder, prompts, resources) if config.rollout.external else None
 
-def make_run(config: TrainConfig, resolved: str, resources: contextlib.ExitStack) -> Run:
-    dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-    output, resumed = dist.run_on_main(lambda: find_output(config, resolved, resources))
-    if dist.is_main() and not config.run.quiet:
-        print(f"output  {output}", flush=True)  # before anything that takes seconds
-    check_tracker(config.run.tracker)
-    check_optimizer(config.optimizer.name)
-    if config.rollout.external:
-        find_engine(config.rollout.engine)
-    make_environment = load_environment(config.rollout.environment)
-    tokenizer = load_tokenizer(config.model)
-    token_ids(tokenizer, config.rollout.stop_tokens or ())
-    prompts = load_splits(config, tokenizer, make_environment)
-
-    device = dist.local_device()
-    longest = longest_prompt(prompts["train"], exact=bool(auto_switches(config)))
-    config, resolved = resolve_auto(config, resolved, output, longest, device)
-    if dist.is_main() and config.distributed.strategy != "fsdp2" and not config.run.quiet:
-        say_needs(config, longest, device)
-    generators = Generators(device)
-    generators.seed(config.run.seed)
-    if device.type == "cpu":  # otherwise several threads add up gradients in any order
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    with generators:
-        learner = make_learner(config, device)
-    decoder = make_decoder(config, learner.policy, tokenizer, generators)
-    with dist.unsharded(learner.policy, config.distributed.rollout):
-        check_exactness(learner.policy, tokenizer, prompts["train"].ids, decoder.sampling, config.model.autocast)
-    engine = start_engine(config, learner, decoder, prompts, resources) if config.rollout.external else None
-
-    stream = PromptStream(prompts["train"], config)
-    sampler = Sampler(decoder, engine, make_environment, output)
-    recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-    delay = Delay(config, stream, sampler, recorder)
-    validator = Validator(config, sampler, recorder, prompts)
-    parts = {"stream": stream, "delay": delay, "learner": learner, "validator": validator}
-    parts |= {"recorder": recorder, "generators": generators}
-    surrogate = config.algorithm.surrogate
-    with_state = {"surrogate": surrogate} if hasattr(surrogate, "state_dict") else {}
-    checkpointer = Checkpointer(config, parts | with_state, output)
-    if not resumed:
-        dist.run_on_main(lambda: make_output(output, resolved, resources))
-    if resumed or config.run.fork_from:
-        restore(config, resolved, checkpointer)
-        dist.run_on_main(lambda: update_config(output, resolved))
-    dist.run_on_main(lambda: write_start(output, device, learner.steps, resolved))
-    return Run(config, sampler=sampler, **parts, checkpointer=checkpointer, output=output, resources=resources)
+        stream = PromptStream(prompts["train"], config)
+        sampler = Sampler(decoder, engine, make_environment, output)
+        recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
+        delay = Delay(config, stream, sampler, recorder)
+        validator = Validator(config, sampler, recorder, prompts)
+        parts = {"stream": stream, "delay": delay, "learner": learner, "validator": validator}
+        parts |= {"recorder": recorder, "generators": generators}
+        surrogate = config.algorithm.surrogate
+        with_state = {"surrogate": surrogate} if hasattr(surrogate, "state_dict") else {}
+        checkpointer = Checkpointer(config, parts | with_state, output)
+        if not resumed:
+            dist.run_on_main(lambda: make_output(output, settings, resources))
+        if resumed or config.run.fork_from:
+            restore(config, settings, checkpointer)
+        dist.run_on_main(lambda: write_start(output, device, learner.steps, settings))
+        own = {"sampler": sampler, "checkpointer": checkpointer, "resources": resources.pop_all()}
+        return Run(config, output=output, **parts, **own)
 
 
 def load_splits(
@@ -179,34 +173,34 @@ def start_engine(
     resources.callback(engine.close)
     sampler = EngineSampler(engine, learner, decoder.tokenizer, decoder.sampling, decoder.generators)
     mean, largest = check_engine(sampler, prompts["train"].take(range(min(8, len(prompts["train"])))))
-    if dist.is_main() and not config.run.quiet:
+    if not config.run.quiet:
         print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
               f"{largest:.1g} at most")  # fmt: skip
     return sampler
 
 
-def find_output(config: TrainConfig, resolved: str, resources: contextlib.ExitStack) -> tuple[Path, bool]:
+def find_output(config: TrainConfig, settings: Settings, resources: contextlib.ExitStack) -> tuple[Path, bool]:
     """The run's folder, and whether it holds a run to resume, which is then locked."""
     resumed = run_to_resume(config.run.resume, config.run.output_dir)
     output = resumed or Path(config.run.output_dir or default_output(config))
     check_output(output)
     if resumed:
         resources.enter_context(claim(output))
-        check_changes(output, resolved)
-        if changed := changed_code(output, resolved):
+        check_changes(output, settings)
+        if changed := changed_code(output, settings):
             advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from says so"
             print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
     if config.run.fork_from and not checkpoints(output):
-        fork_parent(config.run, resolved)
+        fork_parent(config.run, settings)
     return output, resumed is not None
 
 
 def resolve_auto(
-    config: TrainConfig, resolved: str, run: Path, prompt_tokens: int, device: torch.device
-) -> tuple[TrainConfig, str]:
-    """The configuration, also as YAML, with numbers for ``auto``: those of the steps that the run has."""
+    config: TrainConfig, settings: Settings, run: Path, prompt_tokens: int, device: torch.device
+) -> TrainConfig:
+    """The configuration with numbers for ``auto``, written into ``settings``, too: those of the run's earlier steps."""
     if not (switches := auto_switches(config)):
-        return config, resolved
+        return config
 
     def find() -> dict[str, int]:
         if not holds_steps(run):
@@ -215,25 +209,24 @@ def resolve_auto(
         return {switch: known[switch] for switch in switches}
 
     values = dist.run_on_main(find)
-    if dist.is_main() and not config.run.quiet:
+    if not config.run.quiet:
         print(f"auto    {' '.join(f'--{switch} {value}' for switch, value in values.items())}")
-    settings = yaml.safe_load(resolved)
     for switch, value in values.items():
         section, name = switch.split(".")
         settings[section][name] = value
-    return replace_switches(config, values), to_yaml(settings)
+    return replace_switches(config, values)
 
 
-def make_output(output: Path, resolved: str, resources: contextlib.ExitStack) -> None:
+def make_output(output: Path, settings: Settings, resources: contextlib.ExitStack) -> None:
     """Make the run's folder and lock it."""
     output.mkdir(parents=True, exist_ok=True)
     resources.enter_context(claim(output))
-    write_text(output / "config.yaml", resolved)
+    write_text(output / "config.yaml", to_yaml(settings))
 
 
-def write_start(output: Path, device: torch.device, step: int, resolved: str) -> None:
+def write_start(output: Path, device: torch.device, step: int, settings: Settings) -> None:
     """Write environment.json, once for a run, and the step, the time and the user's code of every start."""
     if not (path := output / "environment.json").exists():
         write_json(path, environment(str(device), dist.world_size()))
-    start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "code": code_of(resolved)}
-    append_text(output / "starts.jsonl", to_jsonl([start]))
+    start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "code": code_of(settings)}
+    append_jsonl(output / "starts.jsonl", start)

@@ -8,11 +8,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pspo import distributed as dist
 from pspo.config import RunConfig, TrainConfig
-from pspo.records.files import read_json, read_jsonl, to_jsonl, to_yaml, write_text
+from pspo.records.files import Settings, read_json, read_jsonl, to_jsonl, to_yaml, write_text
 from pspo.records.folders import checkpoints, damage, hidden, prune, remove, step_of, tidy
 from pspo.records.switches import LONGER, STEERED
 from pspo.records.tokens import FOLDER
@@ -45,10 +43,10 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
     return output or run
 
 
-def check_changes(run: Path, resolved: str) -> None:
+def check_changes(run: Path, settings: Settings) -> None:
     """Raise ValueError for changes that are not allowed, unless the run holds no step yet: then it starts anew."""
     try:
-        allowed_changes(run, resolved)
+        allowed_changes(run, settings)
     except ValueError:
         if holds_steps(run):
             raise
@@ -64,7 +62,7 @@ def holds_steps(run: Path) -> bool:
     return any(steps) or bool(read_jsonl(run / "metrics.jsonl"))
 
 
-def fork_parent(config: RunConfig, resolved: str) -> Path:
+def fork_parent(config: RunConfig, settings: Settings) -> Path:
     """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names.
 
     Raises ValueError if there is none, or this configuration cannot continue it.
@@ -74,31 +72,24 @@ def fork_parent(config: RunConfig, resolved: str) -> Path:
     parent = first_intact(every)
     if parent is None:
         raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
-    check_fork(parent, resolved)
+    check_fork(parent, settings)
     if step_of(parent) >= config.max_steps:
         raise ValueError(f"--run.max_steps {config.max_steps} counts from step 0: it must be above {parent.name}")
     return parent
 
 
-def fork(config: RunConfig, resolved: str, run: Path) -> Path | None:
+def fork(config: RunConfig, settings: Settings, run: Path) -> Path | None:
     """Copy the checkpoint of --run.fork_from into the run, which needs its parent no more; None without a parent.
 
     Raises OSError if the parent, still training, has removed it meanwhile.
     """
     if config.fork_from is None:
         return None
-    parent = fork_parent(config, resolved)
+    parent = fork_parent(config, settings)
     copy, tested = run / "checkpoints" / parent.name, parent.parents[1] / "test-before.jsonl"
     if tested.exists():
         shutil.copy(tested, run)
     return shutil.copytree(parent, hidden(copy, "new")).rename(copy)
-
-
-def update_config(run: Path, resolved: str) -> None:
-    """Write the run's config.yaml anew, but without a --run.resume PATH, which would resume from there again."""
-    config = yaml.safe_load(resolved)
-    config["run"] |= {"output_dir": str(run), "resume": "auto"}
-    write_text(run / "config.yaml", to_yaml(config))
 
 
 def find_checkpoint(run: Path, resume: str) -> Path | None:
@@ -126,14 +117,14 @@ def first_intact(folders: list[Path]) -> Path | None:
     return None
 
 
-def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> None:
+def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer) -> None:
     """Restore the parts and the run's folder to its newest checkpoint, or to that of the run which it forks.
 
     What changed since the checkpoint holds from its step on. Raises ValueError if the run has other problems now.
     """
     run, parts = checkpointer.output, checkpointer.parts
     own = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
-    checkpoint = own or dist.run_on_main(lambda: fork(config.run, resolved, run))
+    checkpoint = own or dist.run_on_main(lambda: fork(config.run, settings, run))
     if checkpoint != own:
         print(f"forked from {config.run.fork_from} at {checkpoint.name}")
     else:
@@ -141,7 +132,7 @@ def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> N
     changes, ranks = {}, dist.world_size()
     if checkpoint is not None:
         (states, ranks), fresh = checkpointer.load(checkpoint), checkpointer.states()
-        changes = changes_since(checkpoint, resolved)
+        changes = changes_since(checkpoint, settings)
         if "run.fork_from" in changes:  # the checkpoint is the parent's
             states = fork_states(states, fresh, changes)
         check_problems(run, states, fresh)
@@ -161,6 +152,8 @@ def restore(config: TrainConfig, resolved: str, checkpointer: Checkpointer) -> N
         dist.run_on_main(lambda: print(message, file=sys.stderr))
     if "run.seed" in changes or ranks != dist.world_size():
         parts["generators"].seed(config.run.seed, steps)
+    own_run = settings["run"] | {"output_dir": str(run), "resume": "auto"}  # a path would resume from there again
+    dist.run_on_main(lambda: write_text(run / "config.yaml", to_yaml(settings | {"run": own_run})))
 
 
 def best_so_far(run: Path, step: int, steps: int) -> dict[str, Any]:
@@ -174,12 +167,12 @@ def best_so_far(run: Path, step: int, steps: int) -> dict[str, Any]:
     return best if best["step"] <= steps else {}
 
 
-def finished_summary(config: RunConfig, resolved: str) -> dict[str, Any]:
+def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
     """The summary of a run that is there already and finished; else {}."""
     run = run_to_resume(config.resume, config.output_dir)
     if run is None or not (run / "summary.json").exists():
         return {}
-    changes = allowed_changes(run, resolved)
+    changes = allowed_changes(run, settings)
     summary = read_json(run / "summary.json")
     left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)
     if changes & LONGER and left:

@@ -149,19 +149,15 @@ class Run:
             "best_step": validator.best_step,
         }
         if dist.is_main():
+            models = {"final": ({"step": steps, "tokens": recorder.tokens}, final)}
+            models |= {"best": (validator.best, after)} if validator.best else {}
             with writing(f"cannot write into {self.output}", self.output):
-                for name in ("best", "final") if validator.best else ("final",):
-                    write_text(self.output / name / "README.md", self.tested_card(name, summary))
+                for name, (model, test) in models.items():
+                    tests = {"base model": validator.before, "this model": test}
+                    for other, (its, its_test) in models.items():
+                        if its["step"] != model["step"]:
+                            tests[f"the {other} model, of step {its['step']:,}"] = its_test
+                    write_text(self.output / name / "README.md", validator.card(model, tests))
                 write_json(self.output / "summary.json", summary)
             recorder.tracker.finish()
         return summary
-
-    def tested_card(self, name: str, summary: dict[str, Any]) -> str:
-        """The model card of ``best`` or ``final``, with the tests of both and all validations."""
-        steps, test = {"best": summary["best_step"], "final": summary["optimizer_steps"]}, {"best": "after"}
-        tests = {"base model": summary["before"], "this model": summary[test.get(name, "final")]}
-        if steps["best"] != steps["final"]:
-            other = "final" if name == "best" else "best"
-            tests[f"the {other} model, of step {steps[other]:,}"] = summary[test.get(other, "final")]
-        model = {"step": steps[name], "tokens": summary["tokens"]} | (self.validator.best if name == "best" else {})
-        return self.validator.card(model, tests)
