@@ -43,6 +43,8 @@ TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle be
 RANGES = {
     "above 0": lambda x: 0 < x < math.inf,
     "at least 0": lambda x: 0 <= x < math.inf,
+    "above 0 and below 2^31": lambda x: 0 < x < 2**31,
+    "at least 0 and below 2^31": lambda x: 0 <= x < 2**31,
     "at least 2": lambda x: 2 <= x < math.inf,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
@@ -223,7 +225,7 @@ class RewardConfig:
 
     functions: list[Reward | Callable] = field(default_factory=lambda: [MathReward()])
     weights: list[float] | None = None
-    timeout: float = 0.0
+    timeout: float = number(0.0, "at least 0 and below 2^31")
     on_error: OnError = "raise"
     workers: int = number(0, "at least 0")
 
@@ -236,7 +238,6 @@ class RewardConfig:
         require(all(map(math.isfinite, self.weights or [])), "reward.weights", "must be finite", self.weights)
         for function in self.functions if self.workers else ():
             check_importable(function)
-        require(0 <= self.timeout < 2**31, "reward.timeout", "must be at least 0 and below 2^31", self.timeout)
 
 
 def check_reward(data: DataConfig, reward: RewardConfig) -> None:
@@ -440,10 +441,9 @@ class DistributedConfig:
     strategy: Strategy = "none"
     rollout: Literal["gathered", "synced"] = "gathered"
     gather: Literal["microbatch", "step"] = "microbatch"
-    timeout: float = 600.0
+    timeout: float = number(600.0, "above 0 and below 2^31")
 
     def __post_init__(self) -> None:
-        require(0 < self.timeout < 2**31, "distributed.timeout", "must be above 0 and below 2^31", self.timeout)
         for name, default in (("rollout", "gathered"), ("gather", "microbatch")):
             fits = self.strategy == "fsdp2" or getattr(self, name) == default
             rule = f"must be {default} unless distributed.strategy is fsdp2"

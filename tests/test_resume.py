@@ -43,9 +43,8 @@ from pspo.losses import NoClip, Surrogate
 from pspo.records.files import differences, flat, read_json, read_jsonl
 from pspo.records.folders import checkpoints, describe
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
-from pspo.run.changes import FIXED
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.resume import find_checkpoint
+from pspo.run.resume import FIXED, find_checkpoint
 from pspo.run.run import Run
 from pspo.run.validator import Validator
 from pspo.tasks import Reward

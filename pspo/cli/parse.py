@@ -28,7 +28,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 
 from pspo.config import require
 from pspo.model import is_out_of_memory
-from pspo.records.files import as_argument, flat, to_yaml
+from pspo.records.files import Settings, as_argument, flat, to_yaml
 
 C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
@@ -56,7 +56,7 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         return read_config(config_class, prog, args)
 
 
-def read_config(config_class: type[C], prog: str, args: Sequence[str] | dict[str, Any] | None = None) -> tuple[C, str]:
+def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings | None = None) -> tuple[C, str]:
     """Read switches and YAML files as `parse` does, or a nested dict; raises ValueError."""
     parser, switches = make_parser(config_class, prog)
     files: dict[str, str] = {}  # by switch, the file that set it
@@ -161,7 +161,10 @@ def read_words(words: Sequence[str], switches: Switches, files: dict[str, str]) 
             raise ValueError(f"--{name} needs a value")
         if name == "config":
             content = read_file(value)
-            read.append(config_word(content, switches, f"--config {value}: "))
+            try:
+                read.append(config_word(content, switches))
+            except ValueError as error:
+                raise ValueError(f"--config {value}: {error}") from error
             files |= {leaf_of(key, switches) or key: value for key in flat(content)}
         elif name in firsts and not Path(value).is_file():
             raise ValueError(f"--{name} is a section; did you mean --{firsts[name]}?")
@@ -174,19 +177,16 @@ def read_words(words: Sequence[str], switches: Switches, files: dict[str, str]) 
     return read
 
 
-def config_word(content: dict[str, Any], switches: Switches, where: str = "") -> str:
+def config_word(content: Settings, switches: Switches) -> str:
     """The --config word of a file's or dict's content; ValueError for a key that is no switch."""
     firsts = first_fields(switches)
     for key in flat(content):
         if leaf_of(key, switches) is None and key not in firsts:
-            raise ValueError(f"{where}{key} is unknown{suggestion(key, switches)}")
+            raise ValueError(f"{key} is unknown{suggestion(key, switches)}")
 
     def as_typed(value: Any, name: str) -> Any:
         if name in switches:
-            try:
-                return normal(value, switches[name].hint, name)
-            except ValueError as error:
-                raise ValueError(f"{where}{error}") from error
+            return normal(value, switches[name].hint, name)
         if not isinstance(value, dict):
             return value
         return {key: as_typed(part, f"{name}.{key}".lstrip(".")) for key, part in value.items()}
@@ -194,7 +194,7 @@ def config_word(content: dict[str, Any], switches: Switches, where: str = "") ->
     return f"--config={to_yaml(as_typed(content, ''))}"
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read_file(path: str) -> Settings:
     """The content of a YAML file of sections; ValueError if it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -8,8 +8,6 @@ from typing import Any
 from tqdm import tqdm
 
 SECONDS = 5.0  # at least, between two lines
-
-
 FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
@@ -19,38 +19,31 @@ SPLITS = ("train", "validation", "test")
 
 
 def config_from_python(**sections: Any) -> tuple[TrainConfig, str]:
-    """The configuration of ``pspo.train``'s arguments, and its YAML text, as `pspo.cli.parse.parse` returns them.
+    """The configuration of `pspo.train`'s arguments, and its YAML text, as `pspo.cli.parse.parse` returns them.
 
-    Each argument is a section of `pspo.config.TrainConfig`: a dict of its switches, or in short the main one.
-
-    Args:
-        model: an embedded model, a local folder or a hub id.
-        data: a data set's name; or problems, as dicts, `Problem` or a `datasets.Dataset`. A dict may hold problems as
-            ``train``, ``validation`` and ``test`` beside its switches. They are written into the run's folder. Of
-            training problems alone, from 50 on, a fifth is held out (``holdout``) and tested before and after.
-        reward: a reward function or `Reward`, or a list of them; named ones, since config.yaml names them.
-        algorithm: a surrogate, by name or as an instance.
-        rollout, optimizer, run, distributed: dicts of switches, such as ``run={"max_steps": 20}``.
+    Problems among them are written into the run's folder.
     """
     settings = {}
     for name, value in sections.items():
         value = {SHORT[name]: value} if name in SHORT and not isinstance(value, Mapping) else value
         settings[name] = dict(value) if isinstance(value, Mapping) else value
-    problems = _take_problems(settings.get("data", {}))
+    data = settings.get("data", {})
+    if not isinstance(data.get("name", ""), str):
+        data["train"] = data.pop("name")
+    problems = {split: list(map(_record, data.pop(split))) for split in SPLITS if split in data}
     if problems:
-        settings["data"]["name"] = "file"
-        problems = {split: list(map(_record, rows)) for split, rows in problems.items()}
+        data["name"] = "file"
         if problems.keys() == {"train"} and len(problems["train"]) >= ENOUGH:
-            settings["data"].setdefault("holdout", 0.2)
+            data.setdefault("holdout", 0.2)
         run = settings.setdefault("run", {})
-        run.setdefault("test_limit", 500 if "test" in problems or settings["data"].get("holdout") else 0)
-        config, _ = _resolve(settings | {"data": {"path": "data", **settings["data"]}})
+        run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
+        config, _ = _resolve(settings | {"data": {"path": "data", **data}})
         run.setdefault("output_dir", default_output(config))
         folder = Path(run["output_dir"]) / "data"
         folder.mkdir(parents=True, exist_ok=True)
         for split, rows in problems.items():
             write_text(folder / f"{split}.jsonl", to_jsonl(rows))
-        settings["data"]["path"] = str(folder)
+        data["path"] = str(folder)
     return _resolve(settings)
 
 
@@ -79,13 +72,6 @@ def _plain(value: Any) -> Any:
             raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
         return _plain(as_setting(value))
     return str(value) if isinstance(value, Path) else value
-
-
-def _take_problems(data: dict[str, Any]) -> dict[str, Iterable[Any]]:
-    """Take the problems out of the data section, by split."""
-    if not isinstance(data.get("name", ""), str):
-        data["train"] = data.pop("name")
-    return {split: data.pop(split) for split in SPLITS if split in data}
 
 
 def _record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:

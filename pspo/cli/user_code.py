@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from pspo import distributed as dist
 from pspo.engines import EngineError
-from pspo.losses import SurrogateError
 from pspo.model import is_out_of_memory
 from pspo.records.folders import RunFailed
-from pspo.tasks.failures import user_frames, user_traceback
+from pspo.tasks.failures import user_traceback
 
 
 class UserCodeFailed(RunFailed):
@@ -30,8 +29,3 @@ def fail_together() -> Iterator[None]:
     texts = filter(None, dist.gather_objects(failure and user_traceback(failure)))
     if text := next(texts, None):
         raise UserCodeFailed(text) from failure
-
-
-def of_user_code(error: Exception) -> bool:
-    """True if a surrogate of the user's raised this, or returned what it must not."""
-    return type(error) is SurrogateError or (bool(user_frames(error)) and not is_out_of_memory(error))

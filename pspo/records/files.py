@@ -1,6 +1,7 @@
 """The files of a run: JSON lines, JSON and YAML, written whole or not at all."""
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -167,3 +168,17 @@ def _commit() -> str | None:
         return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def code_of(settings: Settings) -> dict[str, str]:
+    """SHA-256 of the file of each imported module, ours excluded, whose members a configuration names."""
+    modules = re.findall(r"[:-] ([\w.]+)\.\w+$", to_yaml(settings), re.MULTILINE)
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(set(modules))}
+    own = {name: file for name, file in files.items() if file and name.partition(".")[0] != "pspo"}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in own.items()}
+
+
+def changed_code(run: Path, settings: Settings) -> list[str]:
+    """The modules that have changed since the last start of a run."""
+    started = (read_jsonl(run / "starts.jsonl") or [{}])[-1].get("code", {})
+    return [name for name, digest in code_of(settings).items() if started.get(name, digest) != digest]

@@ -6,6 +6,7 @@ A checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of e
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -92,12 +93,6 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder under another name, so that a kill leaves no half of it under its own."""
-    gone = folder.rename(hidden(folder, "gone"))
-    shutil.rmtree(gone, ignore_errors=True)
-
-
 def checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints, newest first; folders not named like ``step-42`` are ignored."""
     return sorted((f for f in (run / "checkpoints").glob("step-*") if f.name[5:].isdecimal()), key=step_of)[::-1]
@@ -109,13 +104,15 @@ def newest_checkpoint(run: Path) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
-def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints."""
-    for old in checkpoints(run)[keep:]:
-        remove(old)
+def prune(run: Path, keep: int, last: float = math.inf) -> None:
+    """Remove the checkpoints of steps after ``last``, and all but the newest of the others."""
+    later = [folder for folder in checkpoints(run) if step_of(folder) > last]
+    for folder in later + checkpoints(run)[len(later) + keep :]:
+        gone = folder.rename(hidden(folder, "gone"))  # a kill leaves no half of it under its own name
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:

@@ -65,6 +65,5 @@ def status(line: dict[str, Any]) -> str:
     parts += [f"kl to initial {line['kl_reference']:.2g}"] if "kl_reference" in line else []
     parts += [f"truncated {line['truncated_share']:.0%}"]
     parts += [f"format {line['format_share']:.0%}"] if "format_share" in line else []
-    return "  ".join(
-        [*parts, *([f"validation {line['validation_reward']:.2f}"] if "validation_reward" in line else [])]
-    )
+    parts += [f"validation {line['validation_reward']:.2f}"] if "validation_reward" in line else []
+    return "  ".join(parts)

@@ -73,8 +73,8 @@ def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int = 0
 def _rows(samples: str) -> list[list[Any]]:
     """The values of `COLUMNS` in each line of ``samples.jsonl``; chats as JSON."""
     records = [json.loads(line) for line in samples.split("\n")[:-1]]
-    plain = (str, int, float, type(None))
-    return [[v if isinstance(v := record[name], plain) else json.dumps(v) for name in COLUMNS] for record in records]
+    values = ([record[name] for name in COLUMNS] for record in records)
+    return [[json.dumps(value) if isinstance(value, list) else value for value in row] for row in values]
 
 
 def _finite(line: dict[str, float]) -> dict[str, float]:

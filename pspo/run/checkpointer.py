@@ -20,13 +20,9 @@ from pspo.cli.user_code import UserCodeFailed, fail_together
 from pspo.config import TrainConfig
 from pspo.hub.save import write_model
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.optimizers.learner import Learner
 from pspo.records.folders import RunFailed, hidden, prune, sync, whole_folder, write_manifest, writing
 from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
-from pspo.run.prompt_stream import PromptStream
-from pspo.run.recorder import Recorder
-from pspo.run.validator import Validator
 
 States = dict[str, dict[str, Any]]  # by part
 
@@ -43,10 +39,8 @@ class Checkpointer:
 
     def __init__(self, config: TrainConfig, parts: dict[str, Stateful], output: Path) -> None:
         self.config, self.parts, self.output = config, parts, output
-        self.learner: Learner = parts["learner"]
-        self.stream: PromptStream = parts["stream"]
-        self.recorder: Recorder = parts["recorder"]
-        self.validator: Validator = parts["validator"]
+        self.learner, self.stream = parts["learner"], parts["stream"]
+        self.recorder, self.validator = parts["recorder"], parts["validator"]
         self.saved: tuple[int, int] | None = None  # position of the last checkpoint
 
     @property

@@ -13,19 +13,19 @@ from pspo import distributed as dist
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
-from pspo.cli.user_code import UserCodeFailed, of_user_code
+from pspo.cli.user_code import UserCodeFailed
 from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
 from pspo.evaluate.card import evaluate_command
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
-from pspo.model import has_adapters
-from pspo.records.code import changed_code
-from pspo.records.files import read_jsonl
+from pspo.losses import SurrogateError
+from pspo.model import has_adapters, is_out_of_memory
+from pspo.records.files import changed_code, read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.rollout import Experience
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
-from pspo.tasks.failures import user_traceback
+from pspo.tasks.failures import user_frames, user_traceback
 
 
 @memory_errors(
@@ -88,8 +88,10 @@ def run_training(
         if dist.is_main():
             print(f"\nstopped; the same command with --run.output_dir {run.output} resumes", file=sys.stderr)
         raise
-    except Exception as error:
-        if isinstance(error, RunFailed) or not of_user_code(error):
+    except RunFailed:
+        raise
+    except Exception as error:  # a surrogate of the user's may raise anything
+        if is_out_of_memory(error) or not (user_frames(error) or type(error) is SurrogateError):
             raise
         saved = f"last checkpoint: {newest_checkpoint(run.output)}"
         raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error

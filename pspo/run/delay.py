@@ -31,8 +31,8 @@ class Delay:
         self.waiting.append(experience)
         if self.config.draws_ahead:
             indices, prompts = self.stream.next(self.config.rollout.prompts)
-            with self.recorder.phase("generate"):
-                self.sampler.prefetch(prompts, self.config.rollout.group_size)
+            with self.recorder.phase("generate"), self.sampler.engine_errors():
+                self.sampler.engine.prefetch(prompts, self.config.rollout.group_size)
             self.prefetched = Drawing(indices)
         return self.waiting.popleft() if self._over_lag() else None
 
@@ -45,8 +45,8 @@ class Delay:
             return
         prompts = self.stream.prompts.take(self.prefetched.prompts)
         try:
-            with self.recorder.phase("generate"):
-                self.prefetched.rollout = self.sampler.collect(prompts, self.config.rollout.group_size)
+            with self.recorder.phase("generate"), self.sampler.engine_errors():
+                self.prefetched.rollout = self.sampler.engine.collect(prompts, self.config.rollout.group_size)
         except RunFailed:
             self.prefetched = None
             self.stream.seek(self.stream.position - self.config.rollout.prompts)

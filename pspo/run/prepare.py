@@ -25,8 +25,7 @@ from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.optimizers.learner import Learner
-from pspo.records.code import changed_code, code_of
-from pspo.records.files import Settings, append_jsonl, environment, flat, read_config, to_yaml, write_json, write_text
+from pspo.records import files as records
 from pspo.records.folders import check_output, checkpoints, claim
 from pspo.records.trackers import check_tracker
 from pspo.rollout import Prompts, TransformersSampler, check_decoder, load_prompts, make_sampling
@@ -179,15 +178,15 @@ def start_engine(
     return sampler
 
 
-def find_output(config: TrainConfig, settings: Settings, resources: contextlib.ExitStack) -> tuple[Path, bool]:
+def find_output(config: TrainConfig, settings: records.Settings, resources: contextlib.ExitStack) -> tuple[Path, bool]:
     """The run's folder, and whether it holds a run to resume, which is then locked."""
-    resumed = run_to_resume(config.run.resume, config.run.output_dir)
+    resumed = run_to_resume(config.run)
     output = resumed or Path(config.run.output_dir or default_output(config))
     check_output(output)
     if resumed:
         resources.enter_context(claim(output))
         check_changes(output, settings)
-        if changed := changed_code(output, settings):
+        if changed := records.changed_code(output, settings):
             advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from says so"
             print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
     if config.run.fork_from and not checkpoints(output):
@@ -196,7 +195,7 @@ def find_output(config: TrainConfig, settings: Settings, resources: contextlib.E
 
 
 def resolve_auto(
-    config: TrainConfig, settings: Settings, run: Path, prompt_tokens: int, device: torch.device
+    config: TrainConfig, settings: records.Settings, run: Path, prompt_tokens: int, device: torch.device
 ) -> TrainConfig:
     """The configuration with numbers for ``auto``, written into ``settings``, too: those of the run's earlier steps."""
     if not (switches := auto_switches(config)):
@@ -205,7 +204,7 @@ def resolve_auto(
     def find() -> dict[str, int]:
         if not holds_steps(run):
             return largest_that_fit(config, prompt_tokens, device)
-        known = flat(read_config(run / "config.yaml"))
+        known = records.flat(records.read_config(run / "config.yaml"))
         return {switch: known[switch] for switch in switches}
 
     values = dist.run_on_main(find)
@@ -217,16 +216,16 @@ def resolve_auto(
     return replace_switches(config, values)
 
 
-def make_output(output: Path, settings: Settings, resources: contextlib.ExitStack) -> None:
+def make_output(output: Path, settings: records.Settings, resources: contextlib.ExitStack) -> None:
     """Make the run's folder and lock it."""
     output.mkdir(parents=True, exist_ok=True)
     resources.enter_context(claim(output))
-    write_text(output / "config.yaml", to_yaml(settings))
+    records.write_text(output / "config.yaml", records.to_yaml(settings))
 
 
-def write_start(output: Path, device: torch.device, step: int, settings: Settings) -> None:
+def write_start(output: Path, device: torch.device, step: int, settings: records.Settings) -> None:
     """Write environment.json, once for a run, and the step, the time and the user's code of every start."""
     if not (path := output / "environment.json").exists():
-        write_json(path, environment(str(device), dist.world_size()))
-    start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "code": code_of(settings)}
-    append_jsonl(output / "starts.jsonl", start)
+        records.write_json(path, records.environment(str(device), dist.world_size()))
+    start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "code": records.code_of(settings)}
+    records.append_jsonl(output / "starts.jsonl", start)

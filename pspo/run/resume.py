@@ -1,31 +1,43 @@
-"""Resume a run or fork one: find its folder and its newest undamaged checkpoint, and restore its parts."""
+"""Resume a run or fork one: find its folder and its newest undamaged checkpoint, and restore its parts.
+
+A resumed run continues the same experiment, so only some switches may change on its way; a fork begins another one from
+the state of its parent.
+"""
 
 import math
 import os
 import shutil
 import sys
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.config import RunConfig, TrainConfig
-from pspo.records.files import Settings, read_json, read_jsonl, to_jsonl, to_yaml, write_text
-from pspo.records.folders import checkpoints, damage, hidden, prune, remove, step_of, tidy
-from pspo.records.switches import LONGER, STEERED
+from pspo.config import LoraConfig, RunConfig, TrainConfig
+from pspo.records.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, to_yaml, write_text
+from pspo.records.folders import checkpoints, damage, hidden, prune, step_of, tidy
+from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
 from pspo.records.tokens import FOLDER
-from pspo.run.changes import allowed_changes, changes_since, check_fork, check_problems, fork_states, record_changes
-from pspo.run.checkpointer import Checkpointer
+from pspo.run.checkpointer import Checkpointer, States
 
 OURS = {".lock", "config.yaml", "data", "environment.json", "starts.jsonl"}  # of a run that has computed nothing
+FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
+         *(f"model.lora.{part.name}" for part in fields(LoraConfig))}  # in forks, too  # fmt: skip
+REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and scores its rollouts anew
+
+Changes = dict[str, tuple[Any, Any]]  # by switch, (old, new)
 
 
-def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
+# Which run, and from which checkpoint
+
+
+def run_to_resume(config: RunConfig) -> Path | None:
     """The folder of the run to resume; None to start a new one.
 
     Raises ValueError if --run.output_dir holds something else, or --run.resume names no run or another one.
     """
-    output = None if output_dir is None else Path(output_dir)
+    resume, output = config.resume, None if config.output_dir is None else Path(config.output_dir)
     if resume in ("auto", "never"):
         names = set(os.listdir(output)) if output is not None and output.is_dir() else set()
         configured = "config.yaml" in names
@@ -43,53 +55,24 @@ def run_to_resume(resume: str, output_dir: str | None) -> Path | None:
     return output or run
 
 
-def check_changes(run: Path, settings: Settings) -> None:
-    """Raise ValueError for changes that are not allowed, unless the run holds no step yet: then it starts anew."""
-    try:
-        allowed_changes(run, settings)
-    except ValueError:
-        if holds_steps(run):
-            raise
-        print(f"{run} holds no step of the run that was started there: it starts anew", file=sys.stderr)
-        for name in ("best", "checkpoints"):
-            shutil.rmtree(run / name, ignore_errors=True)
-        (run / "environment.json").unlink(missing_ok=True)
+def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """The summary of a run that is there already and finished; else {}."""
+    run = run_to_resume(config)
+    if run is None or not (run / "summary.json").exists():
+        return {}
+    changes = allowed_changes(run, settings)
+    summary = read_json(run / "summary.json")
+    left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)
+    if changes & LONGER and left:
+        return {}
+    if steered := changes & STEERED:
+        advice = "raise --run.max_steps too, or --run.fork_from one of its checkpoints"
+        raise ValueError(f"{run} is finished, --{min(steered)} would change nothing: {advice}")
+    return summary
 
 
 def holds_steps(run: Path) -> bool:
-    best = run / "best" / "validation.json"
-    steps = [step_of(folder) for folder in checkpoints(run)] + [read_json(best)["step"] if best.is_file() else 0]
-    return any(steps) or bool(read_jsonl(run / "metrics.jsonl"))
-
-
-def fork_parent(config: RunConfig, settings: Settings) -> Path:
-    """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names.
-
-    Raises ValueError if there is none, or this configuration cannot continue it.
-    """
-    path = Path(config.fork_from).absolute()
-    every = checkpoints(path) or [folder for folder in checkpoints(path.parent.parent) if folder == path]
-    parent = first_intact(every)
-    if parent is None:
-        raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
-    check_fork(parent, settings)
-    if step_of(parent) >= config.max_steps:
-        raise ValueError(f"--run.max_steps {config.max_steps} counts from step 0: it must be above {parent.name}")
-    return parent
-
-
-def fork(config: RunConfig, settings: Settings, run: Path) -> Path | None:
-    """Copy the checkpoint of --run.fork_from into the run, which needs its parent no more; None without a parent.
-
-    Raises OSError if the parent, still training, has removed it meanwhile.
-    """
-    if config.fork_from is None:
-        return None
-    parent = fork_parent(config, settings)
-    copy, tested = run / "checkpoints" / parent.name, parent.parents[1] / "test-before.jsonl"
-    if tested.exists():
-        shutil.copy(tested, run)
-    return shutil.copytree(parent, hidden(copy, "new")).rename(copy)
+    return any(map(step_of, checkpoints(run))) or bool(read_jsonl(run / "metrics.jsonl"))
 
 
 def find_checkpoint(run: Path, resume: str) -> Path | None:
@@ -117,19 +100,101 @@ def first_intact(folders: list[Path]) -> Path | None:
     return None
 
 
+def fork_parent(config: RunConfig, settings: Settings) -> Path:
+    """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names.
+
+    Raises ValueError if there is none, or this configuration cannot continue it.
+    """
+    path = Path(config.fork_from).absolute()
+    parent = first_intact(checkpoints(path) or [path for known in checkpoints(path.parent.parent) if known == path])
+    if parent is None:
+        raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
+    for name, (old, new) in changes_since(parent, settings).items():
+        if name in FIXED:
+            advice = f"to begin with the weights alone, set --model.name_or_path {parent} and no --run.fork_from"
+            raise ValueError(f"--{name} was {old!r}, is {new!r}: a fork cannot change it; {advice}")
+    if step_of(parent) >= config.max_steps:
+        raise ValueError(f"--run.max_steps {config.max_steps} counts from step 0: it must be above {parent.name}")
+    return parent
+
+
+# What changed
+
+
+def changes_since(folder: Path, settings: Settings) -> Changes:
+    """Differences between the configuration of a run or checkpoint, and this one."""
+    changes = differences(read_config(folder / "config.yaml"), settings)
+    return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
+
+
+def allowed_changes(run: Path, settings: Settings) -> set[str]:
+    """Switches that changed since the run's config.yaml and may; ValueError names those that may not."""
+    constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
+    allowed, refused = set(), []
+    for name, (old, new) in changes_since(run, settings).items():
+        grows = name in LONGER and constant and old is not None and (new is None or new > old)
+        if name in FREE | STEERED | ROUNDING or grows:
+            allowed.add(name)
+        else:
+            refused.append(f"--{name} was {old!r}, is {new!r}")
+    if refused:
+        raise ValueError(
+            f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another folder, or the "
+            "same switches to resume it"
+        )
+    return allowed
+
+
+def check_changes(run: Path, settings: Settings) -> None:
+    """Raise ValueError for changes that are not allowed, unless the run holds no step yet: then it starts anew."""
+    try:
+        allowed_changes(run, settings)
+    except ValueError:
+        if holds_steps(run):
+            raise
+        print(f"{run} holds no step of the run that was started there: it starts anew", file=sys.stderr)
+        for name in ("best", "checkpoints"):
+            shutil.rmtree(run / name, ignore_errors=True)
+        (run / "environment.json").unlink(missing_ok=True)
+
+
+def check_problems(run: Path, states: States, fresh: States) -> None:
+    """Raise ValueError if a resumed run has other problems than before; validation may be steered on or off."""
+    known, problems = states["validator"]["fingerprints"], fresh["validator"]["fingerprints"]
+    same = all(known[split] == problems[split] for split in known.keys() & problems)
+    if not same or states["stream"]["fingerprint"] != fresh["stream"]["fingerprint"]:
+        raise ValueError(f"--run.output_dir {run} has other problems under the same name: choose another folder")
+
+
+def record_changes(run: Path, step: int, changes: Changes) -> None:
+    """Print the changes since the checkpoint of this step, and make them the last of ``changes.jsonl``."""
+    path = run / "changes.jsonl"
+    records = [record for record in read_jsonl(path) if record["step"] < step]
+    unrecorded = FREE if "run.fork_from" in changes else FREE | LONGER  # which change no number
+    for name, (old, new) in changes.items():
+        rounding = " (other rounding)" if name in ROUNDING else ""
+        if name != "run.fork_from":
+            print(f"changed from step {step} on: --{name} was {old!r}, is {new!r}{rounding}", file=sys.stderr)
+        records += [{"step": step, "switch": name, "old": old, "new": new}] if name not in unrecorded else []
+    if records or path.exists():
+        write_text(path, to_jsonl(records))
+
+
+# Restoring
+
+
 def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer) -> None:
     """Restore the parts and the run's folder to its newest checkpoint, or to that of the run which it forks.
 
     What changed since the checkpoint holds from its step on. Raises ValueError if the run has other problems now.
     """
-    run, parts = checkpointer.output, checkpointer.parts
-    own = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
-    checkpoint = own or dist.run_on_main(lambda: fork(config.run, settings, run))
-    if checkpoint != own:
+    run, parts, ranks, changes = checkpointer.output, checkpointer.parts, dist.world_size(), {}
+    checkpoint = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
+    if checkpoint is None and config.run.fork_from is not None:
+        checkpoint = dist.run_on_main(lambda: copy_parent(fork_parent(config.run, settings), run))
         print(f"forked from {config.run.fork_from} at {checkpoint.name}")
     else:
         print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
-    changes, ranks = {}, dist.world_size()
     if checkpoint is not None:
         (states, ranks), fresh = checkpointer.load(checkpoint), checkpointer.states()
         changes = changes_since(checkpoint, settings)
@@ -156,6 +221,36 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
     dist.run_on_main(lambda: write_text(run / "config.yaml", to_yaml(settings | {"run": own_run})))
 
 
+def copy_parent(parent: Path, run: Path) -> Path:
+    """Copy a fork's parent into the run, which then needs it no more; OSError if its own run has just removed it."""
+    copy, tested = run / "checkpoints" / parent.name, parent.parents[1] / "test-before.jsonl"
+    if tested.exists():
+        shutil.copy(tested, run)
+    return shutil.copytree(parent, hidden(copy, "new")).rename(copy)
+
+
+def fork_states(parent: States, fresh: States, changes: Changes) -> States:
+    """A fork's states: its parent's, but the best models are of its own validations.
+
+    Another surrogate begins its own state, other training problems come in an order of their own; the untrained model's
+    test was on other test problems.
+    """
+    validator, problems = parent["validator"], fresh["validator"]["fingerprints"]
+    same = {split: validator["fingerprints"].get(split) == problems.get(split) for split in ("validation", "test")}
+    own = {"fingerprints": problems, "validated": {}, "best": {}, "best_trained": {}}
+    own |= {} if same["test"] else {"before": {}}
+    own |= {} if same["validation"] else {"untrained": {}}
+    states = {name: parent.get(name, state) for name, state in fresh.items()} | {"validator": validator | own}
+    if "surrogate" in fresh and any(name.startswith("algorithm.surrogate.") for name in changes):
+        states["surrogate"] = fresh["surrogate"]
+    other_problems = parent["stream"]["fingerprint"] != fresh["stream"]["fingerprint"]
+    if other_problems:
+        states["stream"] = fresh["stream"]
+    if other_problems or any(name.startswith(REDRAWN) for name in changes.keys() - {"rollout.lag"}):
+        states["delay"] = fresh["delay"]
+    return states
+
+
 def best_so_far(run: Path, step: int, steps: int) -> dict[str, Any]:
     """The validation of the model in ``best/``, step ``step``'s; {} if one after ``steps`` replaced it.
 
@@ -167,22 +262,6 @@ def best_so_far(run: Path, step: int, steps: int) -> dict[str, Any]:
     return best if best["step"] <= steps else {}
 
 
-def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """The summary of a run that is there already and finished; else {}."""
-    run = run_to_resume(config.resume, config.output_dir)
-    if run is None or not (run / "summary.json").exists():
-        return {}
-    changes = allowed_changes(run, settings)
-    summary = read_json(run / "summary.json")
-    left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)
-    if changes & LONGER and left:
-        return {}
-    if steered := changes & STEERED:
-        advice = "raise --run.max_steps too, or --run.fork_from one of its checkpoints"
-        raise ValueError(f"{run} is finished, --{min(steered)} would change nothing: {advice}")
-    return summary
-
-
 def cut_back(run: Path, steps: int, keep: int, tests: list[str]) -> None:
     """Remove what came after this step: newer checkpoints, lines of the records, and tests. An old summary is renamed.
 
@@ -191,14 +270,11 @@ def cut_back(run: Path, steps: int, keep: int, tests: list[str]) -> None:
     if (summary := run / "summary.json").exists():
         ended = read_json(summary)["optimizer_steps"]
         summary.rename(run / f"summary-step-{ended:06d}.json")
-    for folder in checkpoints(run):
-        if step_of(folder) > steps:
-            remove(folder)
-    prune(run, keep)
+    prune(run, keep, steps)
     for when in tests:
         (run / f"test-{when}.jsonl").unlink(missing_ok=True)
     for rollout in (run / FOLDER).glob("step-*.parquet"):
-        if int(rollout.stem.removeprefix("step-")) > steps:
+        if step_of(rollout) > steps:
             rollout.unlink()
     for path in (run / "metrics.jsonl", run / "samples.jsonl"):
         if path.exists():

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from pspo import distributed as dist
@@ -16,7 +15,7 @@ from pspo.cli.signals import Stopped, StopSignals
 from pspo.config import TrainConfig
 from pspo.hub.save import save_model
 from pspo.optimizers.learner import Learner
-from pspo.records.files import read_jsonl, write_json, write_text
+from pspo.records.files import read_config, read_jsonl, write_json, write_text
 from pspo.records.folders import writing
 from pspo.records.trackers import start_tracker
 from pspo.rollout import Experience
@@ -54,8 +53,7 @@ class Run:
         FIRST_FAILURES.clear()  # of an earlier run in this process
         with self.checkpointer.save_if_raised():
             self.validator.start()
-        settings = yaml.safe_load((self.output / "config.yaml").read_text(encoding="utf-8"))
-        name = self.config.run.tracker if dist.is_main() else "none"
+        name, settings = self.config.run.tracker if dist.is_main() else "none", read_config(self.output / "config.yaml")
         tracker = start_tracker(name, self.output, settings, self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
         if self.recorder.line:  # a reward raised in the validation of the last rollout

@@ -36,19 +36,9 @@ class Sampler:
         return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        """Draw ``group_size`` completions of each prompt; RunFailed, on all ranks, if an engine fails."""
-        with self._engine_errors():
+        """Draw ``group_size`` completions of each prompt."""
+        with self.engine_errors():
             return self.training.draw(prompts, group_size)
-
-    def prefetch(self, prompts: Prompts, group_size: int) -> None:
-        """Have the engine begin to draw what `collect` is asked for next."""
-        with self._engine_errors():
-            self.engine.prefetch(prompts, group_size)
-
-    def collect(self, prompts: Prompts, group_size: int) -> Rollout:
-        """Wait for what the engine has begun to draw."""
-        with self._engine_errors():
-            return self.engine.collect(prompts, group_size)
 
     def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
         """Greedy decoding of a policy, never by an engine."""
@@ -58,7 +48,8 @@ class Sampler:
         )
 
     @contextlib.contextmanager
-    def _engine_errors(self) -> Iterator[None]:
+    def engine_errors(self) -> Iterator[None]:
+        """Raise RunFailed on all ranks if an engine fails on one."""
         failure = None
         try:
             yield

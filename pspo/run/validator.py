@@ -42,8 +42,7 @@ class Validator:
     def __init__(self, config: TrainConfig, sampler: Sampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
         self.config, self.sampler, self.recorder, self.prompts = config, sampler, recorder, prompts
         self.learner, self.output = recorder.learner, recorder.output
-        splits = prompts.keys() & {"validation", "test"}
-        self.fingerprints = {split: prompts[split].fingerprint() for split in sorted(splits)}
+        self.fingerprints = {split: its.fingerprint() for split, its in prompts.items() if split != "train"}
         self.before: dict[str, Any] | None = None
         self.untrained, self.validated, self.best, self.best_trained = ({} for _ in range(4))
 
