@@ -12,15 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal
 
 from pspo.losses import PSPO, Aggregation, Correction, KLEstimator, Surrogate
 from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.workers import check_importable
-
-T = TypeVar("T")
 
 AdvantageScale = Literal["none", "group", "batch", "rloo", "maxrl"]
 Decoder = Literal["pspo", "graphs", "hf"]
@@ -57,29 +55,23 @@ def number(default: float | None, interval: str) -> Any:
     return field(default=default, metadata={"range": interval})
 
 
-@dataclass_transform(frozen_default=True)
-def section(name: str) -> Callable[[type[T]], type[T]]:
-    """Decorate a section of the configuration: a frozen dataclass that checks every `number` of its fields."""
+@dataclass(frozen=True)
+class Section:
+    """Base of the configuration's sections, frozen dataclasses: checks every `number` of their fields."""
 
-    def decorate(cls: type[T]) -> type[T]:
-        check_more = vars(cls).get("__post_init__", lambda self: None)
+    def __init_subclass__(cls, name: str) -> None:
+        cls.section = name
 
-        def check(self: T) -> None:
-            for part in fields(self):
-                interval, value = part.metadata.get("range"), getattr(self, part.name)
-                ok = interval is None or value in (None, "auto") or RANGES[interval](value)
-                require(ok, f"{name}.{part.name}", f"must be {interval}", value)
-            check_more(self)
-
-        cls.__post_init__ = check
-        return dataclass(frozen=True)(cls)
-
-    return decorate
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            interval, value = part.metadata.get("range"), getattr(self, part.name)
+            ok = interval is None or value in (None, "auto") or RANGES[interval](value)
+            require(ok, f"{self.section}.{part.name}", f"must be {interval}", value)
 
 
-@section("model.lora")
-class LoraConfig:
-    """LoRA adapters: the model is frozen, and only small matrices beside its linear layers are trained.
+@dataclass(frozen=True)
+class LoraConfig(Section, name="model.lora"):
+    """LoRA adapters: the model is frozen, and only small matrices next to its linear layers are trained.
 
     Args:
         rank: rank of new adapters; 0 for none
@@ -94,6 +86,7 @@ class LoraConfig:
     name_or_path: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rule = "must be left out with adapters to start from, which have a rank of their own"
         require(self.rank == 0 or self.name_or_path is None, "model.lora.rank", rule, self.rank)
         for name in ("alpha", "target_modules"):
@@ -103,8 +96,8 @@ class LoraConfig:
             object.__setattr__(self, "target_modules", [self.target_modules])  # PEFT takes texts as expressions
 
 
-@section("model")
-class ModelConfig:
+@dataclass(frozen=True)
+class ModelConfig(Section, name="model"):
     """Model and numerics.
 
     Args:
@@ -161,8 +154,8 @@ def default_lr(model: ModelConfig) -> float:
     return LORA_LR[rate] if model.has_adapters else rate
 
 
-@section("data")
-class DataConfig:
+@dataclass(frozen=True)
+class DataConfig(Section, name="data"):
     """Problems and prompts.
 
     Args:
@@ -171,7 +164,7 @@ class DataConfig:
         config: with a hub id, its configuration
         revision: branch, tag or commit on the hub; unset, main, or of gsm8k, math, svamp and asdiv the pinned commit
         splits: with a hub id, its names of our splits, such as {train: train_sft, test: test_sft}
-        limit: use only so many problems of the split
+        limit: number of problems of the split to use; unset, all
         sample: with a limit, use a seeded sample of a test split; false for its first problems
         seed: shuffles the problems and draws the validation split
         prompt_column: with file or a hub id, column of the problem: text, or a chat as a list of turns
@@ -211,8 +204,8 @@ class DataConfig:
         return default if self.system_prompt is None else self.system_prompt
 
 
-@section("reward")
-class RewardConfig:
+@dataclass(frozen=True)
+class RewardConfig(Section, name="reward"):
     """Reward: a weighted sum of functions.
 
     Args:
@@ -230,6 +223,7 @@ class RewardConfig:
     workers: int = number(0, "at least 0")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
         instances = all(callable(function) and not isinstance(function, type) for function in self.functions)
         require(instances, "reward.functions", "must be functions or instances, as MathReward()", self.functions)
@@ -249,8 +243,8 @@ def check_reward(data: DataConfig, reward: RewardConfig) -> None:
         raise ValueError(f"--reward.functions MathReward {what}: set --reward.functions {fix}")
 
 
-@section("rollout")
-class RolloutConfig:
+@dataclass(frozen=True)
+class RolloutConfig(Section, name="rollout"):
     """Sampling of completions.
 
     Args:
@@ -270,8 +264,8 @@ class RolloutConfig:
         engine_memory: with an engine, share of the GPU's memory for its weights and cache
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
-        lag: train on each rollout so many rollouts after it was drawn: exactly the staleness of asynchronous training
-        resample: times that groups whose rewards are all equal give way to fresh prompts' (DAPO's dynamic sampling)
+        lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
+        resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
     prompts: int = number(32, "above 0")
@@ -294,6 +288,7 @@ class RolloutConfig:
     resample: int = number(0, "at least 0")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
         rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
@@ -305,8 +300,8 @@ class RolloutConfig:
         return self.engine != "transformers"
 
 
-@section("algorithm")
-class AlgorithmConfig:
+@dataclass(frozen=True)
+class AlgorithmConfig(Section, name="algorithm"):
     """Advantages and loss.
 
     Args:
@@ -338,6 +333,7 @@ class AlgorithmConfig:
     correction_cap: float = number(3.0, "above 0")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name, inputs = type(self.surrogate).__name__, ("logprobs", "old_logprobs", "advantages", "mask")
         try:
             inspect.signature(self.surrogate.at(0)).bind(*inputs)
@@ -351,8 +347,8 @@ class AlgorithmConfig:
         return self.surrogate.token_local and not (self.correction or "none").startswith("sequence")
 
 
-@section("optimizer")
-class OptimizerConfig:
+@dataclass(frozen=True)
+class OptimizerConfig(Section, name="optimizer"):
     """Optimizer and batch size in memory.
 
     Args:
@@ -368,7 +364,7 @@ class OptimizerConfig:
         microbatch_tokens: tokens per forward and backward pass, or auto; changes memory and speed, not the result
         halve_on_oom: on out-of-memory, retry the step with microbatches half as large
         one_pass: form gradients while the logits are there, where the loss allows: faster; false for the plain step
-        max_skipped: end the run after so many non-finite steps in a row; each is skipped
+        max_skipped: end the run after MAX_SKIPPED non-finite steps in a row; each is skipped
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
@@ -386,8 +382,8 @@ class OptimizerConfig:
     max_skipped: int = number(10, "above 0")
 
 
-@section("run")
-class RunConfig:
+@dataclass(frozen=True)
+class RunConfig(Section, name="run"):
     """Length of the run, evaluation, checkpoints and logs.
 
     Args:
@@ -397,7 +393,7 @@ class RunConfig:
         resume: auto resumes the run in output_dir; never requires a new folder; or the path of a run or checkpoint
         seed: seed of sampling and of the order of prompts
         max_steps: optimizer steps
-        max_tokens: end earlier, after so many prompt and completion tokens; unset, no limit
+        max_tokens: end earlier, after MAX_TOKENS prompt and completion tokens; unset, no limit
         validate_every: optimizer steps between validations; 0 for none
         validation_limit: validation problems
         test_limit: test problems evaluated before and after training; 0 for none
@@ -427,8 +423,8 @@ class RunConfig:
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
 
-@section("distributed")
-class DistributedConfig:
+@dataclass(frozen=True)
+class DistributedConfig(Section, name="distributed"):
     """Several GPUs: one process each, started by torchrun.
 
     Args:
@@ -444,6 +440,7 @@ class DistributedConfig:
     timeout: float = number(600.0, "above 0 and below 2^31")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, default in (("rollout", "gathered"), ("gather", "microbatch")):
             fits = self.strategy == "fsdp2" or getattr(self, name) == default
             rule = f"must be {default} unless distributed.strategy is fsdp2"
@@ -541,8 +538,8 @@ class TrainConfig:
             raise ValueError(f"--rollout.prompts {prompts} {rule}")
 
 
-@section("eval")
-class EvalConfig:
+@dataclass(frozen=True)
+class EvalConfig(Section, name="eval"):
     """Sampling of completions and the split they are evaluated on.
 
     Args:
@@ -570,6 +567,7 @@ class EvalConfig:
     max_turns: int = number(4, "above 0")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ok = self.temperatures and all(0 <= temperature < math.inf for temperature in self.temperatures)
         require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
@@ -577,8 +575,8 @@ class EvalConfig:
         require(all(self.stop_strings), "eval.stop_strings", "must not be empty texts", self.stop_strings)
 
 
-@section("run")
-class EvalRunConfig:
+@dataclass(frozen=True)
+class EvalRunConfig(Section, name="run"):
     """Output folder and seed.
 
     Args:

@@ -289,12 +289,12 @@ def resolve(value: Any, base: type, switch: str) -> Any:
         choice = f"; did you mean {known[close[0]]}?" if close else f": choose from {names}, or an import path"
         raise ValueError(f"--{switch} has no {value!r}{choice}")
     try:
-        found = import_path(value)
+        target = import_path(value)
     except Exception as error:  # a module of the user's raises anything
         lost = isinstance(error, ModuleNotFoundError) and error.name == value.partition(".")[0]
         hint = "; its file must be in the current folder or on PYTHONPATH" if lost else ""
         raise ValueError(f"--{switch} cannot import {value}: {type(error).__name__}: {error}{hint}") from error
-    if inspect.isclass(found) and (not issubclass(found, base) or inspect.isabstract(found)):
+    if inspect.isclass(target) and (not issubclass(target, base) or inspect.isabstract(target)):
         raise ValueError(f"--{switch} needs a subclass of {base.__name__} with all its methods, and {value} is none")
     return value
 

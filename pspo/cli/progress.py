@@ -27,7 +27,7 @@ class Bar(tqdm):
         super().__init__(*args, disable=quiet or self.in_lines, **options)
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
-        """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, and its first part beside a bar."""
+        """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, its first part next to a bar."""
         if not self.disable:
             before, every = self.n, max(1, (self.total or 0) / 20)
             self.set_postfix_str(status.partition("  ")[0], refresh=False)
@@ -42,7 +42,7 @@ class Bar(tqdm):
                 self.printed = time.monotonic()
 
     def left(self) -> str:
-        """Such as "04:10 left", if it goes on as it went so far; "" at the end."""
+        """Such as "04:10 left", at the speed so far; "" at the end."""
         done, to_do = self.n - self.first, (self.total or 0) - self.n
         seconds = (time.monotonic() - self.started) * to_do / max(done, 1)
         return f"{self.format_interval(seconds)} left" if to_do > 0 else ""

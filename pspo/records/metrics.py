@@ -41,7 +41,7 @@ def sample(rows: dict[str, list[Any]], row: int, step: int, group_size: int) -> 
     """A completion's line of ``samples.jsonl``, of its values in the B rows."""
     names = ("reward", "advantage", "tokens", "truncated")
     by_name = {name.removeprefix("reward/"): values[row] for name, values in rows.items() if name.startswith("reward/")}
-    logged = {name.removeprefix("logged/"): of[row] for name, of in rows.items() if name.startswith("logged/")}
+    logged = {name.removeprefix("logged/"): values[row] for name, values in rows.items() if name.startswith("logged/")}
     return {
         "step": step,
         "problem": rows["index"][row],

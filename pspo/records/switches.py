@@ -1,4 +1,4 @@
-"""The table of switches: which of them may change while a run goes on, and which make another setting."""
+"""The table of switches: which of them may change between the starts of a run, and which make another setting."""
 
 FREE = {  # changes no number of the run
     "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",

@@ -95,7 +95,7 @@ class Recorder:
             return
         drawn_rewards, rows, visits = zip(*by_rank, strict=True)
         names = dict.fromkeys(chain(*rows))  # what rewards log may differ from rank to rank
-        rows = {name: list(chain(*(of.get(name, [None] * len(of["text"])) for of in rows))) for name in names}
+        rows = {name: list(chain(*(part.get(name, [None] * len(part["text"])) for part in rows))) for name in names}
         rows["problem"] = [self.prompts.problems[i] for i in rows["index"]]
         drawn_rewards = list(chain(*drawn_rewards)) if self.config.rollout.resample else None
         self.line |= rollout_metrics(rows, drawn_rewards) | steps[-1]  # the most off-policy one

@@ -97,7 +97,7 @@ class Run:
         self.checkpointer.save_if_due()
 
     def tell(self, experience: Experience, steps: list[dict[str, float]]) -> None:
-        """Call ``on_rollout`` with a rollout and its steps' metrics; the run goes on as without it, to the last bit."""
+        """Call ``on_rollout`` with a rollout and its steps' metrics; the run is bit for bit the same without it."""
         if self.on_rollout is not None:
             generators = self.generators.state_dict()
             self.on_rollout(experience, steps)
