@@ -26,6 +26,7 @@ import docstring_parser
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, get_loader, set_dumper
 
+from pspo import distributed as dist
 from pspo.config import require
 from pspo.model import is_out_of_memory
 from pspo.records.files import Settings, as_argument, flat, to_yaml
@@ -365,7 +366,7 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, OSError) as error:
-        if not once or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
+        if not (once and dist.under_torchrun()) or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
