@@ -22,7 +22,8 @@ from pspo.records.metrics import rollout_metrics, sample
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
-from pspo.tasks.rewards import FormatReward, MathReward, Reward, _pool, check_rewards, math_reward, total_rewards
+from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
+from pspo.tasks.workers import worker_pool
 
 
 @pytest.mark.parametrize(
@@ -355,9 +356,9 @@ def work(tmp_path, monkeypatch):
     """A module of reward functions that a new process imports in no time."""
     (tmp_path / "work.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)
-    _pool.cache_clear()  # whose processes know no such folder
+    worker_pool.cache_clear()  # whose processes know no such folder
     yield importlib.import_module("work")
-    _pool.cache_clear()
+    worker_pool.cache_clear()
 
 
 def in_workers(function, *completions, **settings):

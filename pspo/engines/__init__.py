@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pspo.config import TrainConfig
 from pspo.optimizers.learner import Learner
 from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
 from pspo.rollout.types import Nucleus
+from pspo.tasks.environment import import_path
 
 BUILT_IN = {"vllm": "pspo.engines.vllm.VLLM"}
 
@@ -54,7 +54,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineSampler:
-    """Samples by an engine, which gets the learner's weights first."""
+    """Draws by an engine, which gets the learner's weights first."""
 
     engine: Engine
     learner: Learner
@@ -63,7 +63,7 @@ class EngineSampler:
     generators: AbstractContextManager = field(default_factory=nullcontext)  # as `TransformersSampler`'s
 
     def prefetch(self, prompts: Prompts, group_size: int) -> None:
-        """Begin to draw what `collect` is asked for next."""
+        """Begin to draw what `collect` returns."""
         self.engine.push(self.learner.policy, self.learner.steps)
         with self.generators:
             self.engine.begin(prompts.ids, self.sampling, group_size)
@@ -83,13 +83,8 @@ class EngineSampler:
 
 def find_engine(name: str) -> type[Engine]:
     """Import the class of --rollout.engine; raises ValueError if there is none, or its library is not installed."""
-    path = BUILT_IN.get(name, name)
-    module, _, attribute = path.rpartition(".")
-    try:
-        engine = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        rule = f"give transformers, {', '.join(BUILT_IN)}, or the import path of a class"
-        raise ValueError(f"--rollout.engine {name} cannot be imported ({error}): {rule}") from error
+    rule = f"give transformers, {', '.join(BUILT_IN)}, or the import path of a class"
+    engine = import_path(BUILT_IN.get(name, name), "rollout.engine", rule)
     if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
         raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.engines.Engine says what it needs")
     engine.check()

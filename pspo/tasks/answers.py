@@ -18,6 +18,7 @@ Arithmetic is on integers and Fractions. Every quantifier below is possessive or
 the text, and no text raises.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
@@ -62,13 +63,11 @@ class Number(NamedTuple):
         a, b, exponent = self
         p, q = gold.numerator, gold.denominator
         if exponent:
-            # With bits = (bits of a) - (bits of b), 2**(bits-1) < |a/b| < 2**(bits+1); and 10**e lies beyond 8**e.
-            bits = a.bit_length() - b.bit_length() + 3 * exponent
-            gold_bits = p.bit_length() - q.bit_length()
-            if exponent > 0 and bits - 1 > max(gold_bits + 1, 0):
-                return False  # |value| is at least twice max(|gold|, 1)
-            if exponent < 0 and bits + 1 <= -20 and p and gold_bits - 1 >= -18:
-                return False  # |value| < 1e-6 and |gold| > 3.8e-6
+            magnitude = math.log10(abs(a)) - math.log10(b) + exponent  # log10 of |value|
+            if magnitude > 1 + math.log10(abs(p) // q + 1):
+                return False  # |value| > 10 |gold|, and 10
+            if magnitude < -7 and abs(p) * 10**5 > q:
+                return False  # |value| < 1e-7 and |gold| > 1e-5
             a, b = a * 10 ** max(exponent, 0), b * 10 ** max(-exponent, 0)
         return abs(a * q - p * b) * _INVERSE_TOLERANCE <= b * q
 
@@ -125,11 +124,8 @@ def _marked_line(completion: str, marker: Marker) -> str | None:
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
-    It is the first number after the marker `####` on the marker's line; without a marker, or with no number on that
-    line, the last number of the whole completion.
-
-    Args:
-        marker: which `####` counts if there are several, "last" or "first"; `#####` is no marker.
+    It is the first number after the last (or first) marker `####` on the marker's line; without a marker, or with no
+    number on that line, the last number of the whole completion. `#####` is no marker.
     """
     line = _marked_line(completion, marker)
     number = None if line is None else next(find_numbers(line), None)

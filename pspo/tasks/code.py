@@ -40,8 +40,8 @@ class CodeReward(Reward):
     Every completion runs in a Python process of its own (`pspo.tasks.sandbox`), in a folder that is the root, without
     environment variables, with limits on wall and CPU time and on memory, and under a seccomp filter set before the
     program begins: no sockets, no other process, no signals to others, no file opened for writing or made or removed.
-    It is killed when its time is up, and what it prints is dropped. Nothing can be left behind. If the kernel refuses
-    the filter, nothing is run and the reward raises.
+    It is killed when its time is up, and what it prints is dropped. If the kernel refuses the filter, nothing is run
+    and the reward raises.
 
     It does not protect against: a program that reads files (all that you can read; it cannot send them anywhere);
     faults in the kernel or the processor; competition for CPU and memory bandwidth; and cheating, because program and
@@ -70,9 +70,10 @@ class CodeReward(Reward):
             raise ValueError(f"seconds, memory_mb and processes must be above 0, not {self}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        if missing := [problem for problem in problems if self.column not in problem.fields]:
-            columns = ", ".join(missing[0].fields) or "none"
-            raise RewardError(f"CodeReward: the data have no column {self.column!r} (columns: {columns}); set column")
+        for problem in problems:
+            if self.column not in problem.fields:
+                has = f"{self.column!r} (columns: {', '.join(problem.fields) or 'none'})"
+                raise RewardError(f"CodeReward: the data have no column {has}; set column")
         tests = [problem.fields[self.column] for problem in problems]
         with ThreadPoolExecutor(self.processes) as threads:
             return list(threads.map(self.value, completions, tests))
@@ -89,8 +90,8 @@ class CodeReward(Reward):
         """Return how many tests the program passes; 0 if it does not end in time."""
         secret = secrets.token_hex(16)
         limits = {"seconds": int(self.seconds) + 1, "memory": self.memory_mb * 2**20}
-        with tempfile.TemporaryFile() as specification:
-            specification.write(json.dumps({"code": code, "tests": tests, "secret": secret, **limits}).encode())
+        with tempfile.TemporaryFile("w+") as specification:
+            json.dump({"code": code, "tests": tests, "secret": secret, **limits}, specification)
             specification.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-I", "-B", str(SANDBOX)],
@@ -115,7 +116,7 @@ class CodeReward(Reward):
 
 
 def reports(descriptor: int, secret: str, seconds: float) -> Iterator[dict]:
-    """Yield the sandbox's reports, for so many seconds after the first; lines without the secret are ignored."""
+    """Yield the sandbox's reports until SECONDS after the first; lines without the secret are ignored."""
     deadline, size, rest = time.monotonic() + START_SECONDS, 0, b""
     while size < MAX_REPORT and select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))[0]:
         if not (data := os.read(descriptor, MAX_REPORT)):

@@ -134,24 +134,16 @@ def load_problems(
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
     Train, a validation split made of it, and both of a mixture are shuffled by the seed; everything else keeps its
-    order, a mixture's test split one source after the other.
+    order, a mixture's test split one source after the other. The parameters are `pspo.config.DataConfig`'s. Besides:
 
     Args:
-        name: one of `NAMES`, a hub id (organisation/name), or several joined by `+`.
         split: train, validation or test.
-        path: local file or folder in the source's own format, or a folder with one folder per source, as mixtures
-            need; None loads from the hub.
-        limit: so many problems; of a generated source, how many to generate (None: 10,000 or 500).
-        sample: with a limit, a seeded sample of a test split, which may be sorted by subject; False for its first ones.
-        seed: seed of shuffles, of held-out splits and of generated sources.
-        answer_kind: number (exact), text (of the answer column) or none; None for the source's own, see `own_kind`.
-        prompt_column, answer_column: columns of files and hub ids, where `category` and `level` are read if present.
-            Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
-        config, splits: of hub ids, the configuration, and the names of their splits by ours.
-        revision: of a single data set of the hub; None for the newest of a hub id, and for the pinned one of `SOURCES`.
+        path: in a source's own format; mixtures need a folder with one folder per source.
+        limit: of a generated source, how many problems to generate; None for 10,000 of train, 500 of the others.
+        prompt_column, answer_column: `category` and `level` are read besides, if present. Prompts are text or lists of
+            turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
         fractions: keep answers that are written as fractions, integers aside.
-        holdout: if a source has a single split (ASDiv, SVAMP's file), the share of it that is test while the rest is
-            train. A hash of a problem's words and the seed decides: problems of the same words are on one side.
+        holdout: a hash of a problem's words and the seed decides: problems of the same words are on one side.
     """
     names = name.split("+")
     if unknown := [part for part in names if part not in NAMES and ("/" not in part or Path(part).exists())]:
@@ -332,27 +324,22 @@ def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
     """Find the data files at path, by the split that their names say; all are test if none says one."""
     if path.is_file() or is_saved(path):
         return _by_split({path.name: path})
-    files = {str(file.relative_to(path)): file for file in data_files(path)}
     hidden = re.compile(rf"(^|/)\.{f'|{skip}' if skip else ''}")
-    found = _by_split({inside: file for inside, file in files.items() if not hidden.search(inside)})
-    if not any(found.values()):
-        raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
-    for split, files in found.items():
-        if len({file.suffix for file in files}) > 1:
-            raise ValueError(f"{path} holds {split} in several formats ({files[0].name}, {files[-1].name}); keep one")
-    return found
+    files = {str(file.relative_to(path)): file for file in data_files(path)}
+    by_split = _by_split({inside: file for inside, file in files.items() if not hidden.search(inside)})
+    for split, found in by_split.items():
+        if not found:
+            raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
+        if len({file.suffix for file in found}) > 1:
+            raise ValueError(f"{path} holds {split} in several formats ({found[0].name}, {found[-1].name}); keep one")
+    return by_split
 
 
 def _by_split(items: dict[str, T]) -> dict[str, list[T]]:
-    """Group by the split that each name says; all are test if no name says one."""
-    found: dict[str | None, list[T]] = {}
+    """Group by the one split that each name says; all are test if no name says one."""
+    by_split: dict[str | None, list[T]] = {}
     for name, item in items.items():
-        found.setdefault(_split_of(name), []).append(item)
-    unnamed = found.pop(None, [])
-    return found or {"test": unnamed}
-
-
-def _split_of(name: str) -> str | None:
-    """Return the split of which a path's words name exactly one, else None."""
-    splits = {_SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in _SPLIT_WORDS}
-    return splits.pop() if len(splits) == 1 else None
+        splits = {_SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in _SPLIT_WORDS}
+        by_split.setdefault(splits.pop() if len(splits) == 1 else None, []).append(item)
+    unnamed = by_split.pop(None, [])
+    return by_split or {"test": unnamed}

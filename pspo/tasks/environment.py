@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from pspo.tasks.problem import Messages, Problem
 
@@ -23,16 +23,21 @@ class Environment(Protocol):
 MakeEnvironment = Callable[[], Environment]
 
 
+def import_path(path: str, switch: str, rule: str) -> Any:
+    """Import the class or function that a switch names; raises ValueError with the rule if there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--{switch} {path} cannot be imported ({error}): {rule}") from error
+
+
 def load_environment(path: str | None) -> MakeEnvironment | None:
     """Import a class, or a function that makes environments; raises ValueError if there is none."""
     if path is None:
         return None
-    module, _, name = path.rpartition(".")
-    try:
-        environment = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        rule = "give the import path of a class, such as pspo.tasks.calculator.Calculator"
-        raise ValueError(f"--rollout.environment {path} cannot be imported ({error}): {rule}") from error
+    rule = "give the import path of a class, such as pspo.tasks.calculator.Calculator"
+    environment = import_path(path, "rollout.environment", rule)
     try:
         made = environment()
     except TypeError as error:

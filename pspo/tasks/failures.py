@@ -8,14 +8,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 FIRST_FAILURES: dict[str, str] = {}  # of each reward that failed in this process: the first error, in one line
+_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+_NOT_USER_CODE = (*_PATHS, "<frozen", str(Path(__file__).parents[1]))  # beginnings of file names
 
 
 class RewardError(ValueError):
     """A reward that cannot be called, or what it returned; the text says all."""
-
-
-_LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen"})
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class WorkerError(Exception):
@@ -25,16 +23,16 @@ class WorkerError(Exception):
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Frames of an error's traceback that are neither pspo's, nor Python's, nor of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, _PACKAGE))]
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_USER_CODE)]
 
 
 def user_traceback(error: BaseException) -> str:
     """Format an error with the user's own frames alone, and where a library raised it if that is not in them."""
-    if isinstance(error, WorkerError) or (isinstance(error, RewardError) and not user_frames(error)):
-        return str(error)
-    if not user_frames(error) and not isinstance(error, ValueError | TimeoutError):
-        return "".join(traceback.format_exception(error)).rstrip()
     frames, innermost = user_frames(error), traceback.extract_tb(error.__traceback__)[-1:]
+    if isinstance(error, WorkerError) or (isinstance(error, RewardError) and not frames):
+        return str(error)
+    if not frames and not isinstance(error, ValueError | TimeoutError):
+        return "".join(traceback.format_exception(error)).rstrip()
     lines = [f"Traceback (your code):\n{''.join(traceback.format_list(frames))}"] if frames else []
     if frames and frames[-1:] != innermost:
         lines.append(f"  raised in {innermost[0].filename}, line {innermost[0].lineno}\n")

@@ -1,20 +1,9 @@
 """Rewards: functions of completions and whatever else they ask for by the names of their parameters.
 
 A reward of your own is a function or a subclass of `Reward`, named by its import path: --reward.functions
-'[my_rewards.brevity]'. It is called with keyword arguments, those that its signature names; ``**kwargs`` takes all:
-
-    completions            texts; to a plain function, as in TRL, chats of one message where the prompt is a chat
-    prompts, problems      the problems' prompts, and the `Problem` objects
-    completion_ids         token ids, without padding
-    completion_tokens      their numbers
-    truncated              whether the completion hit the token limit
-    step                   optimizer steps taken up to now
-    max_completion_tokens  that limit
-    any column's name      the column of the data, None where a problem has none
-    answer, source, category, level, solution    attributes of the problems, unless columns have these names
-    trainer_state          as TRL's: an object with ``global_step``
-    log_metric, log_extra  as TRL's: log_metric(name, number) and log_extra(name, values), a value of each completion,
-                           go into the run's metrics and samples
+'[my_rewards.brevity]'. It is called with the keyword arguments that its signature names, of those in `_inputs`;
+``**kwargs`` takes all. docs/guide/rewards.md explains each. A plain function gets, as in TRL, completions as chats of
+one message where the prompt is a chat.
 
 It returns one finite number per completion, as a list, tuple, array or tensor; None is "not mine": the function is left
 out of that completion's sum. ``async def`` functions are awaited.
@@ -30,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from numbers import Real
 from types import SimpleNamespace
@@ -39,10 +28,10 @@ from typing import Any, Literal
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
 from pspo.tasks.failures import RewardError, note_failure
 from pspo.tasks.problem import Problem
-from pspo.tasks.workers import Workers, check_importable
+from pspo.tasks.workers import worker_pool
 
 OnError = Literal["raise", "none"]
-LOGS = ("log_metric", "log_extra")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 LARGEST = 1e15  # above it gradient norms overflow in float32
 
 
@@ -162,12 +151,14 @@ def total_rewards(
     inputs = _inputs(completions, problems, given | {"max_completion_tokens": max_completion_tokens})
     ends = sorted({len(completions) * i // (workers or 1) for i in range((workers or 1) + 1)})
     parts = [range(start, end) for start, end in pairwise(ends)]
+    logged = {} if logged is None else logged
     by_name: dict[str, list[float | None]] = {}
     names = [reward_name(function) for function in functions]
     for i, (name, function) in enumerate(zip(names, functions, strict=True)):
+        arguments = _arguments(function, name, inputs)
         name = f"{name}_{names[:i].count(name) + 1}" if name in by_name else name
-        evaluate = _evaluator(function, inputs, timeout, workers, {} if logged is None else logged)
-        by_name[name] = _values(evaluate, parts, name, on_error)
+        evaluation = _Evaluation(function, name, arguments, len(completions), timeout, on_error, workers, logged)
+        by_name[name] = evaluation.values(parts)
     if environment_rewards is not None:
         by_name["environment"], weights = environment_rewards, [*weights, 1.0]
     totals = []
@@ -193,24 +184,9 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     for problem in problems:
         problem.fields.update(columns | problem.fields)
-    known = dict.fromkeys(("completion_ids", "truncated", "step", "max_completion_tokens"), 0) | {"truncated": []}
-    inputs = _inputs([], problems, known | {"completion_ids": []})
+    inputs = _inputs([], problems, {"completion_ids": [], "truncated": [], "step": 0, "max_completion_tokens": 0})
     for function in functions:
         _arguments(function, reward_name(function), inputs)
-
-
-class Logs:
-    """What a function written for TRL logs of its completions: numbers, or lists with one value for each."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.values[name] = float(value)
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        values = [value.item() if hasattr(value, "item") else value for value in values]
-        self.values[column] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
 
 
 def _inputs(completions: list[str], problems: Sequence[Problem], given: dict[str, Any]) -> dict[str, Any]:
@@ -223,89 +199,115 @@ def _inputs(completions: list[str], problems: Sequence[Problem], given: dict[str
     if given["completion_ids"] is not None:
         inputs["completion_tokens"] = [len(ids) for ids in given["completion_ids"]]
     state = SimpleNamespace(global_step=given["step"] or 0)
-    return inputs | {"trainer_state": state, **dict.fromkeys(LOGS)}
+    return inputs | {"trainer_state": state, "log_metric": None, "log_extra": None}  # `_call` has the functions
 
 
 def _arguments(function: Callable[..., Any], name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs that a function's signature names; ValueError if there is none for a parameter without default."""
-    parameters = inspect.signature(function).parameters.values()
-    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    arguments = {key: value for key, value in inputs.items() if everything}
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if parameter.name in inputs and parameter.kind is not parameter.POSITIONAL_ONLY:
-            arguments[parameter.name] = inputs[parameter.name]
-        elif parameter.default is parameter.empty:
-            raise RewardError(f"reward {name} asks for {parameter.name!r}; there is only {', '.join(sorted(inputs))}")
+    parameters = inspect.signature(function).parameters
+    for key, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
+        if required and key not in inputs:
+            raise RewardError(f"reward {name} asks for {key!r}; there is only {', '.join(sorted(inputs))}")
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {key: value for key, value in inputs.items() if takes_all or key in parameters}
     if "completions" in arguments and not isinstance(function, Reward):
         pairs = zip(inputs["completions"], inputs["prompts"], strict=False)  # no completions in `check_rewards`
-        arguments["completions"] = [_as_chat(text) if isinstance(prompt, list) else text for text, prompt in pairs]
+        arguments["completions"] = [
+            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text for text, prompt in pairs
+        ]
     return arguments
 
 
-def _as_chat(completion: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": completion}]
+@dataclass(frozen=True)
+class _Evaluation:
+    """One reward and one batch of completions, which it gets in parts: one for each worker, or the whole."""
 
+    function: Callable[..., Any]
+    name: str
+    arguments: dict[str, Any]
+    batch_size: int
+    timeout: float
+    on_error: OnError
+    workers: int
+    logged: dict[str, list[Any]]
 
-@cache
-def _pool(workers: int) -> Workers:
-    return Workers(workers)
+    def values(self, parts: list[range]) -> list[float | None]:
+        """Value of each completion: None where the function has none, NaN where it failed.
 
-
-def _evaluator(
-    function: Callable[..., Any], inputs: dict[str, Any], timeout: float, workers: int, logged: dict[str, list[Any]]
-) -> Callable[[list[range]], list[Any]]:
-    """A function that evaluates a reward on some parts of the completions: by part, the values or an exception.
-
-    What the reward logs is added to ``logged``, by completion.
-    """
-    name = reward_name(function)
-    arguments = _arguments(function, name, inputs)
-    too_late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
-
-    def evaluate(parts: list[range]) -> list[Any]:
-        calls = [
-            {
-                key: value[part.start : part.stop] if isinstance(value, list) else value
-                for key, value in arguments.items()
-            }
-            for part in parts
-        ]
-        if workers:
-            check_importable(function)
-            outcomes = _pool(workers).map(partial(_call, function), calls, timeout)
-            outcomes = [too_late if isinstance(outcome, TimeoutError) else outcome for outcome in outcomes]
-            return [taken(part, outcome) for part, outcome in zip(parts, outcomes, strict=True)]
-        outcomes = []
-        for call in calls:
+        With ``on_error`` "none", a part that fails is evaluated again one by one, unless it took too long.
+        """
+        values: list[float | None] = []
+        for part, outcome in zip(parts, self.outcomes(parts), strict=True):
             try:
-                with _time_limit(timeout, too_late) if timeout else contextlib.nullcontext():
-                    outcomes.append(_call(function, **call))
+                values += self.checked(part, outcome)
             except Exception as error:  # a user's code may raise anything
-                outcomes.append(error)
-        return [taken(part, outcome) for part, outcome in zip(parts, outcomes, strict=True)]
-
-    def taken(part: range, outcome: tuple[list[Any], dict[str, Any]] | Exception) -> list[Any] | Exception:
-        if isinstance(outcome, Exception):
-            return outcome
-        values, logs = outcome
-        for key, value in logs.items():
-            of_part = value if isinstance(value, list) else [value] * len(part)
-            if len(of_part) != len(part):
-                return RewardError(f"reward {name} logged {len(of_part)} values of {key!r} for {len(part)} completions")
-            logged.setdefault(key, [None] * len(inputs["completions"]))[part.start : part.stop] = of_part
+                if self.on_error == "raise":
+                    raise
+                note_failure(self.name, error)
+                again = len(part) > 1 and not isinstance(error, TimeoutError)
+                values += self.values([range(i, i + 1) for i in part]) if again else [math.nan] * len(part)
         return values
 
-    return evaluate
+    def outcomes(self, parts: list[range]) -> list[Any]:
+        """By part, what `_call` returns, or the exception."""
+        too_late = TimeoutError(f"reward {self.name} took longer than --reward.timeout {self.timeout:g} seconds")
+        calls = [
+            {key: value[part.start : part.stop] if isinstance(value, list) else value
+             for key, value in self.arguments.items()}
+            for part in parts
+        ]  # fmt: skip
+        if self.workers:
+            return worker_pool(self.workers).map(partial(_call, self.function), calls, self.timeout, too_late)
+        outcomes: list[Any] = []
+        for call in calls:
+            try:
+                with _time_limit(self.timeout, too_late) if self.timeout else contextlib.nullcontext():
+                    outcomes.append(_call(self.function, **call))
+            except Exception as error:  # a user's code may raise anything
+                outcomes.append(error)
+        return outcomes
+
+    def checked(self, part: range, outcome: Any) -> list[float | None]:
+        """What a reward returned for a part, if these are numbers or None; what it logged is added to ``logged``."""
+        if isinstance(outcome, Exception):
+            raise outcome
+        returned, logs = outcome
+        for key, value in logs.items():
+            column = value if isinstance(value, list) else [value] * len(part)
+            if len(column) != len(part):
+                what = f"logged {len(column)} values of {key!r} for {len(part)} completions"
+                raise RewardError(f"reward {self.name} {what}")
+            self.logged.setdefault(key, [None] * self.batch_size)[part.start : part.stop] = column
+        if len(returned) != len(part):
+            raise RewardError(f"reward {self.name} returned {len(returned)} values for {len(part)} completions")
+        values: list[float | None] = []
+        for i, value in zip(part, returned, strict=True):
+            ok = value is None or (isinstance(value, Real) and math.isfinite(value))
+            if not ok:
+                what = f"returned {value!r} for completion {i}; it must be a finite number or None"
+                error = ValueError(f"reward {self.name} {what}")
+                if self.on_error == "raise":
+                    raise error
+                note_failure(self.name, error)
+            values.append(None if value is None else float(value) if ok else math.nan)
+        return values
 
 
 def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
     """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged."""
-    logs = Logs()
-    arguments |= {name: getattr(logs, name) for name in LOGS if name in arguments}
+    logs: dict[str, Any] = {}
+
+    def log_metric(name: str, value: float) -> None:
+        logs[name] = float(value)
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        values = [value.item() if hasattr(value, "item") else value for value in values]
+        logs[column] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
+
+    offered = {"log_metric": log_metric, "log_extra": log_extra}
     try:
-        values = function(**arguments)
+        values = function(**arguments | {name: offered[name] for name in offered if name in arguments})
         if inspect.isawaitable(values):
             values = _await(values)
     except SystemExit as error:
@@ -313,7 +315,7 @@ def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any],
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {reward_name(function)} returned {values!r}; it must return a list of numbers")
-    return [value.item() if hasattr(value, "item") else value for value in values], logs.values
+    return [value.item() if hasattr(value, "item") else value for value in values], logs
 
 
 def _await(values: Awaitable[Any]) -> Any:
@@ -326,47 +328,6 @@ def _await(values: Awaitable[Any]) -> Any:
         return asyncio.run(result())
     with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own
         return thread.submit(asyncio.run, result()).result()
-
-
-def _values(
-    evaluate: Callable[[list[range]], list[Any]], parts: list[range], name: str, on_error: OnError
-) -> list[float | None]:
-    """Value of each completion: None where the function has none, NaN where it failed.
-
-    With ``on_error`` "none", a part that fails is evaluated again one by one, unless it took too long.
-    """
-    values: list[float | None] = []
-    for part, outcome in zip(parts, evaluate(parts), strict=True):
-        try:
-            values += _checked(outcome, part, name, on_error)
-        except Exception as error:  # a user's code may raise anything
-            if on_error == "raise":
-                raise
-            note_failure(name, error)
-            again = len(part) > 1 and not isinstance(error, TimeoutError)
-            one_by_one = [range(i, i + 1) for i in part]
-            values += _values(evaluate, one_by_one, name, on_error) if again else [math.nan] * len(part)
-    return values
-
-
-def _checked(outcome: list[Any] | Exception, part: range, name: str, on_error: OnError) -> list[float | None]:
-    """What a reward returned for a part of the completions, if these are numbers or None."""
-    if isinstance(outcome, Exception):
-        raise outcome
-    if len(outcome) != len(part):
-        raise RewardError(f"reward {name} returned {len(outcome)} values for {len(part)} completions")
-    values: list[float | None] = []
-    for i, value in zip(part, outcome, strict=True):
-        ok = value is None or (isinstance(value, Real) and math.isfinite(value))
-        if not ok:
-            error = ValueError(
-                f"reward {name} returned {value!r} for completion {i}; it must be a finite number or None"
-            )
-            if on_error == "raise":
-                raise error
-            note_failure(name, error)
-        values.append(None if value is None else float(value) if ok else math.nan)
-    return values
 
 
 @contextlib.contextmanager

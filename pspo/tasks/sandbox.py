@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import types
 
@@ -61,27 +62,20 @@ def filter_program(machine: str) -> list[tuple[int, int, int, int]]:
     return [*program, (RETURN, 0, 0, ERRNO | ENOSYS)]  # as on a kernel that does not know the call
 
 
-class Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
-
-
-class Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("filter", ctypes.POINTER(Instruction)))
-
-
 def confine(seconds: int, memory: int) -> None:
     """Give up nearly all rights of this process for good; OSError if the kernel refuses."""
     for name, limit in {"CPU": seconds, "AS": memory, "FSIZE": 0, "NOFILE": 64, "CORE": 0}.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if (machine := os.uname().machine) not in MACHINES:
         raise OSError(f"the list of system calls is known for {' and '.join(MACHINES)}, not for {machine}")
-    instructions = [Instruction(*instruction) for instruction in filter_program(machine)]
-    program = Program(len(instructions), (Instruction * len(instructions))(*instructions))
+    program = filter_program(machine)
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *part) for part in program))  # sock_filter
+    sock_fprog = struct.pack("HP", len(program), ctypes.addressof(instructions))
     libc = ctypes.CDLL(None, use_errno=True)
     for option in (
         (1, signal.SIGKILL, 0, 0, 0),  # PR_SET_PDEATHSIG: die with the trainer
         (38, 1, 0, 0, 0),  # PR_SET_NO_NEW_PRIVS
-        (22, 2, ctypes.byref(program), 0, 0),  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        (22, 2, sock_fprog, 0, 0),  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
     ):
         if libc.prctl(*option):
             raise OSError(ctypes.get_errno(), f"prctl({option[0]}): {os.strerror(ctypes.get_errno())}")

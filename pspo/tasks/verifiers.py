@@ -3,7 +3,6 @@
 import importlib.util
 import re
 from dataclasses import dataclass
-from functools import cache
 
 import regex
 
@@ -11,7 +10,9 @@ from pspo.tasks.answers import extract_text
 from pspo.tasks.failures import RewardError, WorkerError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
-from pspo.tasks.workers import Workers
+from pspo.tasks.workers import worker_pool
+
+MATH_MEMORY = 4 * 2**30  # bytes of each process's address space
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,8 @@ class ExactMatch(Reward):
         def normal(text: str) -> str:
             return " ".join((text.casefold() if self.ignore_case else text).split())
 
-        golds = [None if problem.answer is None else normal(str(problem.answer)) for problem in problems]
-        answers = [normal(extract_text(completion)) for completion in completions]
-        return [None if g is None else float(a == g) for a, g in zip(answers, golds, strict=True)]
+        pairs = zip(map(extract_text, completions), (problem.answer for problem in problems), strict=True)
+        return [None if gold is None else float(normal(text) == normal(str(gold))) for text, gold in pairs]
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,13 @@ class MultipleChoice(Reward):
     letters: str = "ABCDE"
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        golds = []
-        for problem in problems:
-            gold = None if problem.answer is None else self.choice(str(problem.answer))
-            if problem.answer is not None and gold is None:
-                raise RewardError(f"MultipleChoice needs answers from {self.letters}, not {problem.answer!r}")
-            golds.append(gold)
-        choices = [self.choice(completion) for completion in completions]
-        return [None if gold is None else float(c == gold) for c, gold in zip(choices, golds, strict=True)]
+        values = []
+        for completion, answer in zip(completions, (problem.answer for problem in problems), strict=True):
+            gold = None if answer is None else self.choice(str(answer))
+            if answer is not None and gold is None:
+                raise RewardError(f"MultipleChoice needs answers from {self.letters}, not {answer!r}")
+            values.append(None if gold is None else float(self.choice(completion) == gold))
+        return values
 
     def choice(self, completion: str) -> str | None:
         """Return the letter that the completion chooses, or None."""
@@ -133,11 +132,6 @@ class SoftOverlong(Reward):
         return [max(-1.0, min(0.0, (free - length) / self.buffer)) for length in completion_tokens]
 
 
-@cache
-def _math_processes(number: int) -> Workers:
-    return Workers(number, memory=4 * 2**30)
-
-
 @dataclass(frozen=True)
 class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
@@ -163,6 +157,6 @@ class MathVerifyReward(Reward):
 
         golds = [problem.answer for problem in problems]
         calls = [{"completion": c, "gold": str(g)} for c, g in zip(completions, golds, strict=True) if g is not None]
-        results = iter(_math_processes(self.processes).map(verify, calls, self.seconds))
+        results = iter(worker_pool(self.processes, MATH_MEMORY).map(verify, calls, self.seconds, TimeoutError()))
         values = [None if gold is None else next(results) for gold in golds]
         return [0.0 if isinstance(v, WorkerError | TimeoutError) else None if v is None else float(v) for v in values]

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -56,55 +56,60 @@ class Worker:
         self.process.wait()
         self.connection.close()
 
+    def receive(self, timeout: float, too_late: TimeoutError) -> tuple[bool, Any]:
+        """Read the next message: whether the call has ended, and its result; a worker that is late is killed."""
+        try:
+            if not self.connection.poll():
+                self.kill()
+                return True, too_late
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            self.kill()
+            return True, WorkerError(f"the worker process died (exit code {self.process.returncode})")
+        self.deadline = time.monotonic() + timeout if timeout and kind == "began" else float("inf")
+        return kind != "began", WorkerError(value) if kind == "failed" else value
+
 
 class Workers:
     """Up to ``number`` worker processes, kept between calls; ``memory`` limits each one's address space, in bytes."""
 
-    def __init__(self, number: int, memory: int = 0) -> None:
+    def __init__(self, number: int, memory: int) -> None:
         self.number, self.memory, self.idle = number, memory, []
 
-    def map(self, function: Callable[..., Any], calls: Sequence[dict[str, Any]], timeout: float = 0.0) -> list[Any]:
-        """Results of ``function(**call)``, in order; in place of one that failed, its WorkerError or TimeoutError.
+    def map(
+        self, function: Callable[..., Any], calls: Sequence[dict[str, Any]], timeout: float, too_late: TimeoutError
+    ) -> list[Any]:
+        """Results of ``function(**call)``, in order; in place of one that failed, its WorkerError or ``too_late``.
 
         A call that takes longer than ``timeout`` seconds (0: no limit) is killed with its process.
         """
         results: list[Any] = [None] * len(calls)
-        waiting, busy = deque(enumerate(calls)), {}
+        waiting, busy = list(enumerate(calls)), {}
         try:
             while waiting or busy:
                 while waiting and len(busy) < self.number:
                     self.idle = [worker for worker in self.idle if worker.process.poll() is None]
                     worker = self.idle.pop() if self.idle else Worker(self.memory)
-                    index, call = waiting.popleft()
+                    index, call = waiting.pop(0)
                     busy[worker.connection] = worker, index
                     worker.connection.send((function, call))
                 nearest = min(worker.deadline for worker, _ in busy.values())
                 wait(list(busy), min(max(nearest - time.monotonic(), 0.0), 60.0))
                 for worker, index in list(busy.values()):
-                    if not worker.connection.poll() and time.monotonic() < worker.deadline:
-                        continue
-                    done, results[index] = receive(worker, timeout)
-                    if done:
-                        del busy[worker.connection]
-                        self.idle += [] if worker.connection.closed else [worker]
+                    if worker.connection.poll() or time.monotonic() >= worker.deadline:
+                        done, results[index] = worker.receive(timeout, too_late)
+                        if done:
+                            del busy[worker.connection]
+                            self.idle += [] if worker.connection.closed else [worker]
         finally:
             for worker, _ in busy.values():
                 worker.kill()
         return results
 
 
-def receive(worker: Worker, timeout: float) -> tuple[bool, Any]:
-    """Read a worker's next message: whether its call has ended, and the result; a worker that is late is killed."""
-    try:
-        if not worker.connection.poll():
-            worker.kill()
-            return True, TimeoutError(f"took longer than {timeout:g} seconds")
-        kind, value = worker.connection.recv()
-    except (EOFError, OSError):
-        worker.kill()
-        return True, WorkerError(f"the worker process died (exit code {worker.process.returncode})")
-    worker.deadline = time.monotonic() + timeout if timeout and kind == "began" else float("inf")
-    return kind != "began", WorkerError(value) if kind == "failed" else value
+@cache
+def worker_pool(number: int, memory: int = 0) -> Workers:
+    return Workers(number, memory)
 
 
 def serve(connection: Connection, memory: int) -> None:
