@@ -11,14 +11,16 @@ from dataclasses import replace
 from itertools import chain, cycle, islice
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pspo.engines import EngineError, EngineSampler
 from pspo.model import autocast, is_out_of_memory, token_logprobs
 from pspo.rollout import Prompts, Sampling, generate, inference, left_pad
+
+TokenIds = Sequence[Sequence[int]]
 
 HEAD = "does more to its logits than its output embedding and softcapping, which `pspo.model.logprobs.head_logits` does"
 GROUPS = "gives a row other log-probs in a padded batch than alone"
@@ -27,11 +29,7 @@ DECODING = "decodes (--rollout.decoder {}) other tokens than its forward pass fi
 
 @torch.no_grad()
 def check_exactness(
-    policy: transformers.PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    autocast_mode: str = "none",
+    policy: PreTrainedModel, tokenizer: Tokenizer, prompts: TokenIds, sampling: Sampling, autocast_mode: str = "none"
 ) -> None:
     """Compare log-probs in padded groups, and greedy decoding, with the model's own logits of each row alone.
 
@@ -79,10 +77,7 @@ def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float
 
 
 def differences(
-    policy: transformers.PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    policy: PreTrainedModel, tokenizer: Tokenizer, prompts: TokenIds, sampling: Sampling
 ) -> tuple[bool, list[tuple[str, Tensor]]]:
     """True for logits of 16 bits; and ways in which a model may differ from itself, with the nats at n tokens, (n,)."""
     text = list(islice(cycle(chain.from_iterable(prompts)), 52))
@@ -90,13 +85,12 @@ def differences(
     rows = [(short, text[30:38]), (short, text[38:41]), (long, text[41:46]), (alike, text[46:52])]
     alone, found = [logits_alone(policy, *row) for row in rows], []
     for what, part in ((HEAD, slice(2, 3)), (GROUPS, slice(3)), (GROUPS, slice(1, 3)), (GROUPS, slice(2, 4))):
-        prompt_ids, prompt_mask = left_pad([prompt for prompt, _ in rows[part]], sampling.pad_id)
         completions = [torch.tensor(completion) for _, completion in rows[part]]
-        ids, lengths = pad_sequence(completions, batch_first=True), torch.tensor([len(row) for row in completions])
-        mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        inputs = [tensor.to(policy.device) for tensor in (prompt_ids, prompt_mask, ids, mask)]
+        ids = pad_sequence(completions, batch_first=True, padding_value=-1)
+        batch = *left_pad([prompt for prompt, _ in rows[part]], sampling.pad_id), ids.clamp(min=0), ids >= 0
+        prompt_ids, prompt_mask, ids, mask = (tensor.to(policy.device) for tensor in batch)
         expected = torch.cat([gathered(*of_row) for of_row in zip(alone[part], completions, strict=True)])
-        found.append((what, (token_logprobs(policy, *inputs)[inputs[3]] - expected).abs()))
+        found.append((what, (token_logprobs(policy, prompt_ids, prompt_mask, ids, mask)[mask] - expected).abs()))
     greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
     drawn = generate(policy, tokenizer, [short, long], greedy, group_size=2).completion_ids
     for prompt, completion in ((short, drawn[0]), (long, drawn[3])):
@@ -106,7 +100,7 @@ def differences(
     return alone[0].dtype.itemsize == 2, found
 
 
-def logits_alone(policy: transformers.PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+def logits_alone(policy: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
     """(t, V) logits at a completion's t tokens, from the model's own forward pass of one row."""
     ids = torch.tensor([prompt + completion], device=policy.device)
     return policy(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]

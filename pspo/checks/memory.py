@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
+from typing import Any
 
 import torch
 import transformers
@@ -22,10 +23,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pspo import distributed as dist
-from pspo.config import LoraConfig, ModelConfig, TrainConfig
+from pspo.config import ModelConfig, TrainConfig
 from pspo.model import autocast, casts_to_bf16
 from pspo.model.load import ready, weights_dtype, without_dropout
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
+from pspo.records.files import as_argument
 
 GB = 2**30
 USABLE = 0.9  # of the device's memory: the rest is fragments, buffers and the libraries' own
@@ -37,11 +39,7 @@ AUTO = {"rollout.max_rows": "rollout", "optimizer.microbatch_tokens": "training"
 
 
 class Planner:
-    """Plans the memory of runs with one model, which is measured once.
-
-    Args:
-        prompt_tokens: of the longest prompt.
-    """
+    """Plans the memory of runs with one model, which is measured once; ``prompt_tokens`` are the longest prompt's."""
 
     def __init__(self, config: ModelConfig, prompt_tokens: int, device: torch.device):
         self.config, self.prompt_tokens = config.resolved(), prompt_tokens
@@ -88,10 +86,7 @@ class Planner:
 
 
 def largest_that_fit(config: TrainConfig, prompt_tokens: int, device: torch.device) -> dict[str, int]:
-    """By switch that is ``auto``, the largest number with which the run fits the device's memory.
-
-    Raises ValueError if the model cannot be measured.
-    """
+    """By switch that is ``auto``, the largest number that fits; ValueError if the model cannot be measured."""
     switches, there = auto_switches(config), available_memory(config, device)
     config = replace_switches(config, dict.fromkeys(switches, 1))
     try:
@@ -109,15 +104,14 @@ def largest_that_fit(config: TrainConfig, prompt_tokens: int, device: torch.devi
 
 
 def auto_switches(config: TrainConfig) -> list[str]:
-    """The switches that are ``auto``."""
     return [switch for switch in AUTO if attrgetter(switch)(config) == "auto"]
 
 
-def replace_switches(config: TrainConfig, values: dict[str, int]) -> TrainConfig:
-    """The configuration with other values of these switches."""
+def replace_switches(config: Any, values: dict[str, Any]) -> Any:
+    """The configuration, or one section, with other values of these switches."""
     for switch, value in values.items():
-        section, name = switch.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        name, _, rest = switch.partition(".")
+        config = replace(config, **{name: replace_switches(getattr(config, name), {rest: value}) if rest else value})
     return config
 
 
@@ -147,7 +141,7 @@ def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> 
 
 
 def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, float, float]:
-    """Bytes per token of a layer's activations, of those besides, of a layer's keys and values."""
+    """Bytes per token of a layer's activations, of the other activations, of a layer's keys and values."""
     plain = replace(config, gradient_checkpointing=False)
     per_token = []
     for layers in (1, 2):
@@ -164,11 +158,11 @@ def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, fl
 
 def saved_bytes(policy: transformers.PreTrainedModel, width: int, config: ModelConfig, device: torch.device) -> int:
     """Bytes that the forward pass of 4 rows keeps for the backward pass, parameters aside."""
-    kept = {}
+    storages = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage  # which keeps the address its own
+        storages[storage.data_ptr()] = storage  # which keeps the address its own
         return tensor.detach()  # itself it would keep its own graph, for ever if it is an operation's output
 
     ids = torch.zeros(4, width, dtype=torch.long, device=device)
@@ -176,8 +170,8 @@ def saved_bytes(policy: transformers.PreTrainedModel, width: int, config: ModelC
     with hooks, autocast(config.autocast, device):
         policy.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for parameter in policy.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in kept.values())
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def fullest_microbatch(config: TrainConfig, prompt_tokens: int) -> tuple[int, int]:
@@ -205,42 +199,40 @@ def say_needs(config: TrainConfig, prompt_tokens: int, device: torch.device) -> 
     """Print the memory that the run needs; if it will not fit, how much every part takes, and what would help."""
     try:
         planner = Planner(config.model, prompt_tokens, device)
-        found = planner.needs(config)
+        needs = planner.needs(config)
     except Exception:  # of an architecture whose layers cannot be cut off: the run itself may be fine
         return
-    there, sizes = available_memory(config, device), {phase: sum(parts.values()) / GB for phase, parts in found.items()}
-    most, has = max(sizes, key=sizes.get), f"{there / GB:.1f} GB of {device.type} memory"
-    if sizes[most] <= USABLE * there / GB:
+    there, sizes = available_memory(config, device) / GB, {key: sum(of.values()) / GB for key, of in needs.items()}
+    most, has = max(sizes, key=sizes.get), f"{there:.1f} GB of {device.type} memory"
+    if sizes[most] <= USABLE * there:
         training = max(sizes["training"], sizes["step"])
         print(f"memory  {sizes['rollout']:.1f} GB in rollouts, {training:.1f} GB in training, of {has}")
         return
-    parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in found[most].items() if size)
+    parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in needs[most].items() if size)
     print(f"memory  {sizes[most]:.1f} GB in its {most} ({parts}), of {has}: it will probably not fit. "
-          f"With {', '.join(advice(config, planner, device))}")  # fmt: skip
+          f"With {', '.join(advice(config, planner, device, sizes[most]))}")  # fmt: skip
 
 
-def advice(config: TrainConfig, planner: Planner, device: torch.device) -> list[str]:
-    """Switches that lower the need, with the highest need of any phase then, the lowest first."""
-    model, optimizer, rollout = config.model, config.optimizer, config.rollout
-    tokens, rows = max(optimizer.microbatch_tokens // 4, 1), max(rollout.max_rows // 4, 1)
-    changes = {
-        "--model.gradient_checkpointing true": {"model": replace(model, gradient_checkpointing=True)},
-        f"--optimizer.microbatch_tokens {tokens}": {"optimizer": replace(optimizer, microbatch_tokens=tokens)},
-        f"--rollout.max_rows {rows}": {"rollout": replace(rollout, max_rows=rows)},
-        "--model.dtype bfloat16": {"model": replace(model, dtype="bfloat16")},
-        "--optimizer.name adamw8bit": {"optimizer": replace(optimizer, name="adamw8bit")},
+def advice(config: TrainConfig, planner: Planner, device: torch.device, now: float) -> list[str]:
+    """Switches that lower the highest need of any phase, which is now so many GB; the lowest first."""
+    changes: dict[str, Any] = {
+        "model.gradient_checkpointing": True,
+        "optimizer.microbatch_tokens": max(config.optimizer.microbatch_tokens // 4, 1),
+        "rollout.max_rows": max(config.rollout.max_rows // 4, 1),
+        "model.dtype": "bfloat16",
+        "optimizer.name": "adamw8bit",
     }
     if find_spec("peft"):
-        changes["--model.lora.rank 16"] = {"model": replace(model, lora=LoraConfig(rank=16))}
-    found = {}
-    for switch, change in {"": {}, **changes}.items():
+        changes["model.lora.rank"] = 16
+    sizes = {}
+    for switch, value in changes.items():
         with contextlib.suppress(ValueError):  # a switch that this model does not take
-            changed = Planner(change["model"], planner.prompt_tokens, device) if "model" in change else planner
-            needed = changed.needs(replace(config, **change))
-            found[switch] = max(sum(parts.values()) for parts in needed.values())
-    now = found.pop("")
-    found = {switch: size for switch, size in found.items() if size < now}
-    return [f"{switch} {size / GB:.1f} GB" for switch, size in sorted(found.items(), key=lambda pair: pair[1])]
+            changed = replace_switches(config, {switch: value})
+            other = Planner(changed.model, planner.prompt_tokens, device) if changed.model != config.model else planner
+            size = max(sum(parts.values()) for parts in other.needs(changed).values()) / GB
+            if size < now:
+                sizes[f"--{switch} {as_argument(value)} {size:.1f} GB"] = size
+    return sorted(sizes, key=sizes.get)
 
 
 def peak_memory_gb(device: torch.device) -> float:

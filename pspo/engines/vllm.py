@@ -32,13 +32,7 @@ TESTED = "0.32."  # `serve` uses inner parts of vLLM
 
 
 class VLLM:
-    """The engine of one rank, on its GPU or the CPU.
-
-    Args:
-        max_tokens: of prompt and completion together.
-
-    Raises ValueError if vLLM is missing, or does not take the model.
-    """
+    """The engine of one rank, on its GPU or the CPU; ValueError if vLLM is missing, or does not take the model."""
 
     def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
         self.check()

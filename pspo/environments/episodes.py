@@ -49,10 +49,6 @@ class EnvironmentSampler:
 
     ``sampling.max_completion_tokens`` limits an episode, observations included. One that reaches it, or
     ``sampling.max_turns``, before the environment ends it is truncated.
-
-    Attributes:
-        sampler: draws the turns of the model.
-        make_environment: makes the environment of an episode.
     """
 
     sampler: Sampler
@@ -63,10 +59,7 @@ class EnvironmentSampler:
         return self.sampler.sampling
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        """Play ``group_size`` episodes of each problem, all of them turn by turn.
-
-        ``prompts`` holds of each problem the encoded prompt, from `Environment.reset`.
-        """
+        """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
         sampling, tokenizer = self.sampling, self.sampler.tokenizer
         limit = sampling.max_completion_tokens
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
@@ -103,10 +96,7 @@ class EnvironmentSampler:
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int) -> list[int]:
-    """Encode what stands between two turns of the model: the text as the user's turn of the chat template.
-
-    ``after`` is the stop token that the model drew; it is not repeated.
-    """
+    """Encode the text as the user's turn between two of the model; the stop token it follows is not repeated."""
     turns = {"user": "-", "assistant": "\0"}
     chat = [{"role": role, "content": content} for role, content in (*turns.items(), ("user", text))]
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

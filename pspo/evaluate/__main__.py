@@ -75,10 +75,10 @@ def check_folder(output: Path, resolved: str) -> None:
     """Raise ValueError if the folder holds something else, as far as the switches tell."""
     check_output(output)
     if (output / FINGERPRINT).exists():
-        found = records.differences(records.read_config(output / "config.yaml"), yaml.safe_load(resolved))
-        found = {name: change for name, change in found.items() if name not in ("run.output_dir", "run.quiet")}
-        if found:
-            listed = ", ".join(f"--{name} is {old!r} there and {new!r} here" for name, (old, new) in found.items())
+        changed = records.differences(records.read_config(output / "config.yaml"), yaml.safe_load(resolved))
+        listed = ", ".join(f"--{name} is {old!r} there and {new!r} here" for name, (old, new) in changed.items()
+                           if name not in ("run.output_dir", "run.quiet"))  # fmt: skip
+        if listed:
             raise ValueError(f"--run.output_dir {output} holds another evaluation ({listed}): choose another folder")
     elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
         raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
@@ -103,10 +103,9 @@ def render(results: dict[str, Any]) -> str:
     heads = [f"T = {t}" + f", {of['samples']} samples" * (of["samples"] > 1) for t, of in temperatures.items()]
     hidden = ("samples", "breakdown", "pass@1", "maj@1", "macro_accuracy", "macro_gold_anywhere", "macro_mean_reward")
     names = dict.fromkeys(name for of in temperatures.values() for name in of if name not in hidden)
-    rows = [("mean [95%]", *heads)]
-    rows += [(label(name), *(cell(name, of) for of in temperatures.values())) for name in names]
-    on = f"{results['n']:,} problems of {results['data']} {results['split']}"
-    parts = [f"{results['model']} on {on}\n{table(rows)}"]
+    rows = [(label(name), *(cell(name, of) for of in temperatures.values())) for name in names]
+    title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
+    parts = [f"{title}\n{table([('mean [95%]', *heads), *rows])}"]
 
     first = "accuracy" if "accuracy" in names else "mean_reward"
     for part, groups in next(iter(temperatures.values()))["breakdown"].items():
@@ -116,16 +115,15 @@ def render(results: dict[str, Any]) -> str:
             rows.append((value or "-", group["n"], *(cell(first, of) for of in here)))
         if part == "source":
             rows.append(("macro average", "", *(cell(f"macro_{first}", of) for of in temperatures.values())))
-        long = f"{part}: {len(groups)} kinds, in results.json"
-        parts.append(table(rows) if len(groups) <= LONGEST_BREAKDOWN else long)
+        short = len(groups) <= LONGEST_BREAKDOWN
+        parts.append(table(rows) if short else f"{part}: {len(groups)} kinds, in results.json")
     return "\n\n".join(parts)
 
 
 def cell(name: str, of: dict[str, Any]) -> str:
     """A measure as text; "-" if it is not there."""
-    if name not in of:
-        return "-"
-    return as_text(name, **of[name]) if isinstance(of[name], dict) else as_text(name, of[name])
+    value = of.get(name)
+    return "-" if value is None else as_text(name, **value) if isinstance(value, dict) else as_text(name, value)
 
 
 @memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")

@@ -60,14 +60,14 @@ def model_card(
 
     made = {
         "base model": name,
-        **({"adapters": adapters} if adapters else {}),
+        "adapters": adapters,
         "data": f"{config.data.name}, {problems:,} problems",
         "reward": describe_rewards(config.reward),
         "algorithm": listed(config.algorithm),
         "rollout": listed(config.rollout),
         "optimizer": listed(config.optimizer),
         "trained for": f"{step:,} optimizer steps, {tokens:,} rollout tokens, seed {config.run.seed}",
-        **({"changed on the way": changes} if changes else {}),
+        "changed on the way": changes,
         "pspo": __version__,
     }
     measured = []
@@ -84,7 +84,7 @@ def model_card(
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {name}, trained with {method}",
-        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in made.items())]),
+        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in made.items() if value)]),
         "## Evaluation",
         "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
         f"## Use\n\nSystem prompt: {config.data.system_text or 'none'}",

@@ -76,32 +76,29 @@ def evaluate(
         done: records of an earlier call with the same arguments; chunks that are complete in them are not drawn again.
         save: called with each new chunk's records.
     """
-    done = {(record["problem"], record["sample"]): record for record in done}
-    drawn: list[dict[str, Any]] = []
-    sampling, device = sampler.sampling, dist.local_device()
+    completions = {(record["problem"], record["sample"]): record for record in done}
+    known, sampling, device = set(completions), sampler.sampling, dist.local_device()
     lengths = [len(ids) for ids in prompts.ids]
     parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
     devices = [device] if device.type == "cuda" else []
     bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "quiet": not bar or not dist.is_main()}
-    # Ranks take turns; if they must decode in step, all decode the same.
+    # Ranks take turns; if they must run equally many passes, all decode the same.
     turns, turn = (1, 0) if sampling.synced else (dist.world_size(), dist.rank())
     with torch.random.fork_rng(devices), Bar(**bar_of) as progress:
         for first in range(0, len(parts), turns):
             records = []
             with fail_together():
                 for number, chunk in parts[first : first + turns][turn : turn + 1]:
-                    if not done.keys() >= set(chunk.keys):
+                    if not known >= set(chunk.keys):
                         torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
                         records = complete(sampler, prompts, chunk, reward, step)
-            by_rank = dist.gather_on_main(records)[:turns]  # of ranks in step the first's: rewards may be random
-            records = [record for rank_records in by_rank for record in rank_records]
-            if records:
+            by_rank = dist.gather_on_main(records)[:turns]  # of synced ranks the first's: rewards may be random
+            if records := [record for rank_records in by_rank for record in rank_records]:
                 save(records)
-            drawn += records
+            completions |= {(record["problem"], record["sample"]): record for record in records}
             progress.advance(sum(len(chunk.keys) for _, chunk in parts[first : first + turns]))
     if not dist.is_main():
         return None
-    completions = done | {(record["problem"], record["sample"]): record for record in drawn}
     return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])
 
 

@@ -20,12 +20,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The completions of problems.
-
-    Attributes:
-        samples: completions of each problem.
-        completions: the records of `pspo.evaluate.evaluation.complete`, in the order of the problems.
-    """
+    """The completions of problems, ``samples`` of each: records of `pspo.evaluate.evaluation.complete`, in order."""
 
     problems: Sequence[Problem]
     samples: int
@@ -89,14 +84,12 @@ def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarra
 
 def by_problem(values: np.ndarray) -> np.ndarray:
     """Means (m,) over the samples of values (n, samples); NaN, and problems with nothing else, are left out."""
-    known = ~np.isnan(values)
-    some = known.any(axis=1)
-    return np.where(known, values, 0)[some].sum(axis=1) / known[some].sum(axis=1)
+    return np.nanmean(values[~np.isnan(values).all(axis=1)], axis=1)
 
 
 def estimates(values: dict[str, np.ndarray]) -> dict[str, Record]:
     """`estimate` of each measure (n, samples) but `MEANS`; with the number of values left out, if any are unknown."""
-    found = {}
+    found: dict[str, Record] = {}
     for name, of in values.items():
         unknown = int(np.isnan(of).sum())
         if name not in MEANS and unknown < of.size:
@@ -122,21 +115,19 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def cluster_bootstrap(*sets: np.ndarray, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+def cluster_bootstrap(*sets: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """95% percentile interval of the mean over sets of the mean of values (n,), one per cluster.
 
-    The clusters of each set are resampled. No width if a set is of one cluster.
+    The clusters of each set are resampled, 10,000 times. No width if a set is of one cluster.
     """
-    if min(map(len, sets)) < 2:
-        mean = float(np.mean([values.mean() for values in sets]))
-        return mean, mean
-
     from scipy.stats import bootstrap
 
     def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
         return sum(part.mean(axis=axis) for part in parts) / len(parts)
 
-    how = {"n_resamples": resamples, "batch": 100, "method": "percentile", "rng": np.random.default_rng(seed)}
+    if min(map(len, sets)) < 2:
+        return (float(statistic(*sets, axis=0)),) * 2
+    how = {"n_resamples": 10_000, "batch": 100, "method": "percentile", "rng": np.random.default_rng(seed)}
     low, high = bootstrap(sets, statistic, vectorized=True, **how).confidence_interval
     return float(low), float(high)
 
@@ -150,9 +141,7 @@ def majority_at_k(n: int, votes: Sequence[tuple[int, bool]]) -> list[float]:
     """Probability that the most frequent answer of k of n samples is correct, for k = 0 to n; ties are drawn by lot.
 
     Exact, over all subsets: those are counted in which a correct answer has j votes, some rivals as many, none more.
-
-    Args:
-        votes: (count, correct) of each distinct answer; the other samples have none and do not vote.
+    ``votes`` are (count, correct) of each distinct answer; the other samples do not vote.
     """
     wins = np.zeros(n + 1)  # subsets by size, a tie of t as 1/t
     for i, (own, correct) in enumerate(votes):
@@ -172,16 +161,12 @@ def majority_at_k(n: int, votes: Sequence[tuple[int, bool]]) -> list[float]:
     return [float(wins[k]) / math.comb(n, k) for k in range(n + 1)]
 
 
-# Text
-
-
 def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
     """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
     key = "reward" if all(record["correct"] is None for record in before) else "correct"
-    pairs = [(new[key] - old[key], old, new) for old, new in zip(before, after, strict=True)
-             if None not in (old[key], new[key])]  # fmt: skip
-    better = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
-    worse = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
+    both = [pair for pair in zip(before, after, strict=True) if None not in (pair[0][key], pair[1][key])]
+    pairs = sorted(((new[key] - old[key], old, new) for old, new in both), key=lambda pair: -abs(pair[0]))
+    better, worse = [pair for pair in pairs if pair[0] > 0], [pair for pair in pairs if pair[0] < 0]
     words = ("wrong -> right", "right -> wrong") if key == "correct" else ("with more reward", "with less")
     parts = [f"{len(better)} {words[0]}, {len(worse)} {words[1]}, of {len(pairs):,} problems"]
     for _, old, new in [pair for two in zip_longest(better, worse) for pair in two if pair][:most]:

@@ -13,27 +13,27 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig
 
 
-def has_adapters(policy: transformers.PreTrainedModel) -> bool:
+def has_adapters(policy: PreTrainedModel) -> bool:
     return getattr(policy, "_hf_peft_config_loaded", False)
 
 
 class StartingAdapters:
     """Reference model of a policy with adapters, in a `with` block: the same model with the adapters it has now."""
 
-    def __init__(self, policy: transformers.PreTrainedModel):
+    def __init__(self, policy: PreTrainedModel):
         self.policy = policy
         self.adapters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.start = [parameter.detach().clone() for parameter in self.adapters]
 
-    def __enter__(self) -> transformers.PreTrainedModel:
+    def __enter__(self) -> PreTrainedModel:
         self.swap()
         return self.policy
 
@@ -50,7 +50,7 @@ class StartingAdapters:
         torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
 
 
-def add_adapters(policy: transformers.PreTrainedModel, config: ModelConfig) -> None:
+def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
     """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
     from peft import LoraConfig
 
@@ -75,7 +75,7 @@ def add_adapters(policy: transformers.PreTrainedModel, config: ModelConfig) -> N
 
 
 @torch.no_grad()
-def fill_adapters(policy: transformers.PreTrainedModel, source: str | None) -> None:
+def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
     """Copy adapters from a PEFT folder or hub id into a model's own; without one, A is random and B is 0."""
     from peft.utils import load_peft_weights
 
@@ -94,17 +94,16 @@ def fill_adapters(policy: transformers.PreTrainedModel, source: str | None) -> N
         dist.assign(parameter, whole)
 
 
-def save_adapters(policy: transformers.PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write the adapters as a PEFT folder; ``weights`` replaces a sharded model's own."""
     weights = weights or policy.state_dict()
-    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    saved = {name_in_file(name): weights[name] for name in trained}
+    saved = {name_in_file(name): weights[name] for name, weight in policy.named_parameters() if weight.requires_grad}
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     policy.peft_config["default"].save_pretrained(folder)
 
 
 @torch.no_grad()
-def merged_weights(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Names, weights and buffers of a model, tied ones under each name; with adapters, those of the merged model."""
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
@@ -117,7 +116,7 @@ def merged_weights(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, 
         yield name.replace(".base_layer.", "."), weight
 
 
-def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def weights_of_files(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say."""
     from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
 

@@ -20,10 +20,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def locate(name_or_path: str) -> str:
-    """The folder of an embedded model or of a local one, or else the name as a hub id.
-
-    Raises ValueError for a path that is no model folder, and for a name almost that of an embedded model.
-    """
+    """The folder of an embedded or a local model, or the name as a hub id; ValueError for a wrong path or near miss."""
     if (ASSETS / name_or_path / "config.json").is_file():
         return str(ASSETS / name_or_path)
     path = Path(name_or_path).expanduser()

@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.hub.adapters import has_adapters, save_adapters
 from pspo.records.files import write_json
 from pspo.records.folders import whole_folder
 
+Weights = dict[str, Tensor]  # gathered, in place of a sharded model's own
+
 
 def save_model(
-    policy: transformers.PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    validation: dict[str, Any] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, validation: Any = None
 ) -> None:
     """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
     weights = dist.full_state_dict(policy)
@@ -35,24 +32,16 @@ def save_model(
 
 
 def write_model(
-    policy: transformers.PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    weights: dict[str, Tensor] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, weights: Weights | None = None
 ) -> None:
-    """Write model or adapters, tokenizer and card; ``weights`` replaces a sharded model's own."""
-    if has_adapters(policy):
-        save_adapters(policy, folder, weights)
-    else:
-        save_pretrained(policy, folder, weights)
+    """Write model or adapters, tokenizer and card."""
+    save = save_adapters if has_adapters(policy) else save_pretrained
+    save(policy, folder, weights)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def save_pretrained(
-    policy: transformers.PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None
-) -> None:
+def save_pretrained(policy: PreTrainedModel, folder: Path, weights: Weights | None = None) -> None:
     """Save a model with its generation config as it was loaded, which the library itself may refuse to save."""
     loaded, policy.generation_config = policy.generation_config, GenerationConfig()
     try:
