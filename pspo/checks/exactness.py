@@ -39,14 +39,14 @@ def check_exactness(
     name, flash = type(policy).__name__, "flash" in (policy.config._attn_implementation or "")
     try:
         with inference(policy), autocast(autocast_mode if flash else "none", policy.device):
-            in_16_bits, found = differences(policy, tokenizer, prompts, sampling)
+            in_16_bits, by_check = differences(policy, tokenizer, prompts, sampling)
     except Exception as error:  # the library raises anything if a model needs more than token ids
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise ValueError(f"--model.name_or_path: {name} fails on a small batch: {reason}") from error
-    for what, by_token in found:
-        size = (by_token.mean() if in_16_bits else by_token.max()).item()
+    for what, nats in by_check:
+        size = (nats.mean() if in_16_bits else nats.max()).item()
         if not size <= (0.25 if in_16_bits else 1e-3):  # NaN is refused, too
             raise ValueError(f"--model.name_or_path: {name} {what}: off by {size:.2g} nats")
 
@@ -83,21 +83,21 @@ def differences(
     text = list(islice(cycle(chain.from_iterable(prompts)), 52))
     short, long, alike = text[:3], text[3:27], text[3:23] + text[27:30]
     rows = [(short, text[30:38]), (short, text[38:41]), (long, text[41:46]), (alike, text[46:52])]
-    alone, found = [logits_alone(policy, *row) for row in rows], []
+    alone, by_check = [logits_alone(policy, *row) for row in rows], []
     for what, part in ((HEAD, slice(2, 3)), (GROUPS, slice(3)), (GROUPS, slice(1, 3)), (GROUPS, slice(2, 4))):
         completions = [torch.tensor(completion) for _, completion in rows[part]]
         ids = pad_sequence(completions, batch_first=True, padding_value=-1)
         batch = *left_pad([prompt for prompt, _ in rows[part]], sampling.pad_id), ids.clamp(min=0), ids >= 0
         prompt_ids, prompt_mask, ids, mask = (tensor.to(policy.device) for tensor in batch)
         expected = torch.cat([gathered(*of_row) for of_row in zip(alone[part], completions, strict=True)])
-        found.append((what, (token_logprobs(policy, prompt_ids, prompt_mask, ids, mask)[mask] - expected).abs()))
+        by_check.append((what, (token_logprobs(policy, prompt_ids, prompt_mask, ids, mask)[mask] - expected).abs()))
     greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
     drawn = generate(policy, tokenizer, [short, long], greedy, group_size=2).completion_ids
     for prompt, completion in ((short, drawn[0]), (long, drawn[3])):
         logits = logits_alone(policy, prompt, completion.tolist())
         likeliest = gathered(logits, logits.argmax(dim=1))
-        found.append((DECODING.format(sampling.decoder), likeliest - gathered(logits, completion)))
-    return alone[0].dtype.itemsize == 2, found
+        by_check.append((DECODING.format(sampling.decoder), likeliest - gathered(logits, completion)))
+    return alone[0].dtype.itemsize == 2, by_check
 
 
 def logits_alone(policy: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:

@@ -48,22 +48,22 @@ def by_temperature(file: Path) -> dict[float, list[Record]]:
     records = read_jsonl(file)
     if not records or not {"problem", "sample", "temperature"} <= records[0].keys():
         raise ValueError(f"--compare: {file} holds no completions of an evaluation")
-    found: dict[float, list[Record]] = {}
+    temperatures: dict[float, list[Record]] = {}
     for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):
-        found.setdefault(record["temperature"], []).append(record)
-    return found
+        temperatures.setdefault(record["temperature"], []).append(record)
+    return temperatures
 
 
 def comparison(first: Path, second: Path) -> str:
     """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
-    of_both, parts = (by_temperature(first), by_temperature(second)), [f"A  {first}\nB  {second}"]
-    for temperature in [temperature for temperature in of_both[0] if temperature in of_both[1]]:
-        pair = [of[temperature] for of in of_both]
-        asked = [[(record["prompt"], record["gold"]) for record in of if record["sample"] == 0] for of in pair]
+    a_records, b_records, parts = by_temperature(first), by_temperature(second), [f"A  {first}\nB  {second}"]
+    for temperature in [temperature for temperature in a_records if temperature in b_records]:
+        pair = a_records[temperature], b_records[temperature]
+        asked = [[(record["prompt"], record["gold"]) for record in one if record["sample"] == 0] for one in pair]
         if asked[0] != asked[1]:
             sizes = f"{len(asked[0]):,} and {len(asked[1]):,}"
             raise ValueError(f"--compare: {first} and {second} are not of the same problems ({sizes}, in order)")
-        n, a, b = len(asked[0]), *(measures(of, len(of) // len(asked[0])) for of in pair)
+        n, a, b = len(asked[0]), *(measures(one, len(one) // len(asked[0])) for one in pair)
         rows = [(f"T = {temperature:g}, {n:,} problems", "A", "B", "B - A [95%]", "p", "only A : only B")]
         for name in [name for name in a if name in b and name not in MEANS]:
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))

@@ -28,8 +28,8 @@ class Evaluation:
 
     def means(self) -> dict[str, float]:
         """Every measure's mean over the problems, of those that have one."""
-        values = {name: by_problem(of) for name, of in measures(self.completions, self.samples).items()}
-        return {name: float(of.mean()) for name, of in values.items() if len(of)}
+        values = {name: by_problem(every) for name, every in measures(self.completions, self.samples).items()}
+        return {name: float(known.mean()) for name, known in values.items() if len(known)}
 
     def record(self) -> Record:
         """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
@@ -89,12 +89,12 @@ def by_problem(values: np.ndarray) -> np.ndarray:
 
 def estimates(values: dict[str, np.ndarray]) -> dict[str, Record]:
     """`estimate` of each measure (n, samples) but `MEANS`; with the number of values left out, if any are unknown."""
-    found: dict[str, Record] = {}
-    for name, of in values.items():
-        unknown = int(np.isnan(of).sum())
-        if name not in MEANS and unknown < of.size:
-            found[name] = estimate(by_problem(of)) | ({"left_out": unknown} if unknown else {})
-    return found
+    by_name: dict[str, Record] = {}
+    for name, measure in values.items():
+        unknown = int(np.isnan(measure).sum())
+        if name not in MEANS and unknown < measure.size:
+            by_name[name] = estimate(by_problem(measure)) | ({"left_out": unknown} if unknown else {})
+    return by_name
 
 
 def estimate(*sets: np.ndarray) -> Record:

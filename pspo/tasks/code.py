@@ -83,10 +83,10 @@ class CodeReward(Reward):
         tests = [tests] if isinstance(tests, str) else tests
         if not tests:
             return None
-        share = self.passed(extract_code(completion), list(tests)) / len(tests)
+        share = self.run_tests(extract_code(completion), list(tests)) / len(tests)
         return float(share == 1) if self.all_or_nothing else share
 
-    def passed(self, code: str, tests: list[str]) -> int:
+    def run_tests(self, code: str, tests: list[str]) -> int:
         """Return how many tests the program passes; 0 if it does not end in time."""
         secret = secrets.token_hex(16)
         limits = {"seconds": int(self.seconds) + 1, "memory": self.memory_mb * 2**20}

@@ -327,11 +327,11 @@ def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
     hidden = re.compile(rf"(^|/)\.{f'|{skip}' if skip else ''}")
     files = {str(file.relative_to(path)): file for file in data_files(path)}
     by_split = _by_split({inside: file for inside, file in files.items() if not hidden.search(inside)})
-    for split, found in by_split.items():
-        if not found:
+    for split, paths in by_split.items():
+        if not paths:
             raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
-        if len({file.suffix for file in found}) > 1:
-            raise ValueError(f"{path} holds {split} in several formats ({found[0].name}, {found[-1].name}); keep one")
+        if len({file.suffix for file in paths}) > 1:
+            raise ValueError(f"{path} holds {split} in several formats ({paths[0].name}, {paths[-1].name}); keep one")
     return by_split
 
 

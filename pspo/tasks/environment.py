@@ -39,10 +39,10 @@ def load_environment(path: str | None) -> MakeEnvironment | None:
     rule = "give the import path of a class, such as pspo.tasks.calculator.Calculator"
     environment = import_path(path, "rollout.environment", rule)
     try:
-        made = environment()
+        example = environment()
     except TypeError as error:
         rule = "must be a class, or a function that makes an environment, and take no arguments"
         raise ValueError(f"--rollout.environment {path} {rule} ({error})") from error
-    if not (hasattr(made, "reset") and hasattr(made, "step")):
+    if not (hasattr(example, "reset") and hasattr(example, "step")):
         raise ValueError(f"--rollout.environment {path} must make objects with the methods reset and step")
     return environment

@@ -86,7 +86,7 @@ def confine(seconds: int, memory: int) -> None:
     raise OSError("seccomp has no effect on this kernel")
 
 
-def passed(code: str, tests: list[str]) -> int:
+def run_tests(code: str, tests: list[str]) -> int:
     """Number of tests that raise nothing after the program, which must raise nothing either."""
     module = types.ModuleType("solution")  # not __main__: the program's own main part stays unused
     sys.modules["solution"] = module
@@ -105,20 +105,20 @@ def passed(code: str, tests: list[str]) -> int:
 
 
 def main() -> None:
-    given = json.load(sys.stdin)
+    specification = json.load(sys.stdin)
     channel, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
 
     def report(key: str, value: object) -> None:
-        os.write(channel, json.dumps({"secret": given["secret"], key: value}).encode() + b"\n")
+        os.write(channel, json.dumps({"secret": specification["secret"], key: value}).encode() + b"\n")
 
     try:
-        confine(given["seconds"], given["memory"])
+        confine(specification["seconds"], specification["memory"])
     except (OSError, ValueError) as error:
         return report("refused", str(error))
     report("ready", True)
-    report("passed", passed(given["code"], given["tests"]))
+    report("passed", run_tests(specification["code"], specification["tests"]))
     os._exit(0)  # whatever threads are left
 
 
