@@ -54,13 +54,18 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     `answer` is a whole number of at least 1, `solution` one `a + b = c` per line and then `#### c`,
     `category` the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
+    rng = split_rng(split, seed)
     while True:
         problem = _draw(rng)
         if split_of(problem.prompt) == split:
             yield problem
+
+
+def split_rng(split: str, seed: int) -> random.Random:
+    """Return the random generator of a split's problems; ValueError for a split that does not exist."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    return random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
 
 
 def split_of(prompt: str) -> str:

@@ -6,12 +6,11 @@ user        784
 assistant   #### 784
 """
 
-import random
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from pspo.tasks.arithmetic import APPLY, SPLITS, WORDS, split_of
+from pspo.tasks.arithmetic import APPLY, WORDS, split_of, split_rng
 from pspo.tasks.problem import Problem
 
 _CALL = re.compile(r"<calc>([^<]{1,200})</calc>")
@@ -24,9 +23,7 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     There are 124,600, whose values have three digits; the hash of its text decides a problem's split. `category` is
     "add" or "subtract".
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
+    rng = split_rng(split, seed)
     while True:
         op, a, b = rng.choice("+-"), rng.randint(200, 899), rng.randint(11, 99)
         prompt, value = f"What is {a} {op} {b}?", APPLY[op](a, b)

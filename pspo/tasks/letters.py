@@ -10,7 +10,7 @@ decides a problem's split: train, validation and test share no word, for any see
 import random
 from collections.abc import Iterator
 
-from pspo.tasks.arithmetic import SPLITS, split_of
+from pspo.tasks.arithmetic import split_of, split_rng
 from pspo.tasks.problem import Problem
 
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
@@ -29,9 +29,7 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
 
     `answer` is a text, `solution` the answer after `####`, `category` "reverse" or "sort", `level` the word's length.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
+    rng = split_rng(split, seed)
     while True:
         word = _draw_word(rng)
         task, category = rng.choice(list(TASKS.items()))
