@@ -44,21 +44,16 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def draw(run: Run) -> Experience:
-    """Draw and score a rollout; up to --rollout.resample times, replace groups without signal by fresh prompts'."""
+    """Draw and score a rollout; with a lag it keeps the log-probs of the policy that drew it."""
     config = run.config
     experience = score(run, run.delay.take_prefetched() or draw_prompts(run, config.rollout.prompts))
     run.require_some_reward(experience.rewards)
-    for _ in range(config.rollout.resample):
-        missing = dist.max_over_ranks(experience.signal.count(False))
-        if missing == 0:
-            break
-        fresh = score(run, draw_prompts(run, missing * dist.world_size()))
-        experience = experience.refill(fresh, config.algorithm.advantage_scale)
-    if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
-        with run.phase("train"):
-            rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
-        experience = replace(experience, rollout=rollout)
-    return experience
+    experience = resample(run, experience)
+    if config.rollout.lag == 0 or config.algorithm.ratio_to != "behaviour":
+        return experience
+    with run.phase("train"):
+        rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
+    return replace(experience, rollout=rollout)
 
 
 def draw_prompts(run: Run, n: int) -> Drawing:
@@ -81,6 +76,17 @@ def score(run: Run, drawing: Drawing) -> Experience:
         rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
         advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
     return Experience(drawing.prompts, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens, logged)
+
+
+def resample(run: Run, experience: Experience) -> Experience:
+    """Replace groups without signal by fresh prompts', up to --rollout.resample times."""
+    for _ in range(run.config.rollout.resample):
+        missing = dist.max_over_ranks(experience.signal.count(False))
+        if missing == 0:
+            break
+        fresh = score(run, draw_prompts(run, missing * dist.world_size()))
+        experience = experience.refill(fresh, run.config.algorithm.advantage_scale)
+    return experience
 
 
 sys.modules[__name__].__class__ = CallableModule  # pspo.train("tiny-base", data=problems, reward=my_reward)

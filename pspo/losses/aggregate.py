@@ -1,7 +1,7 @@
 """From per-token losses to the one number that is differentiated.
 
-The denominators are counts of the whole optimizer minibatch, over all its microbatches, so the sum of the
-microbatches' aggregated losses is the minibatch's loss however it was split.
+Denominators are counts of the whole optimizer minibatch, so that its loss is the sum of its microbatches' however it
+is split.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""Correction weights, for tokens that were drawn by another distribution than the old log-probs describe.
+"""Correction weights, for tokens that another engine or an older policy drew than the old log-probs describe.
 
-The sampler is another engine then, or an older policy. Its weight, old / sampler, multiplies a token's loss after the
-surrogate and before the KL term.
+The weight, old / sampler, multiplies a token's loss after the surrogate and before the KL term.
 """
 
 from typing import Literal, get_args
@@ -36,6 +35,6 @@ def correction_weights(
 
 
 def correction_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction) -> Tensor:
-    """What `correction_weights` caps, (B, T): old / sampler of each token, or the product over its row's unmasked."""
+    """The weights before the cap, (B, T): old / sampler of each token, or the product over its row's unmasked ones."""
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
     return (log_r.sum(dim=1, keepdim=True).expand_as(mask) if mode.startswith("sequence") else log_r).exp()

@@ -1,8 +1,7 @@
-"""Statistics of one optimizer step that hold for every surrogate.
+"""Statistics of one optimizer step, for every surrogate alike.
 
 They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the surrogate ignores a token, and
-|w / (A r)| is the slope relative to the plain importance-weighted gradient: 1 for NoClip, 1 - alpha for PSPO, 1 or 0
-for Clip.
+|w / (A r)| is its slope relative to NoClip's: 1 - alpha for PSPO, 1 or 0 for Clip.
 """
 
 from collections.abc import Callable

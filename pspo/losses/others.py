@@ -1,7 +1,8 @@
-"""Losses of other papers, beside the paper's six: same interface, same symbols, same rules as `pspo.losses.surrogates`.
+"""Losses of other papers, with the interface, symbols and rules of `pspo.losses.surrogates`.
 
 With one advantage per row, every gradient here equals its source's under every aggregation. A sequence-level ratio s or
-weight w is held fixed by a stop-gradient sg; a token's loss moves that token's log-prob alone.
+weight w is held fixed by a stop-gradient sg; a token's loss moves that token's log-prob alone. Some names mean
+something else in TRL or verl: docs/conformance.md has the settings that agree.
 """
 
 import math
@@ -15,10 +16,9 @@ from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate, check, log_ratio, m
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the row's unmasked tokens, (B, T): without gradient, but for each token's own values at weight 1.
+    """Mean over the row's unmasked tokens, (B, T), in which token t has the gradient of values_t.
 
-    The value is the mean's and token t's gradient is that of values_t, so that the row's mean loss has the gradient of
-    the mean: GSPO-token (Zheng et al. 2025, section 4.3).
+    Then the row's mean loss has the gradient of the mean: GSPO-token (Zheng et al. 2025, section 4.3).
     """
     fixed = values.detach()
     mean = fixed.where(mask, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
@@ -29,21 +29,18 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 class REINFORCE(Surrogate):
     """-A logprob: the policy gradient without importance weights (Williams 1992); biased once the policy has moved."""
 
+    silent_at_zero_advantage = token_local = True
+
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         weight = torch.ones_like(log_ratio(logprobs.detach(), old_logprobs, mask))
         return policy_gradient(weight, logprobs, advantages, mask)
-
-    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
 class CISPO(Surrogate):
     """-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A logprob: clipped weights, no clipped token (MiniMax-M1, 2025).
 
-    | elsewhere | upper bound of r | lower bound | the same here |
-    |---|---|---|---|
-    | TRL 1.16 | epsilon_high itself; 5 recommended (ScaleRL) | none | epsilon_high = theirs - 1 |
-    | verl 0.9.1 | 1 + clip_ratio_high, 0.2 unless set | 1 - clip_ratio_low | epsilon and epsilon_high as theirs |
+    Bounds lie around 1, as verl's. TRL's epsilon_high is the bound itself, ours + 1 (ScaleRL recommends 5, 4 here).
 
     Args:
         epsilon: lower bound 1 - epsilon of the weight; None for no lower bound, the source's choice.
@@ -52,6 +49,7 @@ class CISPO(Surrogate):
 
     epsilon: float | None = None
     epsilon_high: float = 4.0
+    silent_at_zero_advantage = token_local = True
 
     def __post_init__(self) -> None:
         check(self.epsilon is None or self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
@@ -62,8 +60,6 @@ class CISPO(Surrogate):
         low = 0.0 if self.epsilon is None else 1 - self.epsilon
         return policy_gradient(ratio.clamp(low, 1 + self.epsilon_high), logprobs, advantages, mask)
 
-    silent_at_zero_advantage = token_local = True
-
 
 @dataclass(frozen=True)
 class GSPO(Surrogate):
@@ -72,11 +68,6 @@ class GSPO(Surrogate):
     The source averages over sequences: aggregation ``grpo``. LUSPO (Liu et al. 2026) multiplies each sequence's loss by
     its length: GSPO with ``dr_grpo``, times max_completion_tokens, a constant.
 
-    | elsewhere | differs in |
-    |---|---|
-    | TRL 1.16, importance_sampling_level=sequence | epsilon 0.2 unless set, of a token's scale; ``dapo`` unless set |
-    | verl 0.9.1 | epsilon 0.2 unless set; log s is bounded by 10, not by ±20 |
-
     Args:
         epsilon: lower half-width of the clip range.
         epsilon_high: upper half-width.
@@ -84,6 +75,7 @@ class GSPO(Surrogate):
 
     epsilon: float = 3e-4
     epsilon_high: float = 4e-4
+    silent_at_zero_advantage = True
 
     __post_init__ = CISPO.__post_init__
 
@@ -92,8 +84,6 @@ class GSPO(Surrogate):
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon_high)
         return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)
 
-    silent_at_zero_advantage = True
-
 
 @dataclass(frozen=True)
 class GMPO(Surrogate):
@@ -101,16 +91,12 @@ class GMPO(Surrogate):
 
     The geometric mean of the clipped ratios in place of GRPO's arithmetic mean; aggregation ``grpo``.
 
-    | elsewhere | differs in |
-    |---|---|
-    | TRL 1.16, GMPOTrainer | nothing; epsilon 0.4 |
-    | verl 0.9.1, geo_mean | epsilon 0.2 unless set; rows of a microbatch are averaged, whatever loss_agg_mode says |
-
     Args:
         epsilon: bound of the log-ratio, where the step would lead further out.
     """
 
     epsilon: float = 0.4
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
@@ -120,15 +106,12 @@ class GMPO(Surrogate):
         clipped = torch.where(advantages > 0, log_r.clamp(max=self.epsilon), log_r.clamp(min=-self.epsilon))
         return masked(-row_mean(clipped, mask).exp() * advantages, mask)
 
-    silent_at_zero_advantage = True
-
 
 @dataclass(frozen=True)
 class VESPO(Surrogate):
     """-sg(w^k exp(lambda (1 - w))) A logprob, w the product of r over the row (Shen et al. 2026).
 
     k and lambda go by the sign of A. The weight is 1 at w = 1 and falls on both sides of its peak at w = k / lambda.
-    TRL 1.16 bounds w by 1e-8 from below, here exp(-20), and multiplies a sampler's correction into w, we into the loss.
 
     Args:
         k_pos, lambda_pos: where A > 0.
@@ -139,6 +122,7 @@ class VESPO(Surrogate):
     lambda_pos: float = 3.0
     k_neg: float = 3.0
     lambda_neg: float = 2.0
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -152,8 +136,6 @@ class VESPO(Surrogate):
         log_weight = torch.where(advantages > 0, pos, neg).clamp(max=MAX_LOG_RATIO)
         return policy_gradient(log_weight.exp(), logprobs, advantages, mask)
 
-    silent_at_zero_advantage = True
-
 
 @dataclass(frozen=True)
 class DPPO(Surrogate):
@@ -165,9 +147,6 @@ class DPPO(Surrogate):
     and p < q. The source's top-K divergence needs the whole distribution, which a surrogate does not see; its q is the
     sampler's, ours the old log-probs'.
 
-    verl 0.9.1 (dppo_tv, dppo_kl) bounds r by clip_ratio_c, 3 unless set (10,000 in its recipe), and takes 0.2 for
-    epsilon unless set.
-
     Args:
         divergence: "tv" or "kl".
         epsilon: largest divergence; the source takes 0.15 for tv and 0.05 for kl.
@@ -175,6 +154,7 @@ class DPPO(Surrogate):
 
     divergence: Literal["tv", "kl"] = "tv"
     epsilon: float = 0.15
+    silent_at_zero_advantage = token_local = True
 
     def __post_init__(self) -> None:
         check(self.divergence in ("tv", "kl"), self, 'divergence must be "tv" or "kl"', repr(self.divergence))
@@ -191,5 +171,3 @@ class DPPO(Surrogate):
         further = torch.where(advantages > 0, moved > 0, moved < 0)
         kept = ~(further & (divergence > self.epsilon))
         return masked(-log_r.exp() * advantages * kept, mask)
-
-    silent_at_zero_advantage = token_local = True

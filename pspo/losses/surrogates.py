@@ -1,7 +1,7 @@
-"""The six surrogates, each a map from per-token log-probabilities to a per-token loss.
+"""The paper's six surrogates, each a map from per-token log-probs to a per-token loss, to be minimised.
 
 Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`` is the importance ratio, ``A`` the
-advantage. Every loss is to be minimised; means over tokens live in `pspo.losses.aggregate`.
+advantage. Means over tokens are taken by `pspo.losses.aggregate`.
 
 `log_ratio` holds the one numerical rule: 0 under the mask and clamped to +-20 elsewhere, so that no finite input gives
 inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out. Only the gradient
@@ -38,7 +38,7 @@ class Surrogate(ABC):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor: ...
 
     def at(self, step: int) -> Callable[..., Tensor]:
-        """The map from the four tensors to the loss, after so many optimizer steps."""
+        """The map from the four tensors to the loss, after ``step`` optimizer steps."""
         return partial(self, step=step) if "step" in inspect.signature(self).parameters else self
 
     def __repr__(self) -> str:  # a dataclass has its own
@@ -107,6 +107,7 @@ class Clip(Surrogate):
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
+    silent_at_zero_advantage = token_local = True
 
     def __post_init__(self) -> None:
         high, delta = self.epsilon_high, self.delta
@@ -122,17 +123,15 @@ class Clip(Surrogate):
             ratio = ratio.clamp(max=self.delta)
         return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)
 
-    silent_at_zero_advantage = token_local = True
-
 
 @dataclass(frozen=True)
 class NoClip(Surrogate):
     """-r A: the plain importance-weighted policy gradient."""
 
+    silent_at_zero_advantage = token_local = True
+
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         return masked(-log_ratio(logprobs, old_logprobs, mask).exp() * advantages, mask)
-
-    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -146,6 +145,7 @@ class PSPO(Surrogate):
     """
 
     alpha: float = 0.1
+    silent_at_zero_advantage = token_local = True
 
     def __post_init__(self) -> None:
         check(0 <= self.alpha <= 1, self, "alpha must be in [0, 1]", self.alpha)
@@ -154,8 +154,6 @@ class PSPO(Surrogate):
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
         smoothed_ratio = (1 - self.alpha) * ratio + self.alpha
         return masked(-smoothed_ratio * advantages, mask)
-
-    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -171,6 +169,7 @@ class P3O(Surrogate):
 
     tau: float = 4.0
     kl_coef: float = 0.0
+    token_local = True
 
     def __post_init__(self) -> None:
         check(0 < self.tau < math.inf, self, "tau must be above 0 and finite", self.tau)
@@ -181,8 +180,6 @@ class P3O(Surrogate):
         ratio = log_r.exp()
         gate = (4 / self.tau) * torch.sigmoid(self.tau * (ratio - 1))
         return masked(-gate * advantages + self.kl_coef * (ratio - 1 - log_r), mask)
-
-    token_local = True
 
     @property
     def silent_at_zero_advantage(self) -> bool:
@@ -200,6 +197,7 @@ class SAPO(Surrogate):
 
     tau_pos: float = 1.0
     tau_neg: float = 3.0
+    silent_at_zero_advantage = token_local = True
 
     def __post_init__(self) -> None:
         for name, tau in vars(self).items():
@@ -210,8 +208,6 @@ class SAPO(Surrogate):
         tau = torch.where(advantages > 0, ratio.new_tensor(self.tau_pos), self.tau_neg)
         gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
         return masked(-gate * advantages, mask)
-
-    silent_at_zero_advantage = token_local = True
 
 
 @dataclass(frozen=True)
@@ -233,6 +229,7 @@ class TOPR(Surrogate):
     a_neg: float = 0.0
     b_neg: float = 1.0
     level: Literal["sequence", "token"] = "sequence"
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         pos, neg = (self.a_pos, self.b_pos), (self.a_neg, self.b_neg)
@@ -248,8 +245,6 @@ class TOPR(Surrogate):
         ratio = log_r.exp()
         weight = torch.where(advantages > 0, ratio.clamp(self.a_pos, self.b_pos), ratio.clamp(self.a_neg, self.b_neg))
         return policy_gradient(weight, logprobs, advantages, mask)
-
-    silent_at_zero_advantage = True
 
     @property
     def token_local(self) -> bool:

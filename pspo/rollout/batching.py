@@ -1,10 +1,10 @@
-"""Rows of a rollout to optimizer steps and microbatches; microbatches in halves when memory runs out."""
+"""Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
 
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,10 +38,15 @@ def split_minibatches(
     minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
     --optimizer.microbatch_tokens.
     """
-    algorithm, group_size = config.algorithm, config.rollout.group_size
+    if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
+        raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
+    if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
+        raise ValueError("--algorithm.nucleus replay needs the sampler's nucleus: sample with Sampling(nucleus=True)")
+    algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.distributed.strategy == "fsdp2"
     if algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    sharded = config.distributed.strategy == "fsdp2"
+    if algorithm.nucleus == "ignore":
+        rollout = replace(rollout, nucleus=None)
     limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
     silent = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage
     contributes = (rollout.loss_mask.any(dim=1) & ((advantages != 0) | (not silent))).tolist()  # by row
@@ -80,15 +85,17 @@ def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: flo
     return microbatches
 
 
-def retry_in_halves(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, work: Callable[[], T]) -> T:
-    """Return what ``work`` returns; if memory runs out, halve the microbatches and start over.
+def retry_in_halves(
+    learner: Learner, minibatches: list[Minibatch], config: TrainConfig, work: Callable[..., T], *args: Any
+) -> T:
+    """Return ``work(*args)``; if memory runs out, halve the microbatches and start over.
 
     The denominators are the minibatch's, so the gradient is the same to rounding. Log-probs that microbatches already
     have stay.
     """
     while True:
         try:
-            return work()
+            return work(*args)
         except RuntimeError as error:
             batches = [batch for minibatch in minibatches for batch in minibatch.batches]
             halvable = config.optimizer.halve_on_oom and max(len(batch.rollout) for batch in batches) > 1

@@ -1,8 +1,8 @@
 """The decoding loop, for `model.generate(custom_generate=...)`: several times as fast as the library's on rollouts.
 
-Same distribution as Hugging Face sampling, less work: each prompt is prefilled once for its whole group, keys and
-values go into buffers allocated once, the nucleus is sampled without sorting the vocabulary, and finished rows leave
-the batch. With ``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
+The same distribution in less work: each prompt is prefilled once for its group, keys and values go into buffers
+allocated once, the nucleus is sampled without sorting the vocabulary, and finished rows leave the batch. With
+``graphs`` every step has the same shapes instead, and a GPU replays it as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the 
 
 
 class BufferedLayer(DynamicLayer):
-    """A full-attention cache layer that, once repeated for each group, writes keys and values into preallocated room.
+    """A full-attention cache layer that, once repeated for each group, writes into preallocated buffers.
 
-    Buffers are (rows, heads, prompt + room, dim); `keys` and `values` are views of their filled part. With `at`, a (1,)
-    int64 position to write to, they are the whole buffers: no shape ever changes, and the attention mask must hide the
-    part that is not filled yet.
+    They are (rows, heads, prompt + room, dim); `keys` and `values` are views of the filled part. With `at`, a (1,)
+    int64 position to write to, they are whole, so that no shape changes: the attention mask must hide the rest.
     """
 
     def __init__(self, room: int, at: Tensor | None = None):
@@ -72,19 +71,16 @@ class BufferedLayer(DynamicLayer):
 def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Takes logits (b, V) float32, after temperature; returns tokens (b,) int64.
-
-    Equally likely tokens at its edge all belong to it; the library keeps an arbitrary few of them. Exact without
-    sorting the vocabulary, by rejection: tokens are drawn from the whole distribution, and again if they lie outside
-    the nucleus. Rows whose nucleus has so little mass that they are still outside after `MAX_TRIES` are sorted. On a
-    GPU a sort is cheaper than waiting for each round's result.
+    Takes logits (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the nucleus'
+    edge all belong to it; the library keeps an arbitrary few of them.
     """
     probs = logits.softmax(dim=1)
     limit = top_p if top_p < 1 else float("inf")
-    return _sample_sorted(probs, limit) if probs.is_cuda else _sample_by_rejection(probs, limit)
+    return _sample_sorted(probs, limit) if probs.is_cuda else _sample_by_rejection(probs, limit)  # a GPU would wait
 
 
 def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
+    """Draw from the whole distribution, again where that is outside the nucleus; what still is, from sorted ones."""
     cdf = probs.cumsum(dim=1, dtype=torch.float64)  # float32 would round a rare token's share by a per cent
     rows = torch.arange(len(probs))
     tokens = torch.empty_like(rows)
@@ -103,19 +99,21 @@ def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
 
 def _sample_sorted(probs: Tensor, limit: float) -> Tensor:
     probs, tokens = probs.sort(dim=1, descending=True)
-    inside = probs.cumsum(dim=1) - probs < limit
-    edge = probs.where(inside, torch.inf).amin(dim=1, keepdim=True)  # and all tokens as likely as the last
-    kept = probs * (probs >= edge)
+    kept = probs * (probs >= _edge(probs, limit))
     # as torch.multinomial, without its check, which aborts the process on a GPU if a logit is NaN
     return tokens.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(dim=1, keepdim=True)).squeeze(1)
 
 
 def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V); without impossible tokens."""
-    ordered = probs.sort(dim=1, descending=True).values
-    inside = ordered.cumsum(dim=1) - ordered < (top_p if top_p < 1 else float("inf"))
-    edge = ordered.where(inside, torch.inf).amin(dim=1, keepdim=True)
+    edge = _edge(probs.sort(dim=1, descending=True).values, top_p if top_p < 1 else float("inf"))
     return (probs >= edge) & (probs > 0)
+
+
+def _edge(ordered: Tensor, limit: float) -> Tensor:
+    """The least probability inside the nucleus, (b, 1), of probabilities (b, V) in descending order."""
+    inside = ordered.cumsum(dim=1) - ordered < limit
+    return ordered.where(inside, torch.inf).amin(dim=1, keepdim=True)
 
 
 def decode(

@@ -1,15 +1,13 @@
 """A rollout with its rewards: what is trained on, at once or --rollout.lag rollouts later."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pspo.rollout.advantages import AdvantageScale, group_relative_advantages
-from pspo.rollout.types import Nucleus, Rollout, cat_padded
+from pspo.rollout.types import Rollout, join
 
 
 @dataclass
@@ -59,35 +57,22 @@ class Experience:
         signal, n = self.signal + fresh.signal, len(self.prompts)
         group_size, spare = len(self.rewards) // n, (group for group in range(n, len(signal)) if signal[group])
         groups = [group if signal[group] else next(spare, group) for group in range(n)]
-        rows = torch.arange(group_size * len(signal)).view(-1, group_size)[groups].flatten().to(self.rewards.device)
+        rows = [group * group_size + i for group in groups for i in range(group_size)]
         rewards = torch.cat([self.rewards, fresh.rewards])[rows]
-        by_name = {name: values + fresh.rewards_by_name[name] for name, values in self.rewards_by_name.items()}
-        parts = [(part.logged, [None] * len(part.rewards)) for part in (self, fresh)]
-        logged = {name: [value for own, none in parts for value in own.get(name, none)]
-                  for name in self.logged.keys() | fresh.logged.keys()}  # fmt: skip
+
+        def chosen(own: dict[str, list], others: dict[str, list]) -> dict[str, list]:
+            """By name the values of the rows chosen, None where there is none."""
+            none, other_none = [None] * len(self.rewards), [None] * len(fresh.rewards)
+            both = {name: own.get(name, none) + others.get(name, other_none) for name in own | others}
+            return {name: [values[row] for row in rows] for name, values in both.items()}
+
         return Experience(
             [(self.prompts + fresh.prompts)[group] for group in groups],
-            join([self.rollout, fresh.rollout]).rows(rows),
+            join([self.rollout, fresh.rollout]).rows(torch.tensor(rows, device=rewards.device)),
             rewards,
-            {name: [values[row] for row in rows.tolist()] for name, values in by_name.items()},
+            chosen(self.rewards_by_name, fresh.rewards_by_name),
             group_relative_advantages(rewards.float(), group_size, scale),
             self.drawn_rewards + fresh.drawn_rewards,
             self.drawn_tokens + fresh.drawn_tokens,
-            {name: [values[row] for row in rows.tolist()] for name, values in logged.items()},
+            chosen(self.logged, fresh.logged),
         )
-
-
-def join(parts: Sequence[Rollout]) -> Rollout:
-    """The rows of all rollouts, one after the other."""
-    joined, width = {}, max(part.prompt_ids.shape[1] for part in parts)
-    for name, value in vars(parts[0]).items():
-        values = [getattr(part, name) for part in parts]
-        if isinstance(value, Nucleus):
-            joined[name] = Nucleus.join(values)
-        elif isinstance(value, list):
-            joined[name] = [item for items in values for item in items]
-        elif name.startswith("prompt"):
-            joined[name] = torch.cat([pad(value, (width - value.shape[1], 0)) for value in values])
-        elif value is not None:
-            joined[name] = torch.cat(values) if value.dim() == 1 else cat_padded(values)
-    return Rollout(**joined)

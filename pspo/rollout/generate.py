@@ -16,7 +16,7 @@ from pspo.config import Decoder, RolloutConfig
 from pspo.hub.models import token_ids
 from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_ids
 from pspo.rollout.decode import decode
-from pspo.rollout.types import Nucleus, Rollout, Sampling, cat_padded, to_device
+from pspo.rollout.types import Nucleus, Rollout, Sampling, join, to_device
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -55,10 +55,22 @@ def generate(
     sampling: Sampling,
     group_size: int = 1,
 ) -> Rollout:
-    """``group_size`` completions for each encoded prompt, drawn with torch's global generator."""
-    prompt_ids, prompt_mask = (to_device(part, model.device) for part in left_pad(prompts, sampling.pad_id))
-    drawn = complete(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
-    return as_rollout(tokenizer, prompt_ids, prompt_mask, *drawn, sampling)
+    """Draw ``group_size`` completions of each encoded prompt with torch's global generator.
+
+    At most `Sampling.max_rows` rows are decoded at a time.
+    """
+    check_decoder(model, sampling.decoder)
+    if sampling.library and (sampling.logprobs or sampling.nucleus):
+        raise ValueError("logprobs and nucleus are unavailable with decoder=hf or a repetition_penalty")
+    prompts, at_a_time = list(prompts), max(1, sampling.max_rows // group_size)
+    parts = []
+    with inference(model):
+        for start in range(0, len(prompts), at_a_time):
+            padded = left_pad(prompts[start : start + at_a_time], sampling.pad_id)
+            prompt_ids, prompt_mask = (to_device(part, model.device) for part in padded)  # (N, P)
+            drawn = complete(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+            parts.append(as_rollout(tokenizer, prompt_ids, prompt_mask, *drawn, sampling))
+    return join(parts, sampling.pad_id)
 
 
 def as_rollout(
@@ -99,33 +111,19 @@ def complete(
     sampling: Sampling,
     group_size: int,
 ) -> tuple[Tensor, Tensor | None, Nucleus | None]:
-    """(N, P) prompts to (N * group_size, T) completions by transformers, `Sampling.max_rows` at a time.
+    """Complete prompts (N, P) by transformers.
 
-    Completions are padded after their stop token; their log-probs and nucleus come on request.
+    Returns completions (N * group_size, T), padded after their stop token, and on request their log-probs and nucleus.
     """
-    check_decoder(model, sampling.decoder)
-    if sampling.library and (sampling.logprobs or sampling.nucleus):
-        raise ValueError("logprobs and nucleus are unavailable with decoder=hf or a repetition_penalty")
-    at_a_time, pieces, strings = max(1, sampling.max_rows // group_size), [], sampling.stop_strings
-    with inference(model):
-        for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
-            unpadded = int(mask.any(dim=0).long().argmax())  # columns before it are padding in all these rows
-            ids, mask = ids[:, unpadded:], mask[:, unpadded:].long()
-            stops = StoppingCriteriaList([StopStrings(tokenizer, strings, ids.shape[1])] if strings else [])
-            how = {"generation_config": sampling.generation_config(), "stopping_criteria": stops}
-            if sampling.library:
-                ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (ids, mask))
-                rows = model.generate(ids, attention_mask=mask, synced_gpus=sampling.synced, **how)
-                pieces.append((rows[:, ids.shape[1] :], None, None))
-            else:
-                loop = partial(decode, prompt_mask=mask, sampling=sampling, group_size=group_size)
-                pieces.append(model.generate(ids, attention_mask=mask, custom_generate=loop, **how))
-    ids, logprobs, nuclei = zip(*pieces, strict=True)
-    return (
-        cat_padded(ids, sampling.pad_id),
-        cat_padded(logprobs) if sampling.logprobs else None,
-        Nucleus.join(nuclei) if sampling.nucleus else None,
-    )
+    mask, strings = prompt_mask.long(), sampling.stop_strings
+    stops = StoppingCriteriaList([StopStrings(tokenizer, strings, prompt_ids.shape[1])] if strings else [])
+    how = {"generation_config": sampling.generation_config(), "stopping_criteria": stops}
+    if not sampling.library:
+        loop = partial(decode, prompt_mask=mask, sampling=sampling, group_size=group_size)
+        return model.generate(prompt_ids, attention_mask=mask, custom_generate=loop, **how)
+    ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, mask))
+    rows = model.generate(ids, attention_mask=mask, synced_gpus=sampling.synced, **how)
+    return rows[:, ids.shape[1] :], None, None
 
 
 class StopStrings(StopStringCriteria):

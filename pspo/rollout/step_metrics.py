@@ -1,6 +1,5 @@
 """Metrics of one optimizer step, collected microbatch by microbatch and reduced over the ranks."""
 
-from collections import defaultdict
 from copy import deepcopy
 
 import torch
@@ -11,26 +10,21 @@ from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, correction_ratios, diagnose, diagnose_correction, kl_estimate, token_weights
 from pspo.rollout.types import Batch, Rollout
 
-MEASURED = ("logprob", "old_logprob", "advantage", "weight", "entropy")
-CORRECTED = ("sampler_logprob", "correction_ratio")
-
 
 class StepMetrics:
-    """What one optimizer step measures. Every rank adds its microbatches, then all call `compute` together.
+    """What one optimizer step measures: every rank adds its microbatches, then all call `reduce`.
 
     Attributes:
         loss, kl_reference: scalars, sums over the microbatches so far.
-        tokens: by name the values (n,) of each microbatch's unmasked tokens; of them `reduce` sends MEASURED, and with
-            a correction CORRECTED, to rank 0.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, step: int, counts: Counts, device: torch.device) -> None:
         self.algorithm, self.step, self.counts = algorithm, step, counts
         self.loss, self.kl_reference = torch.zeros(2, device=device)
-        self.tokens: dict[str, list[Tensor]] = defaultdict(list)
+        self.parts: list[dict[str, Tensor]] = []
 
-    def add(self, batch: Batch, logprobs: Tensor, entropies: Tensor, loss: Tensor) -> None:
-        """Add a microbatch, without gradients: the policy's log-probs and entropies (b, t), its share of the loss."""
+    def add(self, batch: Batch, loss: Tensor, logprobs: Tensor, entropies: Tensor) -> None:
+        """Add a microbatch, without gradients: its share of the loss, the policy's log-probs and entropies (b, t)."""
         algorithm, mask, old = self.algorithm, batch.rollout.loss_mask, batch.old_logprobs  # (b, t)
         self.loss += loss
         if batch.ref_logprobs is not None:
@@ -45,39 +39,36 @@ class StepMetrics:
                   "row": batch.indices[:, None], "position": position}  # fmt: skip
         if algorithm.correction != "none":
             values["correction_ratio"] = correction_ratios(old, sampler, mask, algorithm.correction)
-        for name, value in values.items():
-            if value is not None:
-                self.tokens[name].append(value.expand_as(mask)[mask])
+        self.parts.append({name: value.expand_as(mask)[mask] for name, value in values.items() if value is not None})
 
-    def recorded(self) -> dict[str, Tensor]:
-        """Values (n,) at this rank's tokens, for `pspo.records.tokens`; to be called before `reduce`."""
-        return {name: torch.cat(values) for name, values in self.tokens.items()}
+    def tokens(self) -> dict[str, Tensor]:
+        """By name the values (n,) at this rank's unmasked tokens, as `pspo.records.tokens` takes them."""
+        return {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
 
-    def reduce(self) -> bool:
-        """Reduce over the ranks, rank 0 alone having all tokens; returns whether loss and log-probs are finite."""
-        self.loss, self.kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
-        names = MEASURED + (CORRECTED if self.algorithm.correction != "none" else ())
-        stacked = torch.stack([torch.cat(self.tokens[name]) for name in names])
-        finite = torch.isfinite(self.loss + stacked[0].sum())
-        self.measured = dist.gather_columns(stacked)  # in the order of the names
-        return not dist.max_over_ranks(not finite)
+    def reduce(self) -> tuple[dict[str, float], bool]:
+        """Metrics over all ranks' tokens, and whether loss and log-probs are finite.
 
-    def compute(self) -> dict[str, float]:
-        """`diagnose` and `diagnose_correction` over all ranks' tokens with A != 0, and the entropy over all tokens."""
+        Metrics are those of `diagnose` and `diagnose_correction` over tokens with A != 0, the entropy over all.
+        """
+        corrected = self.algorithm.correction != "none"
+        names = ["logprob", "old_logprob", "advantage", "weight", "entropy"]
+        names += ["sampler_logprob", "correction_ratio"] if corrected else []
+        tokens = self.tokens()
+        values = dist.gather_columns(torch.stack([tokens[name] for name in names]))  # on rank 0 all ranks'
+        loss, kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
 
-        def over_all_tokens() -> dict[str, float]:
-            logprobs, old, advantages, weights, entropies, *correction = self.measured
+        def on_main() -> tuple[dict[str, float], bool]:
+            logprobs, old, advantages, weights, entropies, *correction = values
             active = advantages != 0
-            found = diagnose(logprobs, old, advantages, weights, active)
-            found["entropy"] = (entropies.sum() / max(len(entropies), 1)).item()
-            if correction:
-                found |= diagnose_correction(old, *correction, active, self.algorithm.correction_cap)
-            return found
+            metrics = diagnose(logprobs, old, advantages, weights, active)
+            metrics["entropy"] = (entropies.sum() / max(len(entropies), 1)).item()
+            if corrected:
+                metrics |= diagnose_correction(old, *correction, active, self.algorithm.correction_cap)
+            return metrics, bool(torch.isfinite(loss + logprobs.sum()))
 
-        metrics = {"loss": self.loss.item()}
-        if self.algorithm.beta > 0:
-            metrics["kl_reference"] = self.kl_reference.item()
-        return metrics | dist.run_on_main(over_all_tokens)
+        metrics, finite = dist.run_on_main(on_main)
+        kl = {"kl_reference": kl_reference.item()} if self.algorithm.beta > 0 else {}
+        return {"loss": loss.item()} | kl | metrics, finite
 
 
 def nucleus_mass(rollout: Rollout) -> dict[str, float]:

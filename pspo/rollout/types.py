@@ -170,6 +170,11 @@ class Rollout:
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
     @property
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """`Nucleus.kept`, the tokens that log-probs are renormalised over; None for all."""
+        return None if self.nucleus is None else self.nucleus.kept(self.completion_mask)
+
+    @property
     def scored(self) -> dict[str, list]:
         """What rewards may ask for beside the texts: the token ids drawn, and which rows hit the limit."""
         lengths = self.loss_mask.sum(dim=1).tolist()
@@ -183,14 +188,30 @@ class Rollout:
         return int(self.prompt_mask.sum() + self.completion_mask.sum())
 
 
-@dataclass(frozen=True)
+def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
+    """The rows of all rollouts, one after the other."""
+    joined, width = {}, max(part.prompt_ids.shape[1] for part in parts)
+    for name, value in vars(parts[0]).items():
+        values, filler = [getattr(part, name) for part in parts], pad_id if name.endswith("_ids") else 0
+        if isinstance(value, Nucleus):
+            joined[name] = Nucleus.join(values)
+        elif isinstance(value, list):
+            joined[name] = [item for items in values for item in items]
+        elif name.startswith("prompt"):
+            joined[name] = torch.cat([pad(value, (width - value.shape[1], 0), value=filler) for value in values])
+        elif value is not None:
+            joined[name] = torch.cat(values) if value.dim() == 1 else cat_padded(values, filler)
+    return Rollout(**joined)
+
+
+@dataclass
 class Batch:
     """A rollout, or some rows of one, as the loss sees it.
 
     Attributes:
         rollout: B rows.
         advantages: (B,) float32.
-        old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until known.
+        old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until the first visit.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
         indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
     """
@@ -200,16 +221,6 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     indices: Tensor | None = None
-
-    def replayed(self, nucleus: str) -> tuple[Tensor, Tensor] | None:
-        """Tokens that log-probs are renormalised over, as `Nucleus.kept`; None for all (--algorithm.nucleus ignore)."""
-        return self.rollout.nucleus.kept(self.rollout.completion_mask) if nucleus == "replay" else None
-
-    @property
-    def loss_inputs(self) -> tuple[Tensor | None, ...]:
-        """old_logprobs, ref_logprobs, sampler_logprobs, advantages (B, 1), mask: what a token's loss is made of."""
-        sampler_logprobs, mask = self.rollout.sampler_logprobs, self.rollout.loss_mask
-        return self.old_logprobs, self.ref_logprobs, sampler_logprobs, self.advantages[:, None], mask
 
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
