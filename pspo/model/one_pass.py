@@ -47,17 +47,12 @@ def backward_in_one_pass(
     """
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
     chunk = chunk_tokens(model)
-
-    def chunks(values: Tensor) -> tuple[Tensor, ...]:
-        """(B, T) to the unmasked tokens' (n, 1), chunk by chunk."""
-        return values.expand_as(completion_mask)[completion_mask][:, None].split(chunk)
-
     states = hidden.detach().split(chunk)
-    token_inputs = zip(*([None] * len(states) if x is None else chunks(x) for x in inputs), strict=True)
+    mask, by_token = completion_mask, (completion_ids, divisors, *inputs)
+    by_token = [x if x is None else x.expand_as(mask)[mask][:, None] for x in by_token]  # (N, 1) each
     loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []  # pieces: log-probs and entropies (n, 2)
-    kept_chunks = kept_by_chunk(kept, chunk, len(states))
-    parts = (states, chunks(completion_ids), chunks(divisors), kept_chunks, token_inputs)
-    for h, target, divisor, chunk_kept, chunk_inputs in zip(*parts, strict=True):
+    for i, (h, chunk_kept) in enumerate(zip(states, kept_by_chunk(kept, chunk, len(states)), strict=True)):
+        target, divisor, *chunk_inputs = (x if x is None else x[i * chunk : (i + 1) * chunk] for x in by_token)
         logits = head_logits(model, h.requires_grad_(), temperature)  # (n, V)
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         if chunk_kept is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig
+from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.optimizers.learner import Learner
@@ -38,16 +38,9 @@ def split_minibatches(
     minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
     --optimizer.microbatch_tokens.
     """
-    if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
-        raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
-    if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
-        raise ValueError("--algorithm.nucleus replay needs the sampler's nucleus: sample with Sampling(nucleus=True)")
     algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.distributed.strategy == "fsdp2"
-    if algorithm.mask_truncated:
-        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    if algorithm.nucleus == "ignore":
-        rollout = replace(rollout, nucleus=None)
-    limit = min(limit or math.inf, config.optimizer.microbatch_tokens)
+    whole = Batch(for_loss(rollout, algorithm), advantages)
+    rollout, limit = whole.rollout, min(limit or math.inf, config.optimizer.microbatch_tokens)
     silent = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage
     contributes = (rollout.loss_mask.any(dim=1) & ((advantages != 0) | (not silent))).tolist()  # by row
     masks = (rollout.prompt_mask, rollout.completion_mask, rollout.loss_mask)
@@ -65,13 +58,23 @@ def split_minibatches(
         trained = [[row for row in group if contributes[row]] for group in groups.tolist()]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
         trained = trained or [[groups[0, 0]]]  # of zero gradient: with no row at all AdamW would skip its update
-        microbatches = pack(trained, tokens, limit)
-        indices = [to_device(torch.tensor(rows), advantages.device) for rows in microbatches]
-        batches = [Batch(rollout, advantages).rows(rows) for rows in indices]
+        indices = [to_device(torch.tensor(rows), advantages.device) for rows in pack(trained, tokens, limit)]
+        batches = [whole.rows(rows) for rows in indices]
         if sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
         minibatches.append(Minibatch(counts, batches))
     return minibatches
+
+
+def for_loss(rollout: Rollout, algorithm: AlgorithmConfig) -> Rollout:
+    """A rollout without what --algorithm leaves out of the loss; ValueError if it lacks what the loss needs."""
+    if algorithm.correction != "none" and rollout.sampler_logprobs is None:
+        raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
+    if algorithm.nucleus == "replay" and rollout.nucleus is None:
+        raise ValueError("--algorithm.nucleus replay needs the sampler's nucleus: sample with Sampling(nucleus=True)")
+    if algorithm.mask_truncated:
+        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
+    return replace(rollout, nucleus=None) if algorithm.nucleus == "ignore" else rollout
 
 
 def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: float) -> list[list[int]]:

@@ -145,12 +145,13 @@ class Rollout:
         first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
         width, parts = max(int(self.completion_mask[indices].sum(dim=1).max()), 1), {}
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Nucleus):
+                parts[name] = value.rows(indices, width)
+            elif isinstance(value, list):
+                parts[name] = [value[i] for i in indices.tolist()]
+            elif value is not None:
                 columns = slice(first, None) if name.startswith("prompt") else slice(width)
                 parts[name] = value[indices] if value.dim() == 1 else value[indices, columns]
-            elif value is not None:
-                is_list = isinstance(value, list)
-                parts[name] = [value[i] for i in indices.tolist()] if is_list else value.rows(indices, width)
         return Rollout(**parts)
 
     @property
