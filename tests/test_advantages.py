@@ -16,15 +16,16 @@ NAN = float("nan")
 
 @each_scale
 @pytest.mark.parametrize("group_size", [2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(5))
-def test_equals_the_oracle(scale, group_size, seed):
+@pytest.mark.parametrize(("seed", "how"), [*((seed, {}) for seed in range(5)), (5, {"eps": 0.5})], ids=str)
+def test_equals_the_oracle(scale, group_size, seed, how):
     rng = random.Random(seed)
     rewards = [rng.choice(REWARDS) for _ in range(6 * group_size)]
-    expected = torch.tensor(reference.group_relative_advantages(rewards, group_size, scale), dtype=torch.float64)
+    expected = torch.tensor(reference.group_relative_advantages(rewards, group_size, scale, **how), dtype=torch.float64)
     given = torch.tensor(rewards, dtype=torch.float64)
-    torch.testing.assert_close(group_relative_advantages(given, group_size, scale), expected, rtol=1e-12, atol=1e-15)
+    actual = group_relative_advantages(given, group_size, scale, **how)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
     assert given.tolist() == rewards
-    single = group_relative_advantages(given.float(), group_size, scale)
+    single = group_relative_advantages(given.float(), group_size, scale, **how)
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), expected, rtol=2e-6, atol=1e-7)
 
@@ -45,13 +46,6 @@ def test_values_worked_by_hand(scale, expected):
     assert group_relative_advantages(rewards, 2, scale, eps=0.0).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_eps_is_added_to_the_standard_deviation():
-    rewards = torch.tensor([0.0, 2.0], dtype=torch.float64)
-    for scale, eps in (("group", {"eps": 0.5}), ("batch", {"eps": 0.5}), ("group", {}), ("batch", {})):
-        expected = 1 / (2**0.5 + eps.get("eps", 1e-4))
-        assert group_relative_advantages(rewards, 2, scale, **eps)[1].item() == pytest.approx(expected, rel=1e-12)
-
-
 @each_scale
 @pytest.mark.parametrize("reward", [0.0, 0.05, 0.1, 1 / 3, 0.7, 1.0, 2.3, 1e-30, 12345.678])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -70,15 +64,6 @@ def test_nearly_equal_rewards_are_not_taken_for_equal(scale):
     rewards = torch.tensor([0.1, 0.1 + 1e-6], dtype=torch.float64)
     advantages = group_relative_advantages(rewards, 2, scale, eps=1.0)
     assert advantages[0] < 0 < advantages[1]
-
-
-@each_scale
-def test_advantages_of_a_group_sum_to_0_and_do_not_change_with_the_zero_or_the_unit_of_rewards(scale):
-    rewards = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    advantages = group_relative_advantages(rewards, 4, scale)
-    torch.testing.assert_close(advantages.view(10, 4).sum(dim=1), torch.zeros(10, dtype=torch.float64))
-    same = group_relative_advantages(rewards / 8 if scale == "maxrl" else rewards + 5, 4, scale)
-    torch.testing.assert_close(same, advantages, rtol=1e-9, atol=1e-12)
 
 
 def test_maxrl_takes_no_negative_rewards():

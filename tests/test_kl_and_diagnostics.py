@@ -7,21 +7,12 @@ import numpy as np
 import pytest
 import reference
 import torch
-from batches import random_batch
+from batches import SURROGATES, random_batch
 
-from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip, diagnose, kl_estimate, token_weights
+from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, diagnose, kl_estimate, token_weights
 
 each_estimator = pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-SURROGATES = [
-    Clip(),
-    Clip(0.1, 0.4, 1.8),
-    NoClip(),
-    PSPO(0.4),
-    P3O(2.0, kl_coef=0.5),
-    SAPO(),
-    TOPR(),
-    TOPR(0.5, 2.0, 0.25, 1.5, level="token"),
-]
+LOSSES = [*SURROGATES, Clip(0.1, 0.4, 1.8), P3O(2.0, kl_coef=0.5), TOPR(0.5, 2.0, 0.25, 1.5, level="token")]
 
 
 def make_batch(seed=0, spread=0.6, dtype=torch.float64):
@@ -122,7 +113,7 @@ def test_against_numbers_worked_by_hand():
     assert all(type(value) is float for value in stats.values())
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+@pytest.mark.parametrize("surrogate", LOSSES, ids=repr)
 def test_against_numpy_with_the_closed_forms_weights(surrogate):
     logprobs, old, advantages, mask = batch = make_batch()
     rows, parameters = (tensor.tolist() for tensor in batch), dataclasses.asdict(surrogate)
@@ -158,15 +149,7 @@ def test_quantiles():
     assert [stats[name] for name in ("ratio_p1", "ratio_p50", "ratio_p99")] == pytest.approx([1.02, 2.0, 2.98])
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4, 0.9, 1.0])
-@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_pspos_smoothed_total_variation(alpha, dtype, rel):
-    stats = diagnose_with(PSPO(alpha), *make_batch(dtype=dtype))
-    assert stats["tv"] > 0.1
-    assert stats["tv_smoothed"] == pytest.approx((1 - alpha) * stats["tv"], rel=rel, abs=1e-15)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+@pytest.mark.parametrize("surrogate", LOSSES, ids=repr)
 def test_clamped_share_and_finite_statistics_far_away(surrogate):
     log_r = torch.tensor([[0.0, 19.9, 20.1, -20.1, -1e4, 1e30, 0.3, -19.9]])
     stats = diagnose_with(surrogate, log_r, torch.zeros_like(log_r), torch.tensor([[1.0]]), log_r > -1e30)

@@ -128,9 +128,9 @@ def test_rows_are_trimmed_with_their_sets(rollout):
     assert [set(part.tolist()) for part in ids.split(counts.tolist())] == expected
 
 
-def replay(surrogate, tokens=1000, **algorithm):
+def replay(surrogate, **algorithm):
     algorithm = {"nucleus": "replay", "epochs": 2} | algorithm
-    return make_config(surrogate, **algorithm, optimizer={"max_grad_norm": 0.0, "microbatch_tokens": tokens})
+    return make_config(surrogate, **algorithm, optimizer={"max_grad_norm": 0.0})
 
 
 def steps(policy, rollout, config):
@@ -140,14 +140,11 @@ def steps(policy, rollout, config):
 
 
 @pytest.mark.parametrize("surrogate", [NoClip(), Clip(), GSPO(0.1, 0.1)], ids=repr)
-def test_updates_are_the_same_under_any_split(policy, rollout, surrogate):
+def test_updates_are_on_policy_at_first_and_not_those_that_ignore_the_nucleus(policy, rollout, surrogate):
     whole, metrics = steps(policy, rollout, replay(surrogate))
     move = (whole - weights(policy)).abs().max().item()
     ignoring, _ = steps(policy, rollout, replay(surrogate, nucleus="ignore"))
     assert (whole - ignoring).abs().max() > 0.05 * move
-    for tokens in (40, 1):
-        split, _ = steps(policy, rollout, replay(surrogate, tokens))
-        torch.testing.assert_close(split, whole, rtol=0, atol=1e-5 * move)
     assert metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == 1.0
     assert metrics[1]["ratio_max"] > 1.001
     mass = rollout.nucleus.mass[rollout.completion_mask].double().mean().item()

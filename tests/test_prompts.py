@@ -85,14 +85,17 @@ def rendered(*turns: dict) -> str:
     return f"{whole}<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("system_prompt", ["Be kind.", ""])
+@pytest.mark.parametrize("system_prompt", [SYSTEM_PROMPT, ""])
 def test_the_system_prompt_precedes_chats_that_have_none(tokenizer, system_prompt):
-    chats = ["Hi", [USER], [SYSTEM, USER], ANSWERED, [USER, {"role": "tool", "content": "17"}]]
+    text = "  <b>2 + 2</b>\nHow many? "
+    chats = [text, [USER], [SYSTEM, USER], ANSWERED, [USER, {"role": "tool", "content": "17"}]]
     before = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    expected = [[*before, USER], [*before, USER], chats[2], [*before, *ANSWERED], [*before, *chats[4]]]
+    asked = {"role": "user", "content": text}
+    expected = [[*before, asked], [*before, USER], chats[2], [*before, *ANSWERED], [*before, *chats[4]]]
     ids = encode_prompts(tokenizer, chats, system_prompt)
     assert [tokenizer.decode(each) for each in ids] == [rendered(*turns) for turns in expected]
     assert ANSWERED[0] is USER  # what came in is as it was
+    assert encode_prompts(tokenizer, chats) == encode_prompts(tokenizer, chats, SYSTEM_PROMPT)  # as the command
     for chat in ([], ANSWERED[:2], [SYSTEM], ["Hi"], [{"role": "user"}]):
         with pytest.raises(ValueError, match=r"must end with a turn of role user or tool|turn 1 of the list must be"):
             encode_prompts(tokenizer, ["Hi", chat])

@@ -155,16 +155,6 @@ def test_the_system_prompt_is_the_papers():
     )
 
 
-def test_prompts_are_the_rendered_template(tokenizer):
-    texts = ["Tom has 3 apples.\nHow many?", "  <b>2 + 2</b> "]
-    for system in (SYSTEM_PROMPT, ""):
-        before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-        for text, ids in zip(texts, encode_prompts(tokenizer, texts, system), strict=True):
-            turns = f"{before}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-            assert tokenizer.decode(ids) == turns
-    assert encode_prompts(tokenizer, texts) == encode_prompts(tokenizer, texts, SYSTEM_PROMPT)  # as the command
-
-
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokenizer):
     plain = "{{ messages[0]['content'] }}"
     tokenizer.chat_template = "{% set today = strftime_now('%d %b %Y') %}\n{{ today }}|" + plain

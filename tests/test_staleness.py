@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, one_layer, run_command, send, states
-from test_update import G, make_config, make_learner, make_rollout, naive_row, weights
+from processes import assert_same, one_layer, plain, run_command, send, states
+from test_update import G, make_config, make_learner, make_rollout, naive_row, run, weights
 
 import pspo.train
 import pspo.update
@@ -19,7 +19,6 @@ from pspo.cli.signals import EXIT_STOPPED
 from pspo.losses import GSPO, PSPO, NoClip
 from pspo.records.files import read_jsonl
 from pspo.rollout import Experience, group_relative_advantages
-from pspo.rollout.experience import join
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
@@ -56,9 +55,9 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
     drawn, trained = [], []
     complete, update = pspo.train.draw_prompts, pspo.train.update
 
-    def drawing(run, n):
-        drawing = complete(run, n)
-        drawn.append((drawing.rollout, copy.deepcopy(run.learner.policy)))
+    def drawing(training_run, n):
+        drawing = complete(training_run, n)
+        drawn.append((drawing.rollout, copy.deepcopy(training_run.learner.policy)))
         return drawing
 
     def training(learner, rollout, advantages, config):
@@ -95,7 +94,7 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
     rollout, advantages = make_rollout()
     for minibatches in (1, 2):
         config = make_config(surrogate, epochs=2, minibatches=minibatches)
-        expected, steps = take_steps(tiny_model(), rollout, advantages, config)
+        expected, steps = run(tiny_model(), rollout, advantages, config)
         learner = make_learner(tiny_model(), config)
         kept = keep_logprobs(learner, rollout, advantages, config)
         learner = make_learner(tiny_model(), config)
@@ -104,12 +103,6 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         left_out = [i for i in range(len(rollout)) if advantages[i] == 0]
         assert left_out
         assert not kept.behaviour_logprobs[left_out].any()
-
-
-def take_steps(policy, rollout, advantages, config):
-    learner = make_learner(policy, config)
-    steps = update(learner, rollout, advantages, config)
-    return weights(learner.policy), steps
 
 
 @pytest.mark.parametrize("ratio_to", ["behaviour", "proximal"])
@@ -228,6 +221,20 @@ def test_rewards_of_an_environment_wait_in_a_checkpoint():
 # ---------------------------------------------------------------- resampling
 
 
+def with_every_field(groups, seed):
+    """A rollout that has what samplers, environments and the lag add."""
+    rollout, _ = make_rollout(groups, seed)
+    shape, counts = rollout.completion_ids.shape, rollout.completion_mask.long()
+    return dataclasses.replace(
+        rollout,
+        sampler_logprobs=torch.randn(shape),
+        nucleus=Nucleus([torch.arange(int(n)) for n in counts.sum(dim=1)], counts, torch.rand(shape)),
+        sampled_mask=rollout.completion_mask.clone(),
+        environment_rewards=[float(row) for row in range(len(rollout))],
+        behaviour_logprobs=torch.randn(shape),
+    )
+
+
 def scored(rollout, rewards, first):
     rewards = torch.tensor(rewards, dtype=torch.float64)
     prompts = list(range(first, first + len(rewards) // G))
@@ -236,10 +243,8 @@ def scored(rollout, rewards, first):
 
 
 def test_groups_without_signal_give_way():
-    flat, mixed = [1.0] * G, [0.0, 1.0] * (G // 2)
-    drawn, _ = make_rollout(groups=4, seed=1)
-    fresh, _ = make_rollout(groups=3, seed=2)
-    unknown = [math.nan] * G
+    flat, mixed, unknown = [1.0] * G, [0.0, 1.0] * (G // 2), [math.nan] * G
+    drawn, fresh = with_every_field(groups=4, seed=1), with_every_field(groups=3, seed=2)
     first, second = scored(drawn, flat + mixed + unknown + flat, 10), scored(fresh, mixed + flat + mixed, 20)
     assert (first.signal, second.signal) == ([False, True, False, False], [True, False, True])
     filled = first.refill(second, "rloo")
@@ -248,47 +253,12 @@ def test_groups_without_signal_give_way():
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens
     assert len(filled.drawn_rewards) == 7 * G
     assert torch.equal(filled.advantages, group_relative_advantages(filled.rewards.float(), G, "rloo"))
-    sources = [(fresh, 0), (drawn, 1), (fresh, 2), (drawn, 3)]
-    for row in range(4 * G):
-        source, group = sources[row // G]
-        other = group * G + row % G
-        for ids, mask in (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")):
-            mine, theirs = (
-                getattr(of, ids)[i][getattr(of, mask)[i]] for of, i in ((filled.rollout, row), (source, other))
-            )
-            assert mine.tolist() == theirs.tolist()
-        assert filled.rollout.texts[row] == source.texts[other]
-        assert filled.rollout.terminated[row] == source.terminated[other]
-        assert filled.rewards_by_name["r"][row] == filled.rewards[row]
-
-
-def test_join_keeps_every_kind_of_field():
-    first, _ = make_rollout(groups=1, seed=1)
-    second, _ = make_rollout(groups=2, seed=2)
-    narrow = second.rows(torch.arange(2 * G))
-    parts = []
-    for rollout in (first, narrow):
-        shape = rollout.completion_ids.shape
-        counts = rollout.completion_mask.long()
-        ids = [torch.arange(int(n)) for n in counts.sum(dim=1)]
-        parts.append(dataclasses.replace(
-            rollout, sampler_logprobs=torch.randn(shape), nucleus=Nucleus(ids, counts, torch.rand(shape)),
-            sampled_mask=rollout.completion_mask.clone(), environment_rewards=[float(i) for i in range(len(rollout))],
-            behaviour_logprobs=torch.randn(shape),
-        ))  # fmt: skip
-    joined = join(parts)
-    assert len(joined) == 3 * G
-    for part, rows in zip(parts, (torch.arange(G), torch.arange(G, 3 * G)), strict=True):
-        back = joined.rows(rows)
-        for name, value in vars(part.rows(torch.arange(len(part)))).items():
-            if isinstance(value, Nucleus):
-                assert [ids.tolist() for ids in back.nucleus.ids] == [ids.tolist() for ids in value.ids]
-                assert torch.equal(back.nucleus.counts, value.counts)
-                assert torch.equal(back.nucleus.mass, value.mass)
-            elif isinstance(value, list):
-                assert getattr(back, name) == value
-            else:
-                assert torch.equal(getattr(back, name), value), name
+    assert filled.rewards_by_name["r"] == filled.rewards.tolist()
+    for place, (source, group) in enumerate([(fresh, 0), (drawn, 1), (fresh, 2), (drawn, 3)]):
+        mine, theirs = (
+            rollout.rows(torch.arange(i * G, (i + 1) * G)) for rollout, i in ((filled.rollout, place), (source, group))
+        )
+        assert plain(mine) == plain(theirs)  # with every field
 
 
 def test_resampling_is_bounded_and_counted():

@@ -151,12 +151,8 @@ def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
     learner = make_learner(policy, config, sgd, fused=False)
     model = learner.policy
     if algorithm.mask_truncated:
-        mask = torch.stack(
-            [
-                row if done else row & False
-                for row, done in zip(rollout.completion_mask, rollout.terminated, strict=True)
-            ]
-        )
+        mask = rollout.completion_mask.clone()
+        mask[~rollout.terminated] = False
         rollout = dataclasses.replace(rollout, completion_mask=mask)
     with torch.no_grad():  # of all rows, by the initial policy
         old = [naive_row(model, rollout, i) for i in range(len(rollout))]
@@ -316,13 +312,6 @@ def test_a_correction_needs_the_samplers_log_probs(policy):
 
 
 # ---------------------------------------------------------------- invariances
-
-
-def assert_same_move(policy, actual, expected):
-    """Weights after the same steps, to rounding (the model's norms are float32 within a float64 model)."""
-    move = (expected - weights(policy)).abs().max().item()
-    assert move > 1e-3
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * move)
 
 
 def padded(rollout):
@@ -569,8 +558,9 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     expected, expected_metrics = run(policy, rollout, advantages, config)
     calls: list[int] = []
     patch_heads(monkeypatch, lambda head: fails_above(head, rows, calls))
-    actual, metrics = run(policy, rollout, advantages, config)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+    learner = make_learner(policy, config)
+    metrics = update(learner, rollout, advantages, config)
+    torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=2e-6)
     assert len(metrics) == len(expected_metrics) == 4
     for step, expected_step in zip(metrics, expected_metrics, strict=True):
         assert step == pytest.approx(expected_step, abs=1e-4)
@@ -579,20 +569,12 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     assert all(line.startswith("out of memory: the step is repeated, with microbatches of at most") for line in lines)
     assert calls[-1] <= rows < max(calls)
 
-
-def test_the_smaller_microbatches_stay(policy, monkeypatch, capsys):
-    rollout, advantages = make_rollout()
-    calls: list[int] = []
-    patch_heads(monkeypatch, lambda head: fails_above(head, 4, calls))
-    learner = make_learner(policy, make_config(epochs=1))
-    update(learner, rollout, advantages, make_config(epochs=1))
-    said = capsys.readouterr().err.count("out of memory")
-    assert said >= 1
     limit, tried = learner.microbatch_limit, len(calls)
-    update(learner, rollout, advantages, make_config(epochs=1))
-    assert learner.microbatch_limit == limit
-    assert max(calls[tried:]) <= 4
-    assert capsys.readouterr().err == ""
+    update(learner, rollout, advantages, config)
+    if rows > 1:  # the smaller microbatches stay; they are limited by tokens, of which two short rows may have as few
+        assert learner.microbatch_limit == limit
+        assert max(calls[tried:]) <= rows
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("how", ["one row", "switched off", "another error"])
