@@ -27,6 +27,7 @@ import pspo.train
 import pspo.update
 from pspo.distributed import run_main
 from pspo.model import ASSETS
+from pspo.records.files import read_jsonl
 from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
 
@@ -131,6 +132,11 @@ def send(*signals: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def kill_at_step(step: int) -> None:
+    """Kill this process when it is about to take this optimizer step."""
+    before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+
+
 def kill_at_file_event(n: int) -> None:
     """Kill this process before the n-th time that it opens, makes, renames, removes or syncs a file or folder."""
 
@@ -143,6 +149,12 @@ def kill_at_file_event(n: int) -> None:
     before("fsync", lambda _: watch("fsync"), os)
 
 
+def metric_lines(run: Path, after: int = 0) -> list[dict[str, float]]:
+    """Lines of metrics.jsonl after a step, without times."""
+    lines = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"] > after]
+    return [{name: value for name, value in line.items() if not name.startswith("seconds/")} for line in lines]
+
+
 def contents(run: Path) -> dict[str, object]:
     """Everything that a run leaves, without times, memory and the folder's name."""
     files: dict[str, object] = {}
@@ -150,8 +162,7 @@ def contents(run: Path) -> dict[str, object]:
     for path in (path for path in run.rglob("*") if path.is_file() and path.name not in left_out):
         content: object = path.read_bytes()
         if path.name == "metrics.jsonl":
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            content = [{key: value for key, value in line.items() if not key.startswith("seconds/")} for line in lines]
+            content = metric_lines(run)
         elif path.name == "summary.json":
             record = json.loads(path.read_text())
             content = {key: value for key, value in record.items() if key not in ("seconds", "peak_memory_gb")}

@@ -1,5 +1,6 @@
 """Two ranks against one process: gradients, rollouts, whole runs and their faults. On the CPU, through gloo."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,10 +21,10 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
-from pspo.cli.signals import EXIT_STOPPED
 from pspo.config import (
     AlgorithmConfig,
     DistributedConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -35,8 +37,9 @@ from pspo.records.files import read_jsonl
 from pspo.records.folders import checkpoints, damage
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
 from pspo.rollout.types import Nucleus
+from pspo.run.prepare import make_learner
 from pspo.tasks import Problem
-from pspo.update import Learner, keep_logprobs, update
+from pspo.update import keep_logprobs, update
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
@@ -78,6 +81,10 @@ CASES = {
 }
 for name in ("stale", "decoupled"):
     CASES[name] = replace(CASES[name], rollout=replace(CASES[name].rollout, lag=1))
+if importlib.util.find_spec("peft") is not None:
+    adapted = make_config(PSPO(0.3), "dapo", epochs=2, beta=0.1)
+    for name, dtype in (("LoRA", "float32"), ("LoRA, bf16", "bfloat16")):
+        CASES[name] = replace(adapted, model=replace(adapted.model, dtype=dtype, lora=LoraConfig(rank=4)))
 
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
@@ -109,11 +116,8 @@ def make_rows() -> tuple[Rollout, torch.Tensor]:
 
 def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Weights after one rollout's steps, by plain SGD so that they show the gradients; and metrics."""
-    sharded = config.distributed.strategy == "fsdp2"
-    policy = load_policy(config.model, CPU, sharded)
-    reference = load_policy(config.model, CPU, sharded).requires_grad_(False) if config.algorithm.beta > 0 else None
-    optimizer = torch.optim.SGD(policy.parameters(), lr=config.optimizer.lr)
-    learner = Learner(policy, optimizer, reference=reference)
+    torch.manual_seed(7 + dist.rank())  # of adapters; only rank 0's counts
+    learner = make_learner(config, CPU)
     rollout, advantages = make_rows()
     mine = torch.tensor(dist.take_rank_share(list(range(len(rollout))), config.algorithm.minibatches))
     rollout, advantages = rollout.rows(mine), advantages[mine]
@@ -121,7 +125,9 @@ def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, f
         rollout, fresh = keep_logprobs(learner, rollout, advantages, config), rollout
         update(learner, fresh, advantages, config)  # the policy moves on
     metrics = update(learner, rollout, advantages, config)
-    return {name: dist.full_tensor(p.detach()).clone() for name, p in policy.named_parameters()}, metrics
+    exported = dist.full_state_dict(learner.policy)
+    assert exported is None or not any("base_layer" in name for name in exported)  # adapters alone
+    return {name: dist.full_tensor(p.detach()).clone() for name, p in learner.policy.named_parameters()}, metrics
 
 
 TEXTS = ["Tom has 5 apples and eats 2. How many are left?", "What is 3 + 4?", "1 + 1", "Ann buys 3 pens for $2 each."]
@@ -281,6 +287,14 @@ def train(output: Path, strategy: str, *args: str, number: int = 2, fault: Calla
     return ranks(rank, number)
 
 
+def torchrun(output: Path, strategy: str, *options: str) -> dict[str, Any]:
+    """How `subprocess` starts such a run by torchrun."""
+    switches = [*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "pspo.train", *switches]
+    path = str(Path(__file__).parents[1])
+    return {"args": command, "env": os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[str, Path]:
     """By strategy, a run of two ranks that nothing happened to."""
@@ -311,26 +325,11 @@ def test_both_strategies_are_one_run(whole):
 
 
 def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}",
-        "-m", "pspo.train", *SMALL, "--distributed.strategy=ddp", f"--run.output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    job = torchrun(tmp_path / "run", "ddp", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}")
+    done = subprocess.run(**job, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"model   {one_layer()}") == done.stdout.count("greedy, held-out") == 1
     assert_same(whole["ddp"], tmp_path / "run")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_train_on_stale_resampled_rollouts_resume_exactly(tmp_path, strategy):
-    stale = ("--rollout.lag=1", "--rollout.resample=2", "--run.save_every=2")
-    assert train(tmp_path / "whole", strategy, *stale) == [0, 0]
-    fault = lambda: before("update", at_call(2, lambda: send(signal.SIGTERM)))  # noqa: E731
-    assert set(train(tmp_path / "run", strategy, *stale, fault=fault)) == {EXIT_STOPPED}
-    assert train(tmp_path / "run", strategy, *stale) == [0, 0]
-    assert_same(tmp_path / "whole", tmp_path / "run")
 
 
 def die_in_second_update(rank: int, number: signal.Signals) -> Callable[[], None]:
@@ -341,20 +340,29 @@ def die_in_second_update(rank: int, number: signal.Signals) -> Callable[[], None
     return fault
 
 
+STALE = ("--rollout.lag=1", "--rollout.resample=2")
+ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
+ENDS = [  # of one rank, with the run's further switches; all but the first nightly
+    ("fsdp2", signal.SIGTERM, ()),
+    ("ddp", signal.SIGTERM, ()),
+    ("ddp", signal.SIGKILL, ()),
+    ("fsdp2", signal.SIGKILL, ()),
+    *((strategy, signal.SIGTERM, STALE) for strategy in STRATEGIES),
+    *((strategy, signal.SIGKILL, ADAPTERS) for strategy in STRATEGIES),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "number"),
-    [
-        ("fsdp2", signal.SIGTERM),
-        pytest.param("ddp", signal.SIGKILL, marks=pytest.mark.nightly),
-        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.nightly),
-        pytest.param("fsdp2", signal.SIGKILL, marks=pytest.mark.nightly),
-    ],
+    ("strategy", "number", "args"), [ENDS[0], *(pytest.param(*end, marks=pytest.mark.nightly) for end in ENDS[1:])]
 )
 def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exactly(
-    whole, tmp_path, capfd, strategy, number
+    whole, tmp_path, capfd, strategy, number, args
 ):
-    output = tmp_path / "run"
-    codes = train(output, strategy, fault=die_in_second_update(1, number))
+    expected, output = whole[strategy], tmp_path / "run"
+    if args:
+        expected = tmp_path / "whole"
+        assert train(expected, strategy, *args) == [0, 0]
+    codes = train(output, strategy, *args, fault=die_in_second_update(1, number))
     if number == signal.SIGTERM:
         assert codes == [75, 75]
         assert checkpoints(output)[0].name == "step-000004"
@@ -362,8 +370,8 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
     else:
         assert codes == [1, -signal.SIGKILL]
         assert checkpoints(output)[0].name == "step-000002"
-    assert train(output, strategy) == [0, 0]
-    assert_same(whole[strategy], output)
+    assert train(output, strategy, *args) == [0, 0]
+    assert_same(expected, output)
 
 
 def fails_on_rank_1(completions, step):

@@ -2,24 +2,23 @@
 
 import json
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reference
 import torch
-from processes import assert_same, before, ranks, run_command, send
+from processes import run_command
 from safetensors.torch import load_file
+from test_update import make_rollout
 from transformers import AutoModelForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.export.__main__
 import pspo.train
 import pspo.update
-from pspo import distributed as dist
 from pspo.config import (
     AlgorithmConfig,
-    DistributedConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -45,79 +44,61 @@ SMALL = (
 )  # fmt: skip
 
 
-def make_policy(model: ModelConfig = LORA, sharded: bool = False):
+def make_policy(model: ModelConfig = LORA):
     """A policy whose adapters do something: B is not 0."""
-    policy = load_policy(model, CPU, sharded)
+    policy = load_policy(model, CPU)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
-                dist.assign(parameter, 0.05 * torch.randn(parameter.shape, generator=generator))
+                parameter.normal_(std=0.05, generator=generator)
     return policy
 
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
     """16 rows, groups of four with one prompt each, and their advantages."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 21, (16,), generator=generator)
-    prompts = torch.randint(20, 31, (4,), generator=generator).repeat_interleave(4)
-    ids = torch.randint(5, 500, (4, 30), generator=generator)
-    ids[:, :] = torch.where(torch.arange(30) >= 10, ids, ids[0])
-    return Rollout(
-        ids.repeat_interleave(4, dim=0),
-        torch.arange(30) >= 30 - prompts[:, None],
-        torch.randint(5, 500, (16, 20), generator=generator),
-        torch.arange(20) < lengths[:, None],
-        lengths < 20,
-        [""] * 16,
-    ), torch.randn(16, generator=generator)
+    rollout, advantages = make_rollout()
+    return rollout, advantages.float()
 
 
-def make_config(**parts) -> TrainConfig:
+def make_config(model: ModelConfig = LORA, **algorithm) -> TrainConfig:
     return TrainConfig(
-        model=parts.pop("model", LORA),
-        algorithm=AlgorithmConfig(surrogate=PSPO(0.3), **parts.pop("algorithm", {})),
+        model=model,
+        algorithm=AlgorithmConfig(surrogate=PSPO(0.3), **algorithm),
         rollout=RolloutConfig(prompts=4, max_completion_tokens=20, temperature=0.7),
-        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0, **parts.pop("optimizer", {})),
-        **parts,
+        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0),
     )
 
 
 def adapters(policy) -> dict[str, torch.Tensor]:
-    return {n: dist.full_tensor(p.detach()).clone() for n, p in policy.named_parameters() if p.requires_grad}
+    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_loss_and_gradient_are_plain_peft_s(tmp_path):
-    """One microbatch against PEFT, the library's own forward pass over whole rows, and autograd over all logits."""
-    policy, (rollout, advantages), config = make_policy(), make_rows(), make_config(algorithm={"epochs": 1})
+    """One microbatch against PEFT, its own forward pass row by row in float64, and autograd over all logits."""
+    policy, (rollout, advantages), config = make_policy(), make_rows(), make_config(epochs=1)
     save_adapters(policy, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float64)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
 
-    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
-    mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = theirs(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 29:-1] / 0.7
-    logprobs = logits.log_softmax(dim=2).gather(2, rollout.completion_ids[..., None]).squeeze(2)
+    logprobs = reference.batch_logprobs(theirs, rollout.token_ids, 0.7)
     ratio, kept = (logprobs - logprobs.detach()).exp(), rollout.completion_mask
     expected = (-(0.7 * ratio + 0.3) * advantages[:, None])[kept].sum() / kept.sum()
     expected.backward()
 
-    (minibatch,) = pspo.update.split_minibatches(rollout, advantages, config)
-    assert len(minibatch.batches) == 1
-    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
-    loss, _, _ = pspo.update.backward(learner, minibatch.batches[0], minibatch.counts, config)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    learner, ours = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0)), {}
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: ours.update({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    )
+    (metrics,) = update(learner, rollout, advantages, config)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
-    for name, parameter in policy.named_parameters():
-        if "lora_" in name:
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-6)
-        else:
-            assert not parameter.requires_grad
-            assert parameter.grad is None
+    assert ours.keys() == adapters(policy).keys()  # of the base none
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient.double(), gradients[name], rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_checkpointing_changes_no_bit():
@@ -130,21 +111,6 @@ def test_gradient_checkpointing_changes_no_bit():
         results.append([p.grad for p in policy.parameters() if p.requires_grad])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert any(gradient.abs().max() > 0.1 for gradient in results[0])
-
-
-@pytest.mark.nightly
-def test_rollouts_and_updates_leave_the_base_s_bytes_alone():
-    policy, tokenizer = make_policy(), load_tokenizer(LORA)
-    start = {n: p.detach().clone() for n, p in policy.named_parameters()}
-    prompts = encode_prompts(tokenizer, ["What is 3 + 4?", "1 + 1"])
-    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_tokens=4)
-    config = make_config(run=replace(TrainConfig().run, max_steps=500))
-    learner = Learner(policy, make_optimizer(policy, config.optimizer))
-    for _ in range(100):
-        rollout = generate(policy, tokenizer, prompts, sampling, 4)
-        update(learner, rollout, torch.tensor([1.0, -0.5] * 4), config)
-    for name, parameter in policy.named_parameters():
-        assert torch.equal(parameter, start[name]) != ("lora_" in name), name
 
 
 @pytest.mark.parametrize("autocast_mode", ["none", "bf16"])
@@ -186,10 +152,10 @@ def test_adapters_are_float32_beside_a_bfloat16_base():
     rollout, advantages = make_rows()
     rough, exact = (token_logprobs(p, *rollout.token_ids).detach() for p in (policy, make_policy()))
     torch.testing.assert_close(rough, exact, rtol=0, atol=0.3)
-    config = make_config()
-    before_update = adapters(policy)
+    config, start = make_config(), {name: p.detach().clone() for name, p in policy.named_parameters()}
     update(Learner(policy, make_optimizer(policy, config.optimizer)), rollout, advantages, config)
-    assert all(not torch.equal(value, before_update[name]) for name, value in adapters(policy).items())
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter, start[name]) != ("lora_" in name), name  # no bit of the base moves
 
 
 def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
@@ -198,7 +164,7 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
     for lora in (LoraConfig(rank=4), LoraConfig(name_or_path=str(tmp_path))):
         model = ModelConfig("tiny-base", lora=lora)
         policy = load_policy(model, CPU)
-        config = make_config(model=model, algorithm={"epochs": 1, "beta": 0.1})
+        config = make_config(model, epochs=1, beta=0.1)
         start = token_logprobs(load_policy(model, CPU), *rollout.token_ids, 0.7).detach()
         if lora.rank:
             base = load_policy(ModelConfig("tiny-base"), CPU)
@@ -293,59 +259,3 @@ def test_adapters_that_do_not_fit_are_refused(run, tmp_path):
         load_policy(ModelConfig(str(folder)), CPU)
     with pytest.raises(ValueError, match=r"--model\.name_or_path must be a PEFT folder"):
         pspo.export.__main__.export(pspo.export.__main__.ExportConfig(output_dir=str(tmp_path / "merged")))
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def two_steps(strategy: str, dtype: str) -> dict[str, torch.Tensor]:
-    """Adapters after one rollout's two steps of plain SGD, and as exported."""
-    model = replace(LORA, dtype=dtype)
-    torch.manual_seed(7 + dist.rank())  # only rank 0's counts
-    policy = make_policy(model, strategy == "fsdp2")
-    config = make_config(model=model, algorithm={"beta": 0.1}, distributed=DistributedConfig(strategy))
-    learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
-    rollout, advantages = make_rows()
-    mine = torch.tensor(dist.take_rank_share(list(range(16)), 1))
-    update(learner, rollout.rows(mine), advantages[mine], config)
-    exported = dist.full_state_dict(policy)
-    assert exported is None or not any("base_layer" in name for name in exported)
-    return adapters(policy)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
-def test_two_ranks_take_the_steps_of_one(tmp_path, dtype):
-    def work() -> None:
-        dist.init("ddp", 60)
-        results = {strategy: two_steps(strategy, dtype) for strategy in ("ddp", "fsdp2")}
-        if dist.is_main():
-            torch.save(results, tmp_path / "out.pt")
-
-    assert ranks(work) == [0, 0]
-    start, expected = adapters(make_policy(replace(LORA, dtype=dtype))), two_steps("none", dtype)
-    moved = max((value - start[name]).abs().max().item() for name, value in expected.items() if "lora_B" in name)
-    for of_strategy in torch.load(tmp_path / "out.pt").values():
-        for name, value in expected.items():
-            rough = 0.2 if dtype == "bfloat16" else 1e-4
-            torch.testing.assert_close(of_strategy[name], value, rtol=0, atol=moved * rough)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_ranks_that_are_killed_resume_to_the_last_bit(tmp_path, strategy):
-    def start(output: Path, fault=lambda: None) -> list[int]:
-        def rank() -> None:
-            fault()
-            args = [f"--distributed.strategy={strategy}", f"--run.output_dir={output}", "--distributed.timeout=60"]
-            pspo.train.main([*SMALL, *args, "--algorithm.beta=0.1"])
-
-        return ranks(rank)
-
-    def fault() -> None:
-        before("optimizer_step", lambda learner, *_: learner.steps == 3 and send(signal.SIGKILL), pspo.update)
-
-    assert start(tmp_path / "whole") == [0, 0]
-    assert start(tmp_path / "out", fault) == [-signal.SIGKILL] * 2
-    assert start(tmp_path / "out") == [0, 0]
-    assert_same(tmp_path / "whole", tmp_path / "out")
-    assert all("lora_" in name for name in load_file(tmp_path / "out/final/adapter_model.safetensors"))

@@ -26,6 +26,8 @@ from processes import (
     contents,
     forked,
     kill_at_file_event,
+    kill_at_step,
+    metric_lines,
     one_layer,
     plain,
     run_command,
@@ -36,7 +38,6 @@ from processes import (
 import pspo.evaluate.__main__
 import pspo.run.recorder
 import pspo.train
-import pspo.update
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.losses import NoClip, Surrogate
@@ -104,7 +105,7 @@ def killed_at_step(step: int, *args: str) -> Callable[[], int]:
     """A run in out/, killed when it is about to take this optimizer step."""
 
     def action() -> int:
-        before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+        kill_at_step(step)
         return train("out", *args)
 
     return action
@@ -127,6 +128,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
     "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
                   "--algorithm.nucleus=replay"),
     "resampled": ("--rollout.resample=3", "--rollout.lag=1"),
+    "engine": ("--rollout.engine=test_engines.Copy", "--rollout.lag=1"),  # it draws ahead
     "environment": ("--data.name=sums", "--rollout.environment=pspo.tasks.calculator.Calculator"),
     "lora": ("--model.lora.rank=2", "--algorithm.beta=0.1", "--algorithm.minibatches=2"),
     "bfloat16": ("--model.dtype=bfloat16", "--algorithm.minibatches=2", "--algorithm.beta=0.1"),
@@ -193,10 +195,11 @@ def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
     assert_same(Path("whole"), Path("out"))
 
 
-@pytest.mark.parametrize("n", [45, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(5, 70, 8))])
-def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole, n):
+def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole):
+    """`nightly/test_kills.py` kills at every point."""
+
     def action() -> int:
-        before("save", at_call(3, lambda: kill_at_file_event(n)), Checkpointer)
+        before("save", at_call(3, lambda: kill_at_file_event(45)), Checkpointer)
         return train("out")
 
     assert forked(action) == -signal.SIGKILL
@@ -471,9 +474,7 @@ def test_resume_from_a_path(cut_off, whole, capfd):
 
 
 def metrics(run: str, after: int = 0) -> list[dict]:
-    """Lines of metrics.jsonl after a step, without times."""
-    lines = read_jsonl(Path(run) / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if "seconds/" not in k} for line in lines if line["step"] > after]
+    return metric_lines(Path(run), after)
 
 
 def changes(run: str) -> list[tuple]:
@@ -628,7 +629,7 @@ def test_a_fork_without_a_change_is_its_parents_continuation(cut_off, whole, cap
     assert yaml.safe_load(Path("fork/config.yaml").read_text())["run"]["fork_from"] == fork_from
 
     def killed() -> int:
-        before("optimizer_step", lambda learner, *_: learner.steps == 5 and send(signal.SIGKILL), pspo.update)
+        kill_at_step(5)
         return train("again", "--run.fork_from=out")
 
     assert forked(killed) == -signal.SIGKILL
@@ -772,16 +773,9 @@ def test_a_run_without_a_step_does_not_block_its_folder(capfd):
     assert train("out", "--algorithm.epochs=1") == 2  # its records have steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.yaml",
-        *(pytest.param(f".{name}.tmp", marks=pytest.mark.nightly) for name in ("config.yaml", "environment.json")),
-    ],
-)
-def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, name):
+def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole):
     Path("out/data").mkdir(parents=True)
-    Path("out", name).write_text("model: {na")
+    Path("out/config.yaml").write_text("model: {na")
     assert train("out") == 0
     Path("out/data").rmdir()
     assert_same(whole, Path("out"))

@@ -105,47 +105,6 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         assert not kept.behaviour_logprobs[left_out].any()
 
 
-@pytest.mark.parametrize("ratio_to", ["behaviour", "proximal"])
-def test_the_gradient_of_a_stale_rollout(tiny_model, ratio_to):
-    """Behaviour: r = new / behaviour. Proximal, corrected: min(proximal / behaviour, cap) r, and r = 1."""
-    rollout, advantages = make_rollout()
-    drew, policy = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.01)
-    cap = 1.05
-    correction = {"correction": "token_truncate", "correction_cap": cap} if ratio_to == "proximal" else {}
-    config = make_config(NoClip(), epochs=1, ratio_to=ratio_to, optimizer={"max_grad_norm": 0.0}, **correction)
-    rows = [row for row in range(len(rollout)) if advantages[row] != 0]
-    with torch.no_grad():
-        behaviour = {row: naive_row(drew, rollout, row) for row in rows}
-    if ratio_to == "behaviour":
-        stale = keep_logprobs(make_learner(drew, config), rollout, advantages, config)
-    else:
-        sampled = torch.zeros(rollout.completion_ids.shape, dtype=torch.float64)
-        for row in rows:
-            sampled[row, : len(behaviour[row])] = behaviour[row]
-        stale = dataclasses.replace(rollout, sampler_logprobs=sampled)
-    learner = make_learner(policy, config, sgd=1.0)
-    before = weights(learner.policy)
-    update(learner, stale, advantages, config)
-
-    loss, ratios = 0.0, []
-    for row in rows:
-        logprobs = naive_row(policy, rollout, row)
-        ratio = (logprobs - behaviour[row]).exp()
-        ratios += ratio.tolist()
-        if ratio_to == "behaviour":
-            loss = loss - (ratio * advantages[row]).sum()
-        else:
-            loss = loss - (ratio.detach().clamp(max=cap) * logprobs * advantages[row]).sum()
-    loss = loss / int(rollout.completion_mask.sum())
-    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(policy.parameters()))])
-    assert min(ratios) < 0.97
-    assert max(ratios) > cap
-    torch.testing.assert_close(before - weights(learner.policy), gradient, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.nightly
 def test_a_fork_keeps_what_waits_if_it_can_use_it():
     assert train("parent", "--rollout.lag=2", "--run.max_steps=4") == 0

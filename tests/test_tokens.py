@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from processes import metric_lines
 from transformers import AutoModelForCausalLM
 
 from pspo.config import ModelConfig
@@ -41,9 +42,7 @@ def test_recording_changes_no_number(run):
     every, none = run("every", "--run.record_tokens=4"), run("none", "--run.record_tokens=0", "--run.samples=4")
     for name in ("final/model.safetensors", "samples.jsonl"):
         assert (every / name).read_bytes() == (none / name).read_bytes()
-    lines = [[{name: value for name, value in line.items() if "seconds" not in name} for line in read_jsonl(of)]
-             for of in (every / "metrics.jsonl", none / "metrics.jsonl")]  # fmt: skip
-    assert lines[0] == lines[1]
+    assert metric_lines(every) == metric_lines(none)
     assert not (none / "tokens.parquet").exists()
 
 
@@ -74,6 +73,8 @@ def test_columns_are_what_the_steps_computed(run, tokenizer, surrogate, args, pr
     )
     table, samples = pd.read_parquet(folder / "tokens.parquet"), read_jsonl(folder / "samples.jsonl")
     assert list(table.columns) == list(COLUMNS)
+    (line,) = read_jsonl(folder / "metrics.jsonl")
+    assert line["entropy"] == pytest.approx(table[table.step == 2].entropy.mean(), rel=1e-5)
     assert not table.duplicated(["step", "problem", "sample", "position"]).any()
     for name in COLUMNS:
         missing = name in ("reference_logprob", "sampler_logprob") and name not in present
@@ -101,12 +102,6 @@ def test_columns_are_what_the_steps_computed(run, tokenizer, surrogate, args, pr
             inputs = (torch.tensor(visit[name].to_numpy())[None] for name in ("logprob", "old_logprob", "advantage"))
             expected = token_weights(surrogate, *inputs, torch.ones(1, len(visit), dtype=torch.bool))
             np.testing.assert_allclose(visit.weight, expected[0], rtol=1e-5, atol=1e-7)
-
-
-def test_the_entropy_metric_is_the_mean_over_trained_tokens(run):
-    folder = run("run", "--run.record_tokens=4", "--run.max_steps=2")
-    table, (line,) = pd.read_parquet(folder / "tokens.parquet"), read_jsonl(folder / "metrics.jsonl")
-    assert line["entropy"] == pytest.approx(table[table.step == 2].entropy.mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("text", ["7 + 2 = 9", "naïve 数学 🙂👩‍👩‍👧 done", "🙂", "\u202e\u2028 a\ud7ff"])

@@ -156,7 +156,9 @@ def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
         rollout = dataclasses.replace(rollout, completion_mask=mask)
     with torch.no_grad():  # of all rows, by the initial policy
         old = [naive_row(model, rollout, i) for i in range(len(rollout))]
-        ref = old if learner.reference else None  # which is the reference model
+    ref = old if learner.reference else None  # the initial policy is the reference model
+    if rollout.behaviour_logprobs is not None:
+        old = [rollout.behaviour_logprobs[i][rollout.completion_mask[i]] for i in range(len(rollout))]
     groups = np.array_split(np.arange(len(rollout) // G), algorithm.minibatches)
     losses, norms = [], []
     for _ in range(algorithm.epochs):
@@ -304,6 +306,18 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
     assert 0.1 < metrics[0]["corrected_share"] < 0.9  # both happen
     for name in ("kl_sampler_old", "sampler_ratio_max", "corrected_share"):  # of old log-probs: in each epoch the same
         assert metrics[2][name] == metrics[0][name]
+
+
+@pytest.mark.parametrize("surrogate", [NoClip(), PSPO(0.3), TOPR(), GSPO(0.1, 0.2)], ids=repr)
+def test_a_stale_rollout_equals_the_naive_trainer(policy, surrogate):
+    """Ratios are to the log-probs that were kept: off-policy from the first step on."""
+    rollout, advantages = make_rollout()
+    stale = dataclasses.replace(
+        rollout, behaviour_logprobs=with_sampler(rollout, policy, 0.2).sampler_logprobs.nan_to_num()
+    )
+    metrics = assert_equals_naive(policy, stale, advantages, make_config(surrogate, beta=0.5, **OFF_POLICY))
+    assert metrics[0]["ratio_min"] < 0.9
+    assert metrics[0]["kl_reference"] == 0.0
 
 
 def test_a_correction_needs_the_samplers_log_probs(policy):

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +15,7 @@ import pytest
 import test_distributed
 import torch
 from processes import assert_same, at_call, before, kill_at_file_event, ranks, states
-from test_distributed import SMALL, make_config, step, train
+from test_distributed import make_config, step, torchrun, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pspo import distributed as dist
@@ -25,7 +24,6 @@ from pspo.losses import SAPO
 from pspo.run.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.nightly
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +114,11 @@ def test_two_launchers_are_one_job(whole, tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     output = tmp_path / "run"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={address}", "--rdzv-id=job", "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}",
-        "-m", "pspo.train", *SMALL, "--distributed.strategy=fsdp2", f"--run.output_dir={output}",
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    of_job = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job")
+    command = torchrun(output, "fsdp2", *of_job, "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}")
 
     def launch() -> list[subprocess.Popen]:
-        return [subprocess.Popen(command, env=environment) for _ in range(2)]
+        return [subprocess.Popen(**command) for _ in range(2)]
 
     job, end = launch(), time.monotonic() + 240
     while not (output / "checkpoints/step-000002").exists() and time.monotonic() < end:
@@ -139,12 +133,8 @@ def test_two_launchers_are_one_job(whole, tmp_path):
 
 
 def test_ranks_die_with_torchrun_and_the_same_command_resumes(whole, tmp_path):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pspo.train", *SMALL,
-        "--distributed.strategy=fsdp2", f"--run.output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(command, env=environment)
+    command = torchrun(tmp_path / "run", "fsdp2", "--standalone", "--nproc-per-node=2")
+    launcher = subprocess.Popen(**command)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     metrics = tmp_path / "run/metrics.jsonl"
     while launcher.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n")):
@@ -157,5 +147,5 @@ def test_ranks_die_with_torchrun_and_the_same_command_resumes(whole, tmp_path):
     while any(process.exists() for process in alive) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(process.exists() for process in alive)
-    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == 0
+    assert subprocess.run(**command, timeout=240, check=False).returncode == 0
     assert_same(whole, tmp_path / "run")
