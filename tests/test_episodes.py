@@ -281,7 +281,7 @@ def test_a_reward_that_is_no_number_is_refused(greedy, prompts):
         (["--rollout.environment=nowhere.Calculator"], "No module named 'nowhere'"),
         (["--rollout.environment=Calculator"], "--rollout.environment Calculator cannot be imported"),
         (["--rollout.environment=pspo.tasks.calculator.Abacus"], "has no attribute 'Abacus'"),
-        (["--rollout.environment=pspo.tasks.calculator.SPLITS"], "must be a class, or a function that makes an"),
+        (["--rollout.environment=pspo.tasks.calculator.WORDS"], "must be a class, or a function that makes an"),
         (["--rollout.environment=test_episodes.NoStep"], "must make objects with the methods reset and step"),
         (["--rollout.environment=test_episodes.Asks"], "and take no arguments (Asks.__init__() missing 1 required"),
         (["--rollout.max_turns=0"], "--rollout.max_turns must be above 0, got 0"),
