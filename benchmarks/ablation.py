@@ -29,20 +29,6 @@ from pspo.update import Learner, update
 
 
 @dataclass(frozen=True)
-class Recomputing(Clip):
-    """Clip that does not say that it is token-local: the head is recomputed in the backward pass."""
-
-    silent_at_zero_advantage = True
-
-
-@dataclass(frozen=True)
-class Keeping(Clip):
-    """Clip that does not say that it is silent where A = 0: those rows stay in the passes."""
-
-    token_local = True
-
-
-@dataclass(frozen=True)
 class PlainPSPO(PSPO):
     """PSPO without its promises, for configs/sweep/plain.yaml: a class that makes none is never short-cut."""
 
@@ -54,29 +40,25 @@ def in_order(rows, key):
 AS_IT_IS = contextlib.nullcontext
 PLAIN_PRODUCTS = partial(mock.patch.object, pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
 UNSHARED = partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False)
-RECOMPUTED = "activations recomputed"
-TRAINING = {  # what is off: surrogate, and what is patched
-    "everything on": (Clip(), AS_IT_IS),
-    "head recomputed, not in one pass": (Recomputing(), AS_IT_IS),
-    "rows with advantage 0 kept": (Keeping(), AS_IT_IS),
-    "common beginning of prompts per prompt": (Clip(), partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9)),
-    "prompts computed per row": (Clip(), UNSHARED),
-    RECOMPUTED: (Clip(), AS_IT_IS),
-    f"{RECOMPUTED}, prompts computed per row": (Clip(), UNSHARED),
-    "microbatches not sorted by length": (
-        Clip(),
-        partial(mock.patch.object, pspo.rollout.batching, "sorted", in_order, create=True),
+RECOMPUTED, UNFUSED = "activations recomputed", "AdamW not fused"
+TRAINING = {  # what is off, by what patch
+    "everything on": AS_IT_IS,
+    "head recomputed, not in one pass": partial(mock.patch.object, Clip, "token_local", False),
+    "rows with advantage 0 kept": partial(mock.patch.object, Clip, "silent_at_zero_advantage", False),
+    "common beginning of prompts per prompt": partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9),
+    "prompts computed per row": UNSHARED,
+    RECOMPUTED: AS_IT_IS,
+    f"{RECOMPUTED}, prompts computed per row": UNSHARED,
+    "microbatches not sorted by length": partial(
+        mock.patch.object, pspo.rollout.batching, "sorted", in_order, create=True
     ),
-    "AdamW not fused": (Clip(), AS_IT_IS),
-    "PyTorch's own float32 products": (Clip(), PLAIN_PRODUCTS),
+    UNFUSED: AS_IT_IS,
+    "PyTorch's own float32 products": PLAIN_PRODUCTS,
 }
-SORTED = pspo.rollout.decode._sample_sorted
+BY_SORTING = {"_sample_by_rejection": pspo.rollout.decode._sample_sorted}
 GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
-    "vocabulary sorted for the nucleus": (
-        "pspo",
-        partial(mock.patch.object, pspo.rollout.decode, "_sample_by_rejection", SORTED),
-    ),
+    "vocabulary sorted for the nucleus": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_SORTING)),
     "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
     "PyTorch's own float32 products": ("pspo", PLAIN_PRODUCTS),
     "the library's loop": ("hf", AS_IT_IS),
@@ -84,15 +66,13 @@ GENERATION = {  # what is off: decoder, and what is patched
 
 
 def train_seconds(name: str, s: Setup, rollout: Rollout, advantages: torch.Tensor) -> float:
-    surrogate, patched = TRAINING[name]
     policy = copy.deepcopy(s.policy)
     if name.startswith(RECOMPUTED):
         checkpoint_activations(policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=name != "AdamW not fused")
-    config = replace(s.config, algorithm=replace(s.config.algorithm, surrogate=surrogate))
-    with patched():
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=name != UNFUSED)
+    with TRAINING[name]():
         start = time.process_time()
-        update(Learner(policy, optimizer), rollout, advantages, config)
+        update(Learner(policy, optimizer), rollout, advantages, s.config)
         return time.process_time() - start
 
 

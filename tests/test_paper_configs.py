@@ -27,13 +27,13 @@ from pspo.sweep.plan import SweepConfig, make_plan
 from pspo.train import main
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
-METHODS = {  # file: surrogate, iterations, loss
-    "noclip": (NoClip(), 1, "dapo"),
-    "clip": (Clip(epsilon=0.4), 2, "dapo"),
-    "pspo": (PSPO(alpha=0.1), 2, "dapo"),
-    "p3o": (P3O(tau=4), 2, "dapo"),
-    "sapo": (SAPO(tau_pos=1, tau_neg=3), 2, "grpo"),
-    "topr": (TOPR(b_pos=1, b_neg=1), 2, "grpo"),
+METHODS = {  # switches: surrogate, iterations, loss
+    "noclip": ("--algorithm.surrogate NoClip --algorithm.epochs 1", NoClip(), 1, "dapo"),
+    "clip": ("--algorithm.surrogate Clip --algorithm.surrogate.epsilon 0.4", Clip(epsilon=0.4), 2, "dapo"),
+    "pspo": ("--algorithm.surrogate PSPO --algorithm.surrogate.alpha 0.1", PSPO(alpha=0.1), 2, "dapo"),
+    "p3o": ("--algorithm.surrogate P3O --algorithm.surrogate.tau 4", P3O(tau=4), 2, "dapo"),
+    "sapo": ("--algorithm.surrogate SAPO --algorithm.aggregation grpo", SAPO(tau_pos=1, tau_neg=3), 2, "grpo"),
+    "topr": ("--algorithm.surrogate TOPR --algorithm.aggregation grpo", TOPR(1, 1, 0, 1), 2, "grpo"),
 }
 MATH_METHODS = {  # switches for Qwen2-Math: surrogate, learning rate
     "noclip": ("--optimizer.lr 5e-6", NoClip(), 5e-6),
@@ -52,24 +52,24 @@ BASES = {  # switches of the base's first lines: model, data, training tokens
 
 
 def switches(method: str | None, *words: str) -> list[str]:
-    """The base, a method's file, and switches."""
-    files = [PAPER / "base.yaml", *([PAPER / "methods" / f"{method}.yaml"] if method else [])]
-    return [*(f"--config={file}" for file in files), *(word for text in words for word in text.split())]
+    """The base, a method's switches, and others."""
+    texts = [METHODS[method][0] if method else "", *words]
+    return [f"--config={PAPER / 'base.yaml'}", *(word for text in texts for word in text.split())]
 
 
 def test_every_file_and_switch_is_listed_here():
-    assert {file.stem for file in PAPER.glob("*.yaml")} == {"base", "trl-0.25.1"}
-    assert {file.stem for file in (PAPER / "methods").glob("*.yaml")} == set(METHODS)
+    assert {file.name for file in PAPER.iterdir()} == {"base.yaml", "trl-0.25.1.yaml"}
     head = (PAPER / "base.yaml").read_text(encoding="utf-8").partition("\nmodel:")[0]
-    assert all(words in head for words in [*BASES, *(words for words, *_ in MATH_METHODS.values())])
+    methods = [words for words, *_ in [*METHODS.values(), *MATH_METHODS.values()]]
+    assert all(words in head for words in [*BASES, *methods])
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_files_say_what_the_paper_says(base):
     model, data, max_tokens = BASES[base]
-    settings = {(method, ""): (*METHODS[method or "pspo"], 1e-6) for method in (None, *METHODS)}  # PSPO by default
+    settings = {(method, ""): (*METHODS[method or "pspo"][1:], 1e-6) for method in (None, *METHODS)}  # PSPO by default
     for method, (words, surrogate, lr) in MATH_METHODS.items() if "Math" in model else ():
-        settings[method, words] = (surrogate, *METHODS[method][1:], lr)
+        settings[method, words] = (surrogate, *METHODS[method][2:], lr)
     for (method, words), (surrogate, epochs, aggregation, lr) in settings.items():
         config, _ = parse(TrainConfig, "pspo.train", switches(method, base, words))
         assert config == TrainConfig(
@@ -101,7 +101,7 @@ def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, proc
         for job in method.possible if method.name != "untrained" else ():
             config = job.config
             model, data, name = config["model"]["name_or_path"], config["data"]["name"], method.name
-            found.add((model.removeprefix("Qwen/"), data, METHODS[name][0].__class__.__name__))
+            found.add((model.removeprefix("Qwen/"), data, METHODS[name][1].__class__.__name__))
             words = [MATH_METHODS[name][0]] if "Math" in model and name in MATH_METHODS else []
             base = [words for words, (*of, _) in BASES.items() if of == [model, data]]
             _, files = parse(TrainConfig, "pspo.train", switches(name, *base, *words))
@@ -160,4 +160,4 @@ def test_files_train_a_stand_in_model(method, tmp_path):
             "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
     main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["optimizer_steps"] == METHODS[method][1]
+    assert summary["optimizer_steps"] == METHODS[method][2]
