@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import typing
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import yaml
 import pspo
 from pspo.cli.parse import parse
 from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
-from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip
+from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, Surrogate
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
@@ -29,25 +29,11 @@ def train_config(*args: str) -> TrainConfig:
 def yaml_file(tmp_path):
     """Writes own.yaml and returns the arguments that read it."""
 
-    def write(text: str | bytes) -> tuple[str, str]:
-        (tmp_path / "own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    def write(text: str) -> tuple[str, str]:
+        (tmp_path / "own.yaml").write_text(text, encoding="utf-8")
         return "--config", str(tmp_path / "own.yaml")
 
     return write
-
-
-@pytest.fixture
-def refusal(capsys):
-    """Returns the one line on stderr with which arguments are refused."""
-
-    def refuse(*args: str, config_class: type = TrainConfig) -> str:
-        with pytest.raises(SystemExit) as exit_:
-            parse(config_class, "pspo.train", args)
-        out, err = capsys.readouterr()
-        assert (exit_.value.code, out, err.count("\n")) == (2, "", 1), err
-        return re.fullmatch("pspo.train: error: (.+)\n", err)[1]
-
-    return refuse
 
 
 def switches(config_class: type) -> dict[str, list[str]]:
@@ -127,21 +113,6 @@ def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(sur
     assert not [warning for warning in recwarn if issubclass(warning.category, UserWarning)]
 
 
-@pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
-@pytest.mark.parametrize(
-    ("args", "fix"),
-    [
-        ("--data.answer_kind=text", "--reward.functions ExactMatch"),
-        ("--data.answer_kind=none", "a reward of your own"),
-        ("--data.name=gsm8k --data.answer_kind=text --reward.functions=[FormatReward,MathReward]", "ExactMatch"),
-    ],
-)
-def test_the_reward_for_numbers_is_refused_for_other_answers(refusal, config_class, args, fix):
-    message = refusal(*args.split(), config_class=config_class)
-    assert "--reward.functions MathReward compares numbers, but the answers of --data.name" in message
-    assert fix in message
-
-
 def test_answers_of_another_kind_with_another_reward(yaml_file):
     args = ["--data.name=me/my.set", "--data.config=main", "--data.splits={train: train_sft, test: test_sft}",
             "--data.answer_kind=text", "--reward.functions=[FormatReward]"]  # fmt: skip
@@ -169,50 +140,24 @@ def test_configurations_of_the_repository_are_read(name):
     assert "smollm2" in train_config(f"--config={TINY.parent / name}.yaml").model.name_or_path.lower()
 
 
-OWN_MODULE = '''
-from dataclasses import dataclass
-from pspo.losses import Surrogate
-from pspo.tasks import Reward
-
 @dataclass(frozen=True)
 class MyLoss(Surrogate):
-    """A loss of one's own."""
+    """A loss of a user's own."""
+
     strength: float = 2.0
 
     def __call__(self, logprobs, old_logprobs, advantages, mask):
         return -self.strength * logprobs * advantages * mask
 
-@dataclass(frozen=True)
-class Brevity(Reward):
-    max_characters: int = 500
 
-    def __call__(self, completions, problems):
-        return [float(len(completion) <= self.max_characters) for completion in completions]
-
-class Refuses(Brevity):
-    def __init__(self):
-        raise ValueError("needs a moon")
-'''
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch) -> str:
-    """Name of an importable module of a user's; next to it, NAME_imports and NAME_syntax do not import."""
-    name = f"own_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(OWN_MODULE)
-    (tmp_path / f"{name}_imports.py").write_text("import no_such_package\n")
-    (tmp_path / f"{name}_syntax.py").write_text("def f(:\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
-
-
-def test_own_surrogate_by_import_path(own, yaml_file):
-    args = [f"--algorithm.surrogate={own}.MyLoss", "--algorithm.surrogate.strength", "3"]
+def test_own_surrogate_by_import_path(yaml_file):
+    args = ["--algorithm.surrogate=test_config.MyLoss", "--algorithm.surrogate.strength", "3"]
     config, resolved = parse(TrainConfig, "pspo.train", args)
     surrogate = config.algorithm.surrogate
-    assert (type(surrogate).__module__, type(surrogate).__name__, surrogate.strength) == (own, "MyLoss", 3.0)
+    assert (type(surrogate).__module__, type(surrogate).__name__, surrogate.strength) == ("test_config", "MyLoss", 3.0)
     assert train_config(*yaml_file(resolved)).algorithm == config.algorithm
-    args = yaml_file(f"algorithm:\n  surrogate:\n    class_path: {own}.MyLoss\n    init_args:\n      strength: 4\n")
+    text = "{class_path: test_config.MyLoss, init_args: {strength: 4}}"
+    args = yaml_file(f"algorithm:\n  surrogate: {text}\n")
     assert train_config(*args).algorithm.surrogate == replace(surrogate, strength=4.0)
 
 
@@ -224,13 +169,6 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
         config, resolved = parse(TrainConfig, "pspo.train", [f"--model.name_or_path={name}"])
         assert config.optimizer.lr == yaml.safe_load(resolved)["optimizer"]["lr"] == 1e-6
         assert train_config(f"--model.name_or_path={name}", "--optimizer.lr=3e-5").optimizer.lr == 3e-5
-
-
-def test_own_reward_by_import_path(own):
-    brevity = f"{{class_path: {own}.Brevity, init_args: {{max_characters: 3}}}}"
-    reward = train_config(f"--reward.functions=[MathReward, {brevity}]", "--reward.weights=[1, 0.5]").reward
-    assert [type(function).__name__ for function in reward.functions] == ["MathReward", "Brevity"]
-    assert (reward.functions[1].max_characters, reward.weights) == (3, [1.0, 0.5])
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
@@ -277,65 +215,14 @@ distributed.gather=step distributed.rollout=synced
 eval.temperatures=[] eval.temperatures=[-0.1] eval.temperatures=[0.6,.nan] eval.samples=0 eval.top_p=0 eval.top_p=.nan
 eval.max_completion_tokens=0 eval.max_tokens=0
 """
-ILL_TYPED = """
-rollout.group_size=four run.max_steps=1.5 run.max_steps=null run.seed=true optimizer.lr=fast model.autocast=fp16
-model.gradient_checkpointing=maybe algorithm.aggregation=mean algorithm.surrogate=null algorithm.surrogate=PPO
-reward.functions=null reward.weights=a
-"""
 
 
-@pytest.mark.parametrize("case", BAD_VALUES.split() + ILL_TYPED.split())
-def test_a_bad_value_is_refused_by_name(case, refusal, yaml_file):
-    switch, _, value = case.partition("=")
+@pytest.mark.parametrize("case", BAD_VALUES.split())
+def test_a_bad_value_is_refused_by_name(case, capsys):
+    switch = case.partition("=")[0]
     config_class = EvaluateConfig if switch.startswith("eval.") else TrainConfig
-    assert switch in refusal(f"--{case}", config_class=config_class)
-    if case in ILL_TYPED:
-        section, leaf = switch.split(".")
-        assert switch in refusal(*yaml_file(f"{section}:\n  {leaf}: {value}\n"))
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["--rollout.group_sise=4"], ["--rollout.group_sise"]),
-        (["--rolout.group_size", "4"], ["--rolout.group_size"]),
-        (["--run.max_step=4"], ["--run.max_step"]),  # no abbreviations
-        (["--eval.samples=4"], ["--eval.samples"]),
-        (["train.yaml"], ["train.yaml"]),
-        (["--config", "missing.yaml"], ["missing.yaml"]),
-        (["--run.max_steps=9", "--optimizer.warmup_steps=9", "--optimizer.schedule=linear"], ["warmup_steps"]),
-        (["--algorithm.surrogate=PSPO", "--algorithm.surrogate.alpha=4"], ["PSPO", "alpha"]),
-        (["--algorithm.surrogate={own}.Nope"], ["algorithm.surrogate", "Nope"]),
-        (["--algorithm.surrogate={own}.Brevity"], ["algorithm.surrogate", "Brevity", "Surrogate"]),
-        (["--algorithm.surrogate=Surrogate"], ["algorithm.surrogate", "choose from", "TOPR"]),
-        (["--algorithm.surrogate=no_such_module.MyLoss"], ["algorithm.surrogate", "no_such_module"]),
-        (["--algorithm.surrogate={own}_imports.MyLoss"], ["algorithm.surrogate", "no_such_package"]),
-        (["--algorithm.surrogate={own}_syntax.MyLoss"], ["algorithm.surrogate", "{own}_syntax.py"]),
-        (["--algorithm.surrogate={own}.MyLoss", "--algorithm.surrogate.alpha=1"], ["algorithm.surrogate", "alpha"]),
-        (["--reward.functions=[{own}.Refuses]"], ["reward.functions", "needs a moon"]),
-        (["--reward.functions=[Reward]"], ["reward.functions", "MathReward"]),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(own, refusal, args, named):
-    line = refusal(*(arg.format(own=own) for arg in args))
-    assert all(part.format(own=own) in line for part in named), line
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("rollout:\n  group_sise: 4\n", ["rollout", "group_sise"]),
-        ("rolout:\n  group_size: 4\n", ["rolout"]),
-        ("algorithm:\n  surrogate:\n    class_path: PSPO\n    init_args:\n      beta: 1\n", ["surrogate", "beta"]),
-        ("rollout: 4\n", ["rollout"]),
-        ("rollout:\nrun:\n  seed: 1\n", ["rollout"]),
-        ("run: {seed: 1}\ndata: {}\nrun: {max_steps: 3}", ["own.yaml", "run comes twice"]),
-        ("run: {seed: 1, seed: 2}", ["own.yaml", "seed comes twice"]),
-        ("hello\n", ["own.yaml"]),
-        ("a: [1, 2\n  b: }\n", ["own.yaml"]),
-        (b"\xff\xfe\x00\x01", ["own.yaml"]),
-    ],
-)
-def test_a_file_that_is_wrong_is_refused_by_name(text, named, refusal, yaml_file):
-    line = refusal(*yaml_file(text))
-    assert all(part in line for part in named), line
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse(config_class, "pspo.train", [f"--{case}"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"pspo.train: error: .*{re.escape(switch)}.*\n", err)

@@ -30,7 +30,12 @@ FILES = {
     "ints.yaml": "run: {max_steps: 1e2, max_tokens: 1e6}\noptimizer: {lr: 1e-6, eps: 1E-9}\n"
                  "algorithm: {surrogate: clip}\nreward: {functions: mathreward, weights: 2}\n",
     "number.yaml": "run:\n  output_dir: 2024\n",
+    "scalar.yaml": "rollout: 4\n",
+    "empty.yaml": "rollout:\nrun:\n  seed: 1\n",
     "twice.yaml": "run: {seed: 1, seed: 2}\n",
+    "sections.yaml": "run: {seed: 1}\ndata: {}\nrun: {max_steps: 3}\n",
+    "text.yaml": "hello\n",
+    "bytes.yaml": b"\xff\xfe\x00\x01",
     "syntax.yaml": "a: [1, 2\n  b: }\n",
     "my_module.py": "import no_such_package\n",
     "my_syntax.py": "def f(:\n",
@@ -46,7 +51,7 @@ FILES = {
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("messages")
     for name, text in FILES.items():
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return folder
 
 

@@ -398,10 +398,10 @@ def test_workers_need_functions_that_can_be_imported():
 
 
 def test_functions_by_import_path_and_back_from_the_resolved_text(tmp_path):
-    functions = "token_count, {class_path: SoftOverlong, init_args: {buffer: 8}}, "
-    functions += "{class_path: RegexMatch, init_args: {pattern: a}}"
-    config, resolved = parse(TrainConfig, "pspo.train", [f"--reward.functions=[test_rewards.{functions}]"])
-    assert config.reward.functions == [token_count, SoftOverlong(8), RegexMatch("a")]
+    functions = "test_rewards.token_count, {class_path: test_rewards.Returns, init_args: {value: [1.0]}}, MathReward, "
+    functions += "{class_path: SoftOverlong, init_args: {buffer: 8}}, {class_path: RegexMatch, init_args: {pattern: a}}"
+    config, resolved = parse(TrainConfig, "pspo.train", [f"--reward.functions=[{functions}]"])
+    assert config.reward.functions == [token_count, Returns([1.0]), MathReward(), SoftOverlong(8), RegexMatch("a")]
     (tmp_path / "own.yaml").write_text(resolved)
     assert parse(TrainConfig, "pspo.train", ["--config", str(tmp_path / "own.yaml")])[0].reward == config.reward
 
