@@ -6,10 +6,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import date
 from fractions import Fraction
@@ -30,7 +28,7 @@ from pspo.cli.progress import Bar
 from pspo.model import ASSETS
 from pspo.records.files import append_jsonl, differences, read_config, read_json, read_jsonl
 from pspo.records.metrics import rollout_metrics
-from pspo.tasks import Problem
+from pspo.tasks import Problem, Reward
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -41,17 +39,13 @@ FAST = ("--run.max_steps=2", "--rollout.prompts=2", "--rollout.max_completion_to
 train, evaluate = pspo.train.main, pspo.evaluate.__main__.main
 
 
+def length(completions):
+    return [len(completion) / 100 for completion in completions]
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A current folder with a user's own reward in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_reward.py").write_text(
-        "from pspo.tasks import Reward\n"
-        "class Length(Reward):\n"
-        "    def __call__(self, completions, problems):\n"
-        "        return [len(completion) / 100 for completion in completions]\n"
-    )
     return tmp_path
 
 
@@ -118,9 +112,10 @@ def test_what_a_run_says_and_writes(run):
     assert re.fullmatch(rf"step 2/4  {status}\nstep 4/4  {status}\n", lines), done.stderr
 
     assert list(folder.parent.iterdir()) == [folder]
-    assert {path.name for path in folder.iterdir()} == {
+    final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()
+    assert {path.name for path in folder.iterdir()} == final | {
         ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
-        "starts.jsonl", "summary.json", "test-after.jsonl", "test-before.jsonl", "test-final.jsonl", "tokens.parquet",
+        "starts.jsonl", "summary.json", "test-after.jsonl", "test-before.jsonl", "tokens.parquet",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
     for model in (folder / "best", folder / "final", *(folder / "checkpoints").iterdir()):
@@ -291,18 +286,6 @@ def test_steps_and_tokens_end_a_run(here):
 # --- every option once ------------------------------------------------------------------------------------------------
 
 
-def test_each_method_runs_by_one_override(here):
-    losses = {}
-    for name in ("PSPO", "Clip", "NoClip", "P3O", "SAPO", "TOPR"):
-        (line,) = fast(  # the reward is not correctness, so that advantages differ from 0 whatever the model can do
-            f"--algorithm.surrogate={name}", "--reward.functions=[own_reward.Length]", "--optimizer.lr=1e-4",
-            "--rollout.temperature=1.5", "--rollout.top_p=1", output=name,
-        )  # fmt: skip
-        assert line["grad_norm"] > 0
-        losses[name] = line["loss"]
-    assert len(set(losses.values())) == 6, losses
-
-
 @pytest.mark.parametrize(
     "args",
     [
@@ -328,9 +311,9 @@ def test_own_data_and_reward_and_the_evaluation_that_a_run_advises(here, capsys)
     own_data(here / "my data", "train", "test", prompt="question text", answer="gold")
     (line,) = fast(
         "--data.name=file", "--data.path=my data", "--data.prompt_column=question text", "--data.answer_column=gold",
-        "--reward.functions=[MathReward, own_reward.Length]", "--reward.weights=[1, 0.5]", "--run.test_limit=4",
+        "--reward.functions=[MathReward, test_cli.length]", "--reward.weights=[1, 0.5]", "--run.test_limit=4",
     )  # fmt: skip
-    assert line["reward"] == pytest.approx(line["reward/MathReward"] + 0.5 * line["reward/Length"])
+    assert line["reward"] == pytest.approx(line["reward/MathReward"] + 0.5 * line["reward/length"])
     assert read_jsonl(here / "out/samples.jsonl")[0]["prompt"].startswith("Tom has")
 
     (command,) = re.findall(r"python -m pspo\.evaluate (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -342,20 +325,19 @@ def test_own_data_and_reward_and_the_evaluation_that_a_run_advises(here, capsys)
     assert again["completion_tokens"] == after["completion_tokens"]
 
 
+class Near(Reward):
+    def __call__(self, completions, problems):
+        return [len(p.answer) + p.fields["weight"] * p.fields["day"].day for p in problems]
+
+
 def test_chats_with_text_answers_and_further_columns(here, capsys):
     """From a parquet file into the reward, the samples, and the evaluation that the run advises."""
-    (here / "near.py").write_text(
-        "from pspo.tasks import Reward\n"
-        "class Near(Reward):\n"
-        "    def __call__(self, completions, problems):\n"
-        "        return [len(p.answer) + p.fields['weight'] * p.fields['day'].day for p in problems]\n"
-    )
     chats = [[{"role": "user", "content": f"Spell {word} backwards."}] for word in ("tea", "coffee")]
     rows = {"prompt": chats, "answer": ["aet", "eeffoc"], "weight": [0.5, 0.5], "day": [date(2024, 7, 2)] * 2}
     (here / "words").mkdir()
     for split in ("train", "test"):
-        pandas.DataFrame(rows | {"prompt": chats}).to_parquet(here / "words" / f"{split}.parquet")
-    switches = ["--data.name=file", "--data.path=words", "--reward.functions=[near.Near]"]
+        pandas.DataFrame(rows).to_parquet(here / "words" / f"{split}.parquet")
+    switches = ["--data.name=file", "--data.path=words", "--reward.functions=[test_cli.Near]"]
     (line,) = fast(*switches, "--data.answer_kind=text", "--run.test_limit=2")
     sample = read_jsonl(here / "out/samples.jsonl")[0]
     assert sample["prompt"] in chats
@@ -372,12 +354,7 @@ def test_chats_with_text_answers_and_further_columns(here, capsys):
 
 def test_problems_without_answers(here):
     append_jsonl(here / "train.jsonl", *({"prompt": f"Tell me of {n}.", "style": "brief"} for n in range(4)))
-    fast(
-        "--data.name=file",
-        "--data.path=train.jsonl",
-        "--data.answer_kind=none",
-        "--reward.functions=[own_reward.Length]",
-    )
+    fast("--data.name=file", "--data.path=train.jsonl", "--data.answer_kind=none", "--reward.functions=test_cli.length")
     sample = read_jsonl(here / "out/samples.jsonl")[0]
     assert (sample["gold"], sample["fields"]) == (None, {"style": "brief"})
 
@@ -429,7 +406,8 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
 
 
 def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
-    args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--run.output_dir=out"]
+    args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--eval.temperatures=[0.7]"]
+    evaluate([*args, "--run.output_dir=whole"])
     complete, calls = pspo.evaluate.evaluation.complete, []
 
     def interrupted(*arguments):
@@ -440,28 +418,13 @@ def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
 
     monkeypatch.setattr(pspo.evaluate.evaluation, "complete", interrupted)
     with pytest.raises(SystemExit, match="130"):
-        evaluate(args)
+        evaluate([*args, "--run.output_dir=out"])
     assert "the same command resumes out" in capsys.readouterr().err
-    evaluate(args)
+    with (here / "out/completions.jsonl").open("ab") as file:
+        file.write(b'{"temperature": 0.7, "problem": 2, "sam')  # what a kill in the middle of a line leaves
+    evaluate([*args, "--run.output_dir=out"])
     assert len(calls) == 5  # two before, the interrupted one, two after
     assert "resuming out: 2 completions" in capsys.readouterr().out
-
-
-@pytest.mark.nightly
-def test_an_evaluation_killed_twice_ends_as_if_nothing_had_been(here):
-    args = ["--data.limit=40", "--eval.temperatures=[0, 0.7]", "--eval.samples=3", "--eval.max_tokens=1000"]
-    evaluate([*args, "--run.output_dir=whole"])
-    kept = here / "out/completions.jsonl"
-    command = [sys.executable, "-m", "pspo.evaluate", *args, "--run.output_dir=out"]
-    for wanted in (12, 90):  # of 160, in the middle of each temperature
-        with subprocess.Popen(command, env=ENVIRONMENT) as running:
-            while running.poll() is None and not (kept.exists() and kept.read_bytes().count(b"\n") >= wanted):
-                time.sleep(0.002)
-            running.kill()
-        assert running.returncode == -signal.SIGKILL
-        with kept.open("ab") as file:
-            file.write(b'{"temperature": 0.0, "problem": 7, "sam')  # what a kill in the middle of a line leaves
-    evaluate([*args, "--run.output_dir=out"])
     for name in ("completions.jsonl", "results.json"):
         assert (here / "out" / name).read_bytes() == (here / "whole" / name).read_bytes()
 
@@ -498,7 +461,6 @@ def bad_input(tmp_path_factory) -> Path:
     [
         ("model.name_or_path=./no/model", "--model.name_or_path"),
         ("model.name_or_path=runs/my-run/best", "--model.name_or_path"),  # no hub id has two slashes
-        ("model.name_or_path=nobody/no-such-model", "--model.name_or_path nobody/no-such-model"),
         ("model.name_or_path=no-files", "--model.name_or_path"),
         ("model.name_or_path=./cut", "--model.name_or_path"),
         ("model.name_or_path=./no-tokenizer", "no-tokenizer"),
