@@ -14,6 +14,7 @@ from processes import assert_same, before, forked, kill_at_step, one_layer, run_
 from safetensors.torch import load_file
 
 import pspo.run.prepare
+import pspo.run.sampler
 import pspo.train
 from pspo.config import AlgorithmConfig, DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.engines import EngineError, EngineSampler
@@ -202,7 +203,7 @@ def test_on_a_cpu_trainer_and_engine_share_the_threads(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("validate_every", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, tmp_path, validate_every):
-    monkeypatch.setattr(pspo.run.prepare, "check_engine", lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(pspo.run.sampler, "check_engine", lambda *_: (0.0, 0.0))
     args = ("--rollout.engine=test_engines.DeadEngine", f"--run.validate_every={validate_every}")
     assert train(f"{tmp_path}/run", *args) == 1
     error = capsys.readouterr().err.strip()

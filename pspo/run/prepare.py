@@ -11,16 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.checks.exactness import check_engine, check_exactness
+from pspo.checks.exactness import check_exactness
 from pspo.checks.memory import auto_switches, largest_that_fit, replace_switches, say_needs
 from pspo.cli.python import default_output
 from pspo.config import TrainConfig
-from pspo.engines import EngineSampler, find_engine
+from pspo.engines import find_engine
 from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
@@ -28,7 +27,7 @@ from pspo.optimizers.learner import Learner
 from pspo.records import files as records
 from pspo.records.folders import check_output, checkpoints, claim
 from pspo.records.trackers import check_tracker
-from pspo.rollout import Prompts, TransformersSampler, check_decoder, load_prompts, make_sampling
+from pspo.rollout import Prompts, load_prompts
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.delay import Delay
 from pspo.run.generators import Generators
@@ -74,13 +73,13 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators:
             learner = make_learner(config, device)
-        decoder = make_decoder(config, learner.policy, tokenizer, generators)
+        sampler = Sampler(config, learner, tokenizer, generators, make_environment, output)
         with dist.unsharded(learner.policy, config.distributed.rollout):
-            check_exactness(learner.policy, tokenizer, prompts["train"].ids, decoder.sampling, config.model.autocast)
-        engine = start_engine(config, learner, decoder, prompts, resources) if config.rollout.external else None
+            check_exactness(learner.policy, tokenizer, prompts["train"].ids, sampler.sampling, config.model.autocast)
+        if config.rollout.external:
+            sampler.start_engine(prompts, resources)
 
         stream = PromptStream(prompts["train"], config)
-        sampler = Sampler(decoder, engine, make_environment, output)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
         delay = Delay(config, stream, sampler, recorder)
         validator = Validator(config, sampler, recorder, prompts)
@@ -132,50 +131,6 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     return Learner(policy, optimizer, scheduler, reference, config.optimizer.one_pass)
-
-
-def make_decoder(
-    config: TrainConfig,
-    policy: transformers.PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    generators: Generators,
-) -> TransformersSampler:
-    """Sampling from the policy as the switches say, keeping what the loss asks for."""
-    check_decoder(policy, config.rollout.decoder)
-    sampling = make_sampling(
-        policy,
-        tokenizer,
-        config.rollout,
-        logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
-        nucleus=config.algorithm.nucleus == "replay",
-        synced=config.distributed.rollout == "synced",
-    )
-    return TransformersSampler(
-        policy, tokenizer, sampling, config.model.autocast, config.distributed.rollout, generators
-    )
-
-
-def start_engine(
-    config: TrainConfig,
-    learner: Learner,
-    decoder: TransformersSampler,
-    prompts: dict[str, Prompts],
-    resources: contextlib.ExitStack,
-) -> EngineSampler:
-    """Start the engine of --rollout.engine, and check that it draws by the policy."""
-    device = learner.policy.device
-    room = max(len(ids) for split in prompts.values() for ids in split.ids) + config.rollout.max_completion_tokens
-    if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
-        resources.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    engine = find_engine(config.rollout.engine)(config, room, device)
-    resources.callback(engine.close)
-    sampler = EngineSampler(engine, learner, decoder.tokenizer, decoder.sampling, decoder.generators)
-    mean, largest = check_engine(sampler, prompts["train"].take(range(min(8, len(prompts["train"])))))
-    if not config.run.quiet:
-        print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
-              f"{largest:.1g} at most")  # fmt: skip
-    return sampler
 
 
 def find_output(config: TrainConfig, settings: records.Settings, resources: contextlib.ExitStack) -> tuple[Path, bool]:

@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.engines import EngineError, EngineSampler
+from pspo.checks.exactness import check_engine
+from pspo.config import TrainConfig
+from pspo.engines import EngineError, EngineSampler, find_engine
 from pspo.environments import EnvironmentSampler
+from pspo.optimizers.learner import Learner
 from pspo.records.folders import RunFailed
-from pspo.rollout import Prompts, Rollout, TransformersSampler
+from pspo.rollout import Prompts, Rollout, TransformersSampler, check_decoder, make_sampling
 from pspo.rollout import Sampler as AnySampler
+from pspo.run.generators import Generators
 from pspo.tasks.environment import MakeEnvironment
 
 
@@ -23,22 +29,42 @@ class Sampler:
 
     def __init__(
         self,
-        decoder: TransformersSampler,
-        engine: EngineSampler | None,
+        config: TrainConfig,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        generators: Generators,
         make_environment: MakeEnvironment | None,
         output: Path,
     ) -> None:
-        self.decoder, self.engine, self.make_environment, self.output = decoder, engine, make_environment, output
-        self.sampling, self.tokenizer = decoder.sampling, decoder.tokenizer
-        self.training = self._in_environment(engine or decoder)
+        self.config, self.learner, self.tokenizer = config, learner, tokenizer
+        self.make_environment, self.output = make_environment, output
+        check_decoder(learner.policy, config.rollout.decoder)
+        asked = {"logprobs": config.algorithm.correction != "none" or config.ratios_to_engine}
+        asked |= {"nucleus": config.algorithm.nucleus == "replay", "synced": config.distributed.rollout == "synced"}
+        self.sampling = make_sampling(learner.policy, tokenizer, config.rollout, **asked)
+        precision, weights = config.model.autocast, config.distributed.rollout
+        self.decoder = TransformersSampler(learner.policy, tokenizer, self.sampling, precision, weights, generators)
+        self.engine: EngineSampler | None = None
 
-    def _in_environment(self, sampler: AnySampler) -> AnySampler:
-        return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler
+    def start_engine(self, prompts: dict[str, Prompts], resources: contextlib.ExitStack) -> None:
+        """Start the engine of --rollout.engine, and check that it draws by the policy."""
+        config, device = self.config, self.learner.policy.device
+        room = max(len(ids) for split in prompts.values() for ids in split.ids) + config.rollout.max_completion_tokens
+        if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+            resources.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        engine = find_engine(config.rollout.engine)(config, room, device)
+        resources.callback(engine.close)
+        self.engine = EngineSampler(engine, self.learner, self.tokenizer, self.sampling, self.decoder.generators)
+        mean, largest = check_engine(self.engine, prompts["train"].take(range(min(8, len(prompts["train"])))))
+        if not config.run.quiet:
+            print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
+                  f"{largest:.1g} at most")  # fmt: skip
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Draw ``group_size`` completions of each prompt."""
         with self.engine_errors():
-            return self.training.draw(prompts, group_size)
+            return self._in_environment(self.engine or self.decoder).draw(prompts, group_size)
 
     def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
         """Greedy decoding of a policy, never by an engine."""
@@ -46,6 +72,9 @@ class Sampler:
         return self._in_environment(
             replace(self.decoder, policy=policy, sampling=sampling, generators=contextlib.nullcontext())
         )
+
+    def _in_environment(self, sampler: AnySampler) -> AnySampler:
+        return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler
 
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
