@@ -1,21 +1,26 @@
 """Scripts beside the package."""
 
 import copy
+import importlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from processes import one_layer, run_command
 from safetensors.torch import load_file
 
 import pspo.train
-from pspo.records.files import read_jsonl
+from pspo.records.files import append_jsonl, read_jsonl
+from pspo.tasks import Reward
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -107,3 +112,155 @@ def test_equal_movement(tmp_path, monkeypatch):
     assert [line["surrogate"] for line in written] == ["PSPO", script.CONTROL]
     script.main()  # has it all
     assert read_jsonl(output) == written
+
+
+class Length(Reward):
+    """A tenth of a text's characters: a reward that has a gradient even on one layer."""
+
+    def __call__(self, completions, problems):
+        return [len(text) / 10 for text in completions]
+
+
+def small_run(folder, *more):
+    args = (f"--model.name_or_path={one_layer()}", "--rollout.prompts=4", "--rollout.max_completion_tokens=8",
+            "--algorithm.surrogate=NoClip", "--algorithm.epochs=2", "--optimizer.lr=1e-3", "--run.validate_every=0",
+            "--run.test_limit=0", "--run.quiet", "--reward.functions=[test_scripts.Length]", "--data.limit=60",
+            f"--run.output_dir={folder}", *more)  # fmt: skip
+    assert run_command(pspo.train.main, *args) == 0
+
+
+def ends_as_the_run(run, folder):
+    final = load_file(folder / "final" / "model.safetensors")
+    return all(torch.equal(run.learner.policy.state_dict()[name], weight) for name, weight in final.items())
+
+
+def completion_logprobs(model, rollout, row, kept=None):
+    """(T,) of one completion, by the model's own forward pass without padding."""
+    prompt, completion, mask = rollout.prompt_ids[row], rollout.completion_ids[row], rollout.completion_mask[row]
+    prompt, completion = prompt[rollout.prompt_mask[row]], completion[mask]
+    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / 0.6
+    if kept is not None:
+        ids, counts = kept
+        for t, inside in enumerate(ids.split(counts[mask].tolist())):
+            logits[t, [i for i in range(logits.shape[1]) if i not in inside.tolist()]] = -torch.inf
+    return logits.log_softmax(dim=1).gather(1, completion[:, None]).squeeze(1)
+
+
+def test_gradient_bias(tmp_path, monkeypatch, capsys):
+    """Gradients by autograd, completion by completion in float64; what is known at lag 0; lines go on."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("gradient_bias")
+    monkeypatch.setattr(script, "PARTS", 4)
+    folder, output = tmp_path / "run", tmp_path / "bias.jsonl"
+    small_run(folder, "--run.max_steps=6")
+    names = ["NoClip::replay", "NoClip", "PSPO(alpha=0.25)", "REINFORCE", "TOPR:grpo"]
+    options = Namespace(lags=[0], surrogates=names, truth=4, replicates=12)
+    for rollouts, run, policies in script.replay(folder, 3, keep=2):
+        if rollouts == 2:
+            cell = {"run": "run", "rollouts": 2}
+            done = {("run", 2, 0, "TOPR:grpo")}
+            pairs = list(script.lines(run, policies, options, cell, done))
+    assert ends_as_the_run(run, folder)
+    assert [[of["metric"] for of in pair] for pair in pairs] == [["plain", "adam"]] * 4
+    for metric in (0, 1):
+        replayed, noclip, pspo, reinforce = (pair[metric] for pair in pairs)
+        assert abs(replayed["bias2"]) < 4 * replayed["bias2_se"] < noclip["second"]
+        assert abs(replayed["cosine"] - 1) < 4 * replayed["cosine_se"] < 2
+        for name in ("dot", "norm2", "second", "cosine", "rho", "realised"):
+            assert reinforce[name] == pytest.approx(noclip[name], rel=1e-4)
+            power = {"dot": 1, "norm2": 2, "second": 2}.get(name, 0)
+            assert pspo[name] == pytest.approx(0.75**power * noclip[name], rel=1e-4)
+        assert replayed["realised"] is None
+        assert noclip["mse"] == pytest.approx(noclip["bias2"] + noclip["variance"], rel=1e-9)
+
+    fork = script.Fork(run, 1, 1, seed=5)
+    fork.sampler = replace(fork.sampler, sampling=replace(fork.sampler.sampling, nucleus=True))
+    model, old, config = (copy.deepcopy(run.learner.policy).double() for _ in range(2)), {}, run.config
+    model, stale = model
+    stale.load_state_dict(policies[-2])
+    parameters, slow = list(model.parameters()), {}
+    rollout, advantages = script.replicate(fork, policies[-2], 7, script.with_loss(config, "NoClip"))
+    tokens, rows = rollout.completion_mask.sum(), range(len(rollout))
+    for row in rows:
+        lengths = rollout.completion_mask[row].sum()
+        for name in ("NoClip", "NoClip::replay", "TOPR:grpo"):
+            kept = (rollout.nucleus.ids[row], rollout.nucleus.counts[row]) if "replay" in name else None
+            new = completion_logprobs(model, rollout, row, kept)
+            old = completion_logprobs(stale, rollout, row, kept).detach()
+            weight = (new - old).detach().exp()
+            if name == "TOPR:grpo":
+                weight = 1.0 if advantages[row] > 0 else min(weight.prod(), 1.0)
+            divisor = lengths * len(rollout) if name == "TOPR:grpo" else tokens
+            loss = -(weight * advantages[row] * new).sum() / divisor
+            found = torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
+            slow[name] = slow.get(name, 0) + found.numpy()
+    for name, expected in slow.items():
+        loss = script.with_loss(config, name)
+        drawn = script.replicate(fork, policies[-2], 7, loss)
+        ours = script.gradient(fork, *drawn, loss)
+        assert np.linalg.norm(ours - expected) < 1e-3 * np.linalg.norm(expected)
+    assert np.linalg.norm(slow["NoClip"] - slow["NoClip::replay"]) > 1e-2 * np.linalg.norm(slow["NoClip"])
+
+    monkeypatch.setattr(script, "PARTS", 2)
+    truth, slow, lengths = script.true_gradient(fork, config, 1, seed=30), [], []
+    for seed in (30, 31):
+        loss, total = script.with_loss(config, "NoClip::replay"), 0
+        rollout, _ = script.replicate(fork, fork.weights, seed, loss)
+        rewards = torch.tensor([len(text) / 10 for text in rollout.texts], dtype=torch.float64)
+        baseline = rewards.view(-1, 4).mean(dim=1).repeat_interleave(4)
+        for row in rows:
+            kept = (rollout.nucleus.ids[row], rollout.nucleus.counts[row])
+            loss = -(rewards - baseline)[row] * completion_logprobs(model, rollout, row, kept).sum() / len(rollout)
+            total = total + torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
+        slow.append(total.numpy())
+        lengths += rollout.completion_mask.sum(dim=1).tolist()
+    expected = np.stack(slow) / np.mean(lengths)
+    assert np.linalg.norm(truth - expected) < 1e-3 * np.linalg.norm(expected)
+
+    monkeypatch.setattr(script, "PARTS", 3)
+    command = ["measure", folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--truth", 2,
+               "--replicates", 3, "--output", output]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["gradient_bias.py", *map(str, command)])
+    script.main()
+    written = output.read_text()
+    assert len(read_jsonl(output)) == 2 * 2 * 2
+    output.write_text("".join(written.splitlines(keepends=True)[:-2]))
+    script.main()
+    assert output.read_text() == written  # goes on where it stopped, with the same numbers
+    moves = [{"run": "run", "rollouts": 1, "lag": 1, "surrogate": name, "aim": 0.1, "matched": True, "reward": 0.5}
+             for name in ("NoClip", "Clip", "shuffled advantages")]  # fmt: skip
+    append_jsonl(tmp_path / "moves.jsonl", *moves)
+    tables = ["table", str(output), "--moves", str(tmp_path / "moves.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["gradient_bias.py", *tables])
+    script.main()
+    assert capsys.readouterr().out.count("gain in reward at a KL of 0.1") == 2  # plain and adam
+
+
+def test_gradient_bias_estimates(monkeypatch):
+    """Unbiased, and their errors right, on normal vectors; bias's share and ranks of made-up lines."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("gradient_bias")
+    generator, found = np.random.default_rng(0), []
+    m, t, weights = np.array([1.0, 2.0, 0.0]), np.array([2.0, 1.0, 1.0]), np.array([1.0, 0.5, 2.0])
+    for _ in range(3000):
+        g, parts = m + generator.normal(size=(6, 3)), t + generator.normal(size=(4, 3))
+        found.append(script.line(g, parts, None, weights, script.products(parts, parts, weights)))
+    found = pd.DataFrame(found).astype(float)
+    expected = {"target2": 4 + 0.5 + 2, "dot": 2 + 1, "norm2": 1 + 2, "second": 3 + 3.5, "variance": 3.5,
+                "bias2": 1 + 0.5 + 2, "mse": 3.5 + 3.5}  # fmt: skip
+    for name, value in expected.items():
+        assert abs(found[name].mean() - value) < 4 * found[name].sem()
+        assert 0.8 < (found[f"{name}_se"] ** 2).mean() / found[name].var() < 1.4
+
+    values = {"NoClip": (1, 1, 2), "Noisy": (1, 1, 4), "Biased": (0.5, 1, 2), "PSPO": (9, 9, 9),
+              "NoClip:grpo": (2, 4, 8), "C:grpo": (1, 4, 8)}  # fmt: skip
+    lines = [{"run": run, "surrogate": name, "target2": 4, "dot": 4 * dot, "norm2": 4 * norm2, "second": 4 * second,
+              "realised": dot} for run in ("a", "b") for name, (dot, norm2, second) in values.items()]  # fmt: skip
+    difference = script.from_noclip(script.by_run(pd.DataFrame(lines))).loc["a"]
+    assert difference.index.tolist() == ["Biased", "C:grpo", "Noisy"]
+    assert difference["log_rho"].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 2), math.log(1 / 2) / 2])
+    assert difference["log_cosine"].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 2), 0])
+    assert difference["log_signal"].tolist() == pytest.approx([0, 0, math.log(1 / 2) / 2])
+    one = pd.DataFrame({"x": [1, 1], "y": [2, 2], "z": [3, 9]}, index=["a", "b"])
+    other = pd.DataFrame({"z": [3, 1], "y": [1, 2], "x": [2, 3], "w": [0, 0]}, index=["a", "b"])
+    assert script.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])

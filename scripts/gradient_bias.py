@@ -1,0 +1,265 @@
+"""Bias or variance: what is wrong with each surrogate's gradient on a stale rollout?
+
+    python scripts/gradient_bias.py measure runs/a runs/b --rollouts 9 16 --lags 8 \
+        --surrogates NoClip Clip 'PSPO(alpha=0.3)' GSPO:grpo NoClip::replay my_losses.Mine --output bias.jsonl
+    python scripts/gradient_bias.py table bias.jsonl --moves moves.jsonl
+
+Each run is made again from its config.yaml, up to the checkpoint after N of its rollouts. A replicate is a rollout of
+prompts of its own, drawn by the policy of ``lag`` rollouts before; g is the gradient there of the loss of
+SURROGATE:AGGREGATION:NUCLEUS (unset, the run's), as the first of a rollout's steps has it before clipping. The target t
+is the gradient of the expected reward of completions as they are sampled, at the temperature and from the nucleus: mean
+of (R - group mean) grad log q over on-policy rollouts, q renormalised over the nucleus. At almost every weight vector,
+where no token is about to enter or leave a nucleus, that is exactly the gradient, times 1 - 1 / group size. Divided by
+the mean length of completions it has the scale of ``dapo``.
+
+A line has estimates from pairs of different replicates and of different parts of the truth, the first four unbiased:
+
+    target2 = |t|^2   dot = <E g, t>   norm2 = |E g|^2   second = E |g|^2
+    bias2 = |E g - t|^2   variance = E |g - E g|^2   mse = bias2 + variance
+    cosine = dot / sqrt(norm2 target2)   signal = norm2 / second   rho = cosine sqrt(signal)
+
+A learning rate absorbs scale: min over c of E |c g - t|^2 / |t|^2 is 1 - rho^2. Bias lowers the cosine, variance the
+signal. ``.._se`` are jackknife errors over replicates and parts. In the metric ``plain`` inner products are Euclidean;
+in ``adam`` coordinates weigh 1 / (sqrt(v) + eps), so that lr <g, t> is the first-order gain of a step without momentum.
+``realised`` is the cosine of t and g on the one rollout from which scripts/equal_movement.py forks. What is in the file
+already is not done again.
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from equal_movement import Fork, replay
+from scipy.stats import t as student
+from torch import Tensor
+
+from pspo.config import TrainConfig
+from pspo.records.files import append_jsonl, read_jsonl
+from pspo.report.tables import as_markdown
+from pspo.rollout import Rollout
+from pspo.rollout.batching import split_minibatches
+from pspo.run.run import Run
+from pspo.update import accumulate, add_fixed_logprobs
+from pspo.view.data import make_surrogate
+
+PARTS = 16  # of the truth
+LEFT_OUT = "PSPO"  # NoClip counted again
+
+
+def with_loss(config: TrainConfig, name: str, **more: str) -> TrainConfig:
+    """A configuration with the loss of SURROGATE:AGGREGATION:NUCLEUS, and a whole rollout in one step."""
+    surrogate, *named = name.split(":")
+    more |= {key: value for key, value in zip(("aggregation", "nucleus"), named, strict=False) if value}
+    more |= {"surrogate": make_surrogate(surrogate), "minibatches": 1}
+    return replace(config, algorithm=replace(config.algorithm, **more))
+
+
+def replicate(fork: Fork, policy: dict[str, Tensor], seed: int, config: TrainConfig) -> tuple[Rollout, Tensor]:
+    """A rollout of random training prompts by a policy, with its log-probs, and advantages (B,)."""
+    prompts, n = fork.run.stream.prompts, config.rollout.prompts
+    indices = np.random.default_rng(seed).choice(len(prompts), n, replace=False).tolist()
+    fork.run.config, fork.seed = config, seed
+    return fork.stale(policy, indices, prompts.take(indices))
+
+
+def gradient(fork: Fork, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> np.ndarray:
+    """(D,) float32: the gradient, at the checkpoint, of the loss on a rollout."""
+    learner = fork.run.learner
+    fork.policy.load_state_dict(fork.weights)
+    (minibatch,) = minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
+    add_fixed_logprobs(learner, minibatches, config)
+    learner.optimizer.zero_grad()
+    accumulate(learner, minibatch, config)
+    found = torch.cat([weight.grad.flatten() for weight in fork.policy.parameters() if weight.requires_grad])
+    learner.optimizer.zero_grad()
+    return found.numpy()
+
+
+def true_gradient(fork: Fork, config: TrainConfig, rollouts: int, seed: int) -> np.ndarray:
+    """(PARTS, D) float64: independent estimates of the target, each from so many rollouts."""
+    config, parts, lengths = with_loss(config, "NoClip:dr_grpo:replay", advantage_scale="none"), [], []
+    for part in range(PARTS):
+        total = 0.0
+        for i in range(rollouts):
+            rollout, advantages = replicate(fork, fork.weights, seed + part * rollouts + i, config)
+            total = total + gradient(fork, rollout, advantages, config).astype(np.float64) / rollouts
+            lengths.append(rollout.loss_mask.sum(dim=1).double().mean().item())
+        parts.append(total)
+    return np.stack(parts) * config.rollout.max_completion_tokens / np.mean(lengths)
+
+
+def adam_weights(run: Run) -> np.ndarray:
+    """(D,) 1 / (sqrt(v) + eps), of AdamW's second moments v, corrected for their start at 0."""
+    (group,), state = run.learner.optimizer.param_groups, run.learner.optimizer.state
+    seconds = [state[p]["exp_avg_sq"].double() / (1 - group["betas"][1] ** float(state[p]["step"]))
+               for p in group["params"]]  # fmt: skip
+    return torch.cat([1 / (second.sqrt() + group["eps"]).flatten() for second in seconds]).numpy()
+
+
+def products(left: np.ndarray, right: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """(n, m) float64: inner products of the rows of (n, D) and (m, D), coordinates weighed by (D,)."""
+    places = np.array_split(np.arange(len(weights)), 32)  # float64 copies of all columns would not fit
+    return sum(left[:, at].astype(np.float64) @ (right[:, at] * weights[at]).T for at in places)
+
+
+def mean_of_different(gram: np.ndarray) -> float:
+    """Mean of products (n, n) of different rows: unbiased for the square of the rows' expectation."""
+    return (gram.sum() - gram.trace()) / (len(gram) * (len(gram) - 1))
+
+
+def derived(target2: Any, dot: Any, norm2: Any, second: Any) -> dict[str, Any]:
+    """What a line says, from its four unbiased estimates, numbers or columns; NaN where a square is not above 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosine, rho = dot / np.sqrt(norm2 * target2), dot / np.sqrt(second * target2)
+    return {"target2": target2, "dot": dot, "norm2": norm2, "second": second, "bias2": norm2 - 2 * dot + target2,
+            "variance": second - norm2, "mse": second - 2 * dot + target2, "cosine": cosine, "signal": norm2 / second,
+            "rho": rho}  # fmt: skip
+
+
+def estimates(own: np.ndarray, cross: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """A line's, from products of K replicates (K, K), with the truth's P parts (K, P), and of these (P, P)."""
+
+    def compute(rows: np.ndarray, parts: np.ndarray) -> dict[str, float]:
+        return derived(
+            mean_of_different(truth[np.ix_(parts, parts)]),
+            cross[np.ix_(rows, parts)].mean(),
+            mean_of_different(own[np.ix_(rows, rows)]),
+            own.diagonal()[rows].mean(),
+        )
+
+    rows, parts = np.arange(len(own)), np.arange(len(truth))
+    without_row = pd.DataFrame([compute(np.delete(rows, i), parts) for i in rows])
+    without_part = pd.DataFrame([compute(rows, np.delete(parts, i)) for i in parts])
+    errors = np.sqrt(sum((len(of) - 1) * of.var(ddof=0) for of in (without_row, without_part)))
+    return {name: float(x) for name, x in (compute(rows, parts) | errors.add_suffix("_se").to_dict()).items()}
+
+
+def lines(
+    run: Run, policies: deque[dict[str, Tensor]], args: argparse.Namespace, cell: dict[str, Any], done: set[tuple]
+) -> Iterator[list[dict[str, Any]]]:
+    """The lines of one checkpoint, a pair of metrics at a time; the run goes on as if nothing had happened."""
+    cells = [cell | {"lag": lag, "surrogate": name} for lag in args.lags for name in args.surrogates]
+    if not (cells := [of for of in cells if tuple(of.values()) not in done]):
+        return
+    position, generators, config = run.stream.position, run.generators.state_dict(), run.config
+    fork_seed = config.run.seed * 1000 + cell["rollouts"]  # as scripts/equal_movement.py, for the same rollout
+    fork, prompts = Fork(run, problems=1, held_out=1, seed=fork_seed), run.stream.next(config.rollout.prompts)
+    realised = {lag: fork.stale(policies[-1 - lag], *prompts) for lag in args.lags}
+    fork.sampler = replace(fork.sampler, sampling=replace(fork.sampler.sampling, nucleus=True))
+    truth = true_gradient(fork, config, args.truth, seed=fork_seed * 1_000_000)
+    metrics = {"plain": np.ones(truth.shape[1]), "adam": adam_weights(run)}
+    truths, drawn = {metric: products(truth, truth, weights) for metric, weights in metrics.items()}, {}
+    for of in cells:
+        loss, lag = with_loss(config, of["surrogate"]), of["lag"]
+        if (key := (lag, loss.algorithm.nucleus)) not in drawn:
+            first = fork_seed * 1_000_000 + 100_000 * (1 + lag)
+            drawn = {key: [replicate(fork, policies[-1 - lag], first + i, loss) for i in range(args.replicates)]}
+        found = np.stack([gradient(fork, *of_one, loss) for of_one in drawn[key]])
+        same_nucleus = loss.algorithm.nucleus == config.algorithm.nucleus
+        moved = gradient(fork, *realised[lag], loss)[None] if same_nucleus else None
+        yield [of | {"metric": metric} | line(found, truth, moved, weights, truths[metric])
+               for metric, weights in metrics.items()]  # fmt: skip
+    run.config = config
+    run.learner.policy.load_state_dict(fork.weights)
+    run.generators.load_state_dict(generators)
+    run.stream.seek(position)
+
+
+def line(
+    found: np.ndarray, truth: np.ndarray, moved: np.ndarray | None, weights: np.ndarray, truths: np.ndarray
+) -> dict[str, float | None]:
+    """Estimates from the replicates' gradients (K, D) and the truth's (P, D), and the cosine of ``moved`` (1, D)."""
+    of = estimates(products(found, found, weights), products(found, truth, weights), truths)
+    if moved is None:
+        return of | {"realised": None}
+    dot, size2 = products(moved, truth, weights).mean(), products(moved, moved, weights).item()
+    return of | {"realised": float(derived(of["target2"], dot, size2, size2)["rho"])}
+
+
+def by_run(found: pd.DataFrame) -> pd.DataFrame:
+    """By run and surrogate, its checkpoints together, each in units of its |t|^2; and the logs that add up."""
+    parts = found[["dot", "norm2", "second"]].div(found["target2"], axis=0).assign(realised=found["realised"])
+    means = parts.astype(float).groupby([found["run"], found["surrogate"]]).mean()
+    table = pd.DataFrame(derived(1.0, means["dot"], means["norm2"], means["second"])).join(means["realised"])
+    with np.errstate(invalid="ignore"):
+        logs = {"log_cosine": np.log(table["cosine"]), "log_signal": np.log(table["signal"]) / 2}
+        return table.assign(**logs, log_rho=np.log(table["rho"]))
+
+
+def from_noclip(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows (run, surrogate) minus NoClip's of the run, aggregation and nucleus; without NoClip and LEFT_OUT."""
+    base = [(run, ":".join(["NoClip", *name.split(":")[1:]])) for run, name in table.index]
+    differences = table - table.reindex(base).to_numpy()
+    return differences[[pair != of and pair[1] != LEFT_OUT for pair, of in zip(table.index, base, strict=True)]]
+
+
+def interval(values: pd.Series) -> str:
+    """Mean over runs with its 95% t-interval."""
+    n, mean, half = values.count(), values.mean(), values.sem() * student.ppf(0.975, max(values.count() - 1, 1))
+    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}], n = {n}"
+
+
+def rank_correlation(one: pd.DataFrame, other: pd.DataFrame) -> pd.Series:
+    """Spearman's over the surrogates that both have, run by run, of two tables of runs x surrogates."""
+    one, other = one.align(other, join="inner")
+    return one.rank(axis=1).corrwith(other.rank(axis=1), axis=1)
+
+
+def tell(found: pd.DataFrame, moves: pd.DataFrame) -> None:
+    """Print what the lines of one metric and lag say."""
+    table = by_run(found)
+    difference = from_noclip(table)
+    columns = table[["cosine", "signal", "rho", "bias2", "mse"]].groupby("surrogate").mean().round(3).astype(str)
+    logs = difference[["log_rho", "log_cosine"]].groupby("surrogate").agg(interval)
+    print(as_markdown(columns.join(logs.add_suffix(" - NoClip's")).fillna("").rename_axis(None)))
+    sums = difference[["log_cosine", "log_rho"]].mul(difference["log_rho"], axis=0).groupby("run").sum()
+    print(f"\nbias's share: {interval(sums['log_cosine'] / sums['log_rho'])}")
+    for aim, of in moves[moves["lag"] == found["lag"].iloc[0]].groupby("aim"):
+        gains = from_noclip(of.groupby(["run", "surrogate"])[["reward"]].mean())["reward"].unstack()
+        gains = gains[gains.columns.intersection(difference.index.unique("surrogate"))]  # without the control
+        others = pd.DataFrame({run: gains.drop(run).mean() for run in gains.index}).T
+        print(f"rank correlation over surrogates with the gain in reward at a KL of {aim:g}:")
+        for name in ("log_rho", "log_cosine", "log_signal", "realised"):
+            print(f"  {name}: {interval(rank_correlation(gains, difference[name].unstack()))}")
+        print(f"  the other runs' gains, what there is to predict: {interval(rank_correlation(gains, others))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("measure")
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    command.add_argument("--rollouts", nargs="+", type=int, required=True, help="checkpoints: after so many rollouts")
+    command.add_argument("--lags", nargs="+", type=int, default=[8])
+    command.add_argument("--surrogates", nargs="+", required=True, metavar="SURROGATE")
+    command.add_argument("--truth", type=int, default=8, help=f"on-policy rollouts in each of {PARTS} parts")
+    command.add_argument("--replicates", type=int, default=32, help="stale rollouts")
+    command.add_argument("--output", type=Path, required=True)
+    command = commands.add_parser("table")
+    command.add_argument("lines", type=Path)
+    command.add_argument("--moves", type=Path, help="lines of scripts/equal_movement.py of the same runs")
+    args = parser.parse_args()
+    if args.command == "table":
+        columns = ["run", "surrogate", "lag", "aim", "matched", "reward"]
+        moves = pd.DataFrame(read_jsonl(args.moves) if args.moves else [], columns=columns)
+        moves = moves[moves["matched"].astype(bool)]
+        for (metric, lag), found in pd.DataFrame(read_jsonl(args.lines)).groupby(["metric", "lag"]):
+            print(f"\n## {metric}, lag {lag}\n")
+            tell(found, moves)
+        return
+    done = {tuple(of[key] for key in ("run", "rollouts", "lag", "surrogate")) for of in read_jsonl(args.output)}
+    for folder in args.runs:
+        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):
+            if rollouts in args.rollouts:
+                for found in lines(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done):
+                    append_jsonl(args.output, *found)
+
+
+if __name__ == "__main__":
+    main()
