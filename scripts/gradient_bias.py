@@ -199,6 +199,13 @@ def from_noclip(table: pd.DataFrame) -> pd.DataFrame:
     return differences[[pair != of and pair[1] != LEFT_OUT for pair, of in zip(table.index, base, strict=True)]]
 
 
+def share_of_bias(difference: pd.DataFrame) -> pd.Series:
+    """By run, the part of the squared differences of log rho that comes with differences of the log cosine."""
+    whole = difference[["log_cosine", "log_rho"]].dropna()
+    sums = whole.mul(whole["log_rho"], axis=0).groupby("run").sum()
+    return sums["log_cosine"] / sums["log_rho"]
+
+
 def interval(values: pd.Series) -> str:
     """Mean over runs with its 95% t-interval."""
     n, mean, half = values.count(), values.mean(), values.sem() * student.ppf(0.975, max(values.count() - 1, 1))
@@ -218,8 +225,7 @@ def tell(found: pd.DataFrame, moves: pd.DataFrame) -> None:
     columns = table[["cosine", "signal", "rho", "bias2", "mse"]].groupby("surrogate").mean().round(3).astype(str)
     logs = difference[["log_rho", "log_cosine"]].groupby("surrogate").agg(interval)
     print(as_markdown(columns.join(logs.add_suffix(" - NoClip's")).fillna("").rename_axis(None)))
-    sums = difference[["log_cosine", "log_rho"]].mul(difference["log_rho"], axis=0).groupby("run").sum()
-    print(f"\nbias's share: {interval(sums['log_cosine'] / sums['log_rho'])}")
+    print(f"\nbias's share: {interval(share_of_bias(difference))}")
     for aim, of in moves[moves["lag"] == found["lag"].iloc[0]].groupby("aim"):
         gains = from_noclip(of.groupby(["run", "surrogate"])[["reward"]].mean())["reward"].unstack()
         gains = gains[gains.columns.intersection(difference.index.unique("surrogate"))]  # without the control

@@ -256,7 +256,9 @@ def test_gradient_bias_estimates(monkeypatch):
               "NoClip:grpo": (2, 4, 8), "C:grpo": (1, 4, 8)}  # fmt: skip
     lines = [{"run": run, "surrogate": name, "target2": 4, "dot": 4 * dot, "norm2": 4 * norm2, "second": 4 * second,
               "realised": dot} for run in ("a", "b") for name, (dot, norm2, second) in values.items()]  # fmt: skip
-    difference = script.from_noclip(script.by_run(pd.DataFrame(lines))).loc["a"]
+    difference = script.from_noclip(script.by_run(pd.DataFrame(lines)))
+    assert script.share_of_bias(difference).tolist() == pytest.approx([2 / 2.25, 2 / 2.25])
+    difference = difference.loc["a"]
     assert difference.index.tolist() == ["Biased", "C:grpo", "Noisy"]
     assert difference["log_rho"].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 2), math.log(1 / 2) / 2])
     assert difference["log_cosine"].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 2), 0])
@@ -264,3 +266,98 @@ def test_gradient_bias_estimates(monkeypatch):
     one = pd.DataFrame({"x": [1, 1], "y": [2, 2], "z": [3, 9]}, index=["a", "b"])
     other = pd.DataFrame({"z": [3, 1], "y": [1, 2], "x": [2, 3], "w": [0, 0]}, index=["a", "b"])
     assert script.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
+
+
+def test_alarms(tmp_path, monkeypatch, capsys):
+    """The effective sample size row by row in float64; runs go on as they were, and treated ones differently."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("alarms")
+    monkeypatch.setattr(script, "AHEAD", 1)
+    folder, watched, forked = tmp_path / "run", tmp_path / "watch.jsonl", tmp_path / "forks.jsonl"
+    small_run(folder, "--run.max_steps=12", "--rollout.lag=2", "--run.seed=3")
+    names, updates, lag = script.describe(folder)
+    assert (names["method"].split()[1], updates, lag) == ("NoClip", 6, 2)
+    for update, run, policies in script.replay(folder, updates, lag + 1):
+        found = script.watch(run, policies, 5, update == updates)
+        if update == 4:
+            experience, now = run.delay.waiting[0], copy.deepcopy(run.learner.policy).double()
+            drew, sums = copy.deepcopy(now), []
+            drew.load_state_dict(policies[0])
+            for row in range(len(experience.rollout)):
+                new, old = (completion_logprobs(model, experience.rollout, row).detach() for model in (now, drew))
+                sums.append((new - old).sum())
+                if experience.advantages[row] != 0:
+                    kept = experience.rollout.behaviour_logprobs[row][experience.rollout.completion_mask[row]]
+                    assert torch.allclose(kept.double(), old, atol=1e-4)
+            weights = torch.stack(sums).exp()
+            share = weights.sum() ** 2 / (weights**2).sum() / len(weights)
+            assert found["ess_sequence"] == pytest.approx(share.item(), rel=1e-3)
+            assert 0.1 < share < 0.999
+            assert -1 <= found["cosine"] <= 1
+    assert list(found) == ["reward"]
+    assert ends_as_the_run(run, folder)
+
+    for treatment in script.TREATMENTS:
+        for update, run, _ in script.replay(folder, updates, 1):
+            if update == 3:
+                script.treat(run, treatment)
+            if update > 3:
+                assert len(run.delay.waiting) == (0 if treatment == "on time" else 2)
+        assert not ends_as_the_run(run, folder)
+        (group,) = run.learner.optimizer.param_groups
+        assert group["lr"] == pytest.approx(1e-3 / 3 if treatment == "lr / 3" else 1e-3)
+        steps = {int(state["step"]) for state in run.learner.optimizer.state.values()}
+        assert steps == {6 if treatment == "new moments" else 12}
+
+    def call(*command):
+        monkeypatch.setattr(sys, "argv", ["alarms.py", *map(str, command)])
+        script.main()
+
+    call("watch", folder, "--problems", 5, "--output", watched)
+    assert [line["update"] for line in read_jsonl(watched)] == [1, 2, 3, 4, 5, 6]
+    call("fork", folder, "--problems", 5, "--watch", watched, "--output", forked)
+    for command, path in ((["watch"], watched), (["fork", "--watch", watched], forked)):
+        written = path.read_text()
+        path.write_text("".join(written.splitlines(keepends=True)[:-2]))
+        call(*command, folder, "--problems", 5, "--output", path)
+        assert path.read_text() == written  # goes on where it stopped, with the same numbers
+    call("table", watched, "--forks", forked)
+    assert "0 of 1 runs collapse" in capsys.readouterr().out
+
+
+def test_alarm_rules(monkeypatch):
+    """Collapses by hand, and the AUC by counting pairs one by one."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("alarms")
+    assert script.effective_sample_size(torch.tensor([0.0, 0.0, math.log(2)])) == pytest.approx(16 / 18)
+    for rewards, at in (([0.5, 0.7, 0.6, 0.54, 0.5, 0.9], 4), ([0.7, 0.5, 0.7, 0.5, 0.7], math.inf),
+                        ([0.7, 0.8, 0.6], math.inf)):  # fmt: skip
+        assert script.collapse(pd.Series(rewards, range(1, len(rewards) + 1))) == at
+
+    generator, n, updates = np.random.default_rng(1), 8, 16
+    rewards = np.clip(0.6 + generator.normal(size=(n, updates)).cumsum(axis=1) / 10, 0, 1)
+    kl = generator.integers(0, 5, size=(n, updates))  # with ties
+    lines = [{"run": f"r{i}", "method": "m", "update": u + 1, "reward": rewards[i, u], "kl": kl[i, u],
+              "ess_sequence": -kl[i, u]} for i in range(n) for u in range(updates)]  # fmt: skip
+    lines, right, total, any_total = pd.DataFrame(lines), 0, 0, 0
+    at = [script.collapse(pd.Series(row, range(1, updates + 1))) for row in rewards]
+    assert 2 < sum(np.isfinite(at)) < n
+    for i, u, j, v in np.ndindex(n, updates, n, updates):
+        known = max(u, v) + 1 < updates - script.AHEAD
+        if known and u + 1 < at[i] <= u + 1 + script.AHEAD and at[j] > v + 1 + script.AHEAD:
+            any_total += 1
+            total += u == v
+            right += (u == v) * ((kl[i, u] > kl[j, v]) + (kl[i, u] == kl[j, v]) / 2)
+    for name in ("kl", "ess_sequence"):
+        pairs, area, low, high = script.auc(lines, name, same_update=True)
+        assert (pairs, area) == (total, pytest.approx(right / total))
+        assert low <= area <= high
+    assert script.auc(lines, "kl", same_update=False)[0] == any_total
+
+    ess = {"a": [0, 5, 1, 9], "b": [9, 9, 3, 2], "c": [5, 6, 7, 8], "d": [6, 7, 8, 9]}  # of 4 runs the lowest has one
+    lines = [{"run": run, "method": "m", "update": u, "ess_sequence": x} for run, of in ess.items()
+             for u, x in enumerate([9, 9, *of], 1)] + [{"run": "a", "method": "m", "update": 30}]  # fmt: skip
+    times = script.fork_times(pd.DataFrame(lines))
+    assert times[["alarm", "exchanged"]].to_dict("index") == {
+        "a": {"alarm": 3, "exchanged": 6}, "b": {"alarm": 6, "exchanged": 3}}  # fmt: skip
+    assert times["random"].between(3, 24).all()
