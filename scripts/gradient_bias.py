@@ -21,8 +21,9 @@ A line has estimates from pairs of different replicates and of different parts o
 A learning rate absorbs scale: min over c of E |c g - t|^2 / |t|^2 is 1 - rho^2. Bias lowers the cosine, variance the
 signal. ``.._se`` are jackknife errors over replicates and parts. In the metric ``plain`` inner products are Euclidean;
 in ``adam`` coordinates weigh 1 / (sqrt(v) + eps), so that lr <g, t> is the first-order gain of a step without momentum.
-``realised`` is the cosine of t and g on the one rollout from which scripts/equal_movement.py forks. What is in the file
-already is not done again.
+``realised`` is the cosine of t and g on the one rollout from which scripts/equal_movement.py forks. ``back`` is that of
+E g and what the weights have moved since the rollout was drawn: above 0, a step leads back to where they were. What is
+in the file already is not done again.
 """
 
 import argparse
@@ -151,6 +152,7 @@ def lines(
     fork_seed = config.run.seed * 1000 + cell["rollouts"]  # as scripts/equal_movement.py, for the same rollout
     fork, prompts = Fork(run, problems=1, held_out=1, seed=fork_seed), run.stream.next(config.rollout.prompts)
     realised = {lag: fork.stale(policies[-1 - lag], *prompts) for lag in args.lags}
+    trained = [name for name, weight in fork.policy.named_parameters() if weight.requires_grad]
     fork.sampler = replace(fork.sampler, sampling=replace(fork.sampler.sampling, nucleus=True))
     truth = true_gradient(fork, config, args.truth, seed=fork_seed * 1_000_000)
     metrics = {"plain": np.ones(truth.shape[1]), "adam": adam_weights(run)}
@@ -163,7 +165,8 @@ def lines(
         found = np.stack([gradient(fork, *of_one, loss) for of_one in drawn[key]])
         same_nucleus = loss.algorithm.nucleus == config.algorithm.nucleus
         moved = gradient(fork, *realised[lag], loss)[None] if same_nucleus else None
-        yield [of | {"metric": metric} | line(found, truth, moved, weights, truths[metric])
+        drift = torch.cat([(fork.weights[name] - policies[-1 - lag][name]).flatten() for name in trained]).numpy()[None]
+        yield [of | {"metric": metric} | line(found, truth, moved, drift, weights, truths[metric])
                for metric, weights in metrics.items()]  # fmt: skip
     run.config = config
     run.learner.policy.load_state_dict(fork.weights)
@@ -172,38 +175,52 @@ def lines(
 
 
 def line(
-    found: np.ndarray, truth: np.ndarray, moved: np.ndarray | None, weights: np.ndarray, truths: np.ndarray
+    found: np.ndarray,
+    truth: np.ndarray,
+    moved: np.ndarray | None,
+    drift: np.ndarray,
+    weights: np.ndarray,
+    truths: np.ndarray,
 ) -> dict[str, float | None]:
-    """Estimates from the replicates' gradients (K, D) and the truth's (P, D), and the cosine of ``moved`` (1, D)."""
+    """Estimates from gradients: replicates' (K, D), the truth's (P, D), ``moved`` (1, D) of the realised rollout.
+
+    ``drift`` (1, D) is what the weights have moved, ``truths`` (P, P) are products of the truth.
+    """
     of = estimates(products(found, found, weights), products(found, truth, weights), truths)
+    drift2, along = products(drift, drift, weights).item(), products(found, drift, weights).mean()
+    of |= {"back": float(derived(drift2, along, of["norm2"], of["second"])["cosine"]), "realised": None}
     if moved is None:
-        return of | {"realised": None}
+        return of
     dot, size2 = products(moved, truth, weights).mean(), products(moved, moved, weights).item()
-    return of | {"realised": float(derived(of["target2"], dot, size2, size2)["rho"])}
+    return of | {"realised": float(derived(of["target2"], dot, size2, size2)["cosine"])}
 
 
 def by_run(found: pd.DataFrame) -> pd.DataFrame:
-    """By run and surrogate, its checkpoints together, each in units of its |t|^2; and the logs that add up."""
-    parts = found[["dot", "norm2", "second"]].div(found["target2"], axis=0).assign(realised=found["realised"])
+    """By run and surrogate, its checkpoints together, each in units of its |t|^2."""
+    parts = found[["dot", "norm2", "second"]].div(found["target2"], axis=0).join(found[["realised", "back"]])
     means = parts.astype(float).groupby([found["run"], found["surrogate"]]).mean()
-    table = pd.DataFrame(derived(1.0, means["dot"], means["norm2"], means["second"])).join(means["realised"])
-    with np.errstate(invalid="ignore"):
-        logs = {"log_cosine": np.log(table["cosine"]), "log_signal": np.log(table["signal"]) / 2}
-        return table.assign(**logs, log_rho=np.log(table["rho"]))
+    table = pd.DataFrame(derived(1.0, means["dot"], means["norm2"], means["second"]))
+    return table.join(means[["realised", "back"]]).assign(root_signal=table["rho"] / table["cosine"])
 
 
-def from_noclip(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows (run, surrogate) minus NoClip's of the run, aggregation and nucleus; without NoClip and LEFT_OUT."""
-    base = [(run, ":".join(["NoClip", *name.split(":")[1:]])) for run, name in table.index]
-    differences = table - table.reindex(base).to_numpy()
-    return differences[[pair != of and pair[1] != LEFT_OUT for pair, of in zip(table.index, base, strict=True)]]
+def beside_noclip(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows (run, surrogate), and beside each NoClip's with the run's nucleus, of its run and aggregation.
+
+    Without NoClip itself and LEFT_OUT.
+    """
+    base = [(run, ":".join(["NoClip", *name.split(":")[1:2]]).removesuffix(":")) for run, name in table.index]
+    shown = [pair != of and pair[1] != LEFT_OUT for pair, of in zip(table.index, base, strict=True)]
+    return table[shown], table.reindex(base).set_axis(table.index)[shown]
 
 
-def share_of_bias(difference: pd.DataFrame) -> pd.Series:
-    """By run, the part of the squared differences of log rho that comes with differences of the log cosine."""
-    whole = difference[["log_cosine", "log_rho"]].dropna()
-    sums = whole.mul(whole["log_rho"], axis=0).groupby("run").sum()
-    return sums["log_cosine"] / sums["log_rho"]
+def share_of_bias(rows: pd.DataFrame, base: pd.DataFrame) -> pd.Series:
+    """By run, the part of the squared differences of rho = cosine sqrt(signal) that the cosine makes.
+
+    A difference of products is the sum of each factor's difference times the mean of the other one.
+    """
+    whole, difference = rows["cosine"].notna() & base["cosine"].notna(), rows["rho"] - base["rho"]
+    by_cosine = (rows["cosine"] - base["cosine"]) * (rows["root_signal"] + base["root_signal"]) / 2
+    return (by_cosine * difference)[whole].groupby("run").sum() / (difference**2)[whole].groupby("run").sum()
 
 
 def interval(values: pd.Series) -> str:
@@ -220,19 +237,19 @@ def rank_correlation(one: pd.DataFrame, other: pd.DataFrame) -> pd.Series:
 
 def tell(found: pd.DataFrame, moves: pd.DataFrame) -> None:
     """Print what the lines of one metric and lag say."""
-    table = by_run(found)
-    difference = from_noclip(table)
-    columns = table[["cosine", "signal", "rho", "bias2", "mse"]].groupby("surrogate").mean().round(3).astype(str)
-    logs = difference[["log_rho", "log_cosine"]].groupby("surrogate").agg(interval)
-    print(as_markdown(columns.join(logs.add_suffix(" - NoClip's")).fillna("").rename_axis(None)))
-    print(f"\nbias's share: {interval(share_of_bias(difference))}")
+    rows, base = beside_noclip(table := by_run(found))
+    means = table[["cosine", "signal", "rho", "back", "bias2", "mse"]].groupby("surrogate").mean().round(3).astype(str)
+    differences = (rows - base)[["rho", "cosine", "root_signal"]].groupby("surrogate").agg(interval)
+    print(as_markdown(means.join(differences.add_suffix(" - NoClip's")).fillna("").rename_axis(None)))
+    print(f"\nbias's share: {interval(share_of_bias(rows, base))}")
     for aim, of in moves[moves["lag"] == found["lag"].iloc[0]].groupby("aim"):
-        gains = from_noclip(of.groupby(["run", "surrogate"])[["reward"]].mean())["reward"].unstack()
-        gains = gains[gains.columns.intersection(difference.index.unique("surrogate"))]  # without the control
+        gained, usual = beside_noclip(of.groupby(["run", "surrogate"])[["reward"]].mean())
+        gains = (gained - usual)["reward"].unstack()
+        gains = gains[gains.columns.intersection(rows.index.unique("surrogate"))]  # without the control
         others = pd.DataFrame({run: gains.drop(run).mean() for run in gains.index}).T
         print(f"rank correlation over surrogates with the gain in reward at a KL of {aim:g}:")
-        for name in ("log_rho", "log_cosine", "log_signal", "realised"):
-            print(f"  {name}: {interval(rank_correlation(gains, difference[name].unstack()))}")
+        for name in ("rho", "cosine", "root_signal", "realised", "back"):
+            print(f"  {name}: {interval(rank_correlation(gains, (rows - base)[name].unstack()))}")
         print(f"  the other runs' gains, what there is to predict: {interval(rank_correlation(gains, others))}")
 
 

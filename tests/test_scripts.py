@@ -171,6 +171,7 @@ def test_gradient_bias(tmp_path, monkeypatch, capsys):
             power = {"dot": 1, "norm2": 2, "second": 2}.get(name, 0)
             assert pspo[name] == pytest.approx(0.75**power * noclip[name], rel=1e-4)
         assert replayed["realised"] is None
+        assert math.isnan(noclip["back"])  # nothing has moved
         assert noclip["mse"] == pytest.approx(noclip["bias2"] + noclip["variance"], rel=1e-9)
 
     fork = script.Fork(run, 1, 1, seed=5)
@@ -244,7 +245,7 @@ def test_gradient_bias_estimates(monkeypatch):
     m, t, weights = np.array([1.0, 2.0, 0.0]), np.array([2.0, 1.0, 1.0]), np.array([1.0, 0.5, 2.0])
     for _ in range(3000):
         g, parts = m + generator.normal(size=(6, 3)), t + generator.normal(size=(4, 3))
-        found.append(script.line(g, parts, None, weights, script.products(parts, parts, weights)))
+        found.append(script.line(g, parts, None, m[None], weights, script.products(parts, parts, weights)))
     found = pd.DataFrame(found).astype(float)
     expected = {"target2": 4 + 0.5 + 2, "dot": 2 + 1, "norm2": 1 + 2, "second": 3 + 3.5, "variance": 3.5,
                 "bias2": 1 + 0.5 + 2, "mse": 3.5 + 3.5}  # fmt: skip
@@ -252,17 +253,19 @@ def test_gradient_bias_estimates(monkeypatch):
         assert abs(found[name].mean() - value) < 4 * found[name].sem()
         assert 0.8 < (found[f"{name}_se"] ** 2).mean() / found[name].var() < 1.4
 
-    values = {"NoClip": (1, 1, 2), "Noisy": (1, 1, 4), "Biased": (0.5, 1, 2), "PSPO": (9, 9, 9),
+    values = {"NoClip": (1, 1, 2), "Noisy": (1, 1, 4), "Biased": (0.5, 1, 2), "Back": (-1, 1, 2),
+              "NoClip::replay": (1, 1, 2), "PSPO": (9, 9, 9),
               "NoClip:grpo": (2, 4, 8), "C:grpo": (1, 4, 8)}  # fmt: skip
     lines = [{"run": run, "surrogate": name, "target2": 4, "dot": 4 * dot, "norm2": 4 * norm2, "second": 4 * second,
-              "realised": dot} for run in ("a", "b") for name, (dot, norm2, second) in values.items()]  # fmt: skip
-    difference = script.from_noclip(script.by_run(pd.DataFrame(lines)))
-    assert script.share_of_bias(difference).tolist() == pytest.approx([2 / 2.25, 2 / 2.25])
-    difference = difference.loc["a"]
-    assert difference.index.tolist() == ["Biased", "C:grpo", "Noisy"]
-    assert difference["log_rho"].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 2), math.log(1 / 2) / 2])
-    assert difference["log_cosine"].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 2), 0])
-    assert difference["log_signal"].tolist() == pytest.approx([0, 0, math.log(1 / 2) / 2])
+              "realised": dot, "back": dot}
+             for run in ("a", "b") for name, (dot, norm2, second) in values.items()]  # fmt: skip
+    rows, base = script.beside_noclip(script.by_run(pd.DataFrame(lines)))
+    assert rows.loc["a"].index.tolist() == ["Back", "Biased", "C:grpo", "NoClip::replay", "Noisy"]
+    root, differences = math.sqrt(0.5), (rows - base).loc["a"]
+    assert differences["rho"].tolist() == pytest.approx([-2 * root, -root / 2, -root / 2, 0, 0.5 - root])
+    assert differences["cosine"].tolist() == pytest.approx([-2, -0.5, -0.5, 0, 0])
+    by_cosine = 4 * 0.5 + 2 * 0.25 * 0.5
+    assert script.share_of_bias(rows, base).tolist() == pytest.approx([by_cosine / (by_cosine + (0.5 - root) ** 2)] * 2)
     one = pd.DataFrame({"x": [1, 1], "y": [2, 2], "z": [3, 9]}, index=["a", "b"])
     other = pd.DataFrame({"z": [3, 1], "y": [1, 2], "x": [2, 3], "w": [0, 0]}, index=["a", "b"])
     assert script.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
