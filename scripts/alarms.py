@@ -129,7 +129,7 @@ def auc(lines: pd.DataFrame, name: str, same_update: bool, draws: int = 2000) ->
     methods = lines.groupby("run")["method"].first().reindex(rewards.index).to_numpy()
     soon, later = (updates < at) & (at <= updates + AHEAD), at > updates + AHEAD
     pairs = soon[:, None, :, None] & later[None, :, None, :]  # (n, n, U, U)
-    pairs &= (methods[:, None] == methods)[:, :, None, None]
+    pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None, None]
     if same_update:
         pairs &= np.eye(len(updates), dtype=bool)
     right = pairs * (np.sign(values[:, None, :, None] - values[None, :, None, :]) + 1) / 2

@@ -41,12 +41,12 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from pspo.config import TrainConfig
+from pspo.optimizers.learner import Learner
 from pspo.records.files import append_jsonl, read_jsonl
 from pspo.report.tables import as_markdown
 from pspo.rollout import Rollout
-from pspo.rollout.batching import split_minibatches
 from pspo.run.run import Run
-from pspo.update import accumulate, add_fixed_logprobs
+from pspo.update import update
 from pspo.view.data import make_surrogate
 
 PARTS = 16  # of the truth
@@ -54,11 +54,10 @@ LEFT_OUT = "PSPO"  # NoClip counted again
 
 
 def with_loss(config: TrainConfig, name: str, **more: str) -> TrainConfig:
-    """A configuration with the loss of SURROGATE:AGGREGATION:NUCLEUS, and a whole rollout in one step."""
+    """A configuration with the loss of SURROGATE:AGGREGATION:NUCLEUS."""
     surrogate, *named = name.split(":")
     more |= {key: value for key, value in zip(("aggregation", "nucleus"), named, strict=False) if value}
-    more |= {"surrogate": make_surrogate(surrogate), "minibatches": 1}
-    return replace(config, algorithm=replace(config.algorithm, **more))
+    return replace(config, algorithm=replace(config.algorithm, surrogate=make_surrogate(surrogate), **more))
 
 
 def replicate(fork: Fork, policy: dict[str, Tensor], seed: int, config: TrainConfig) -> tuple[Rollout, Tensor]:
@@ -70,16 +69,15 @@ def replicate(fork: Fork, policy: dict[str, Tensor], seed: int, config: TrainCon
 
 
 def gradient(fork: Fork, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> np.ndarray:
-    """(D,) float32: the gradient, at the checkpoint, of the loss on a rollout."""
-    learner = fork.run.learner
+    """(D,) float32: the gradient, at the checkpoint, of the loss on a whole rollout: what an optimizer is given."""
     fork.policy.load_state_dict(fork.weights)
-    (minibatch,) = minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
-    add_fixed_logprobs(learner, minibatches, config)
-    learner.optimizer.zero_grad()
-    accumulate(learner, minibatch, config)
-    found = torch.cat([weight.grad.flatten() for weight in fork.policy.parameters() if weight.requires_grad])
-    learner.optimizer.zero_grad()
-    return found.numpy()
+    trained, found = [weight for weight in fork.policy.parameters() if weight.requires_grad], []
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: found.append(torch.cat([weight.grad.flatten() for weight in trained])))
+    algorithm, unclipped = replace(config.algorithm, minibatches=1), replace(config.optimizer, max_grad_norm=0.0)
+    one_step = replace(config, algorithm=algorithm, optimizer=unclipped, run=replace(config.run, max_steps=1))
+    update(Learner(fork.policy, optimizer), rollout, advantages, one_step)
+    return found[0].numpy()
 
 
 def true_gradient(fork: Fork, config: TrainConfig, rollouts: int, seed: int) -> np.ndarray:
