@@ -55,11 +55,11 @@ def count_equations(records: Records) -> str:
 
 
 def changed(before: Records, after: Records) -> None:
-    """Print what is different after; raises ValueError unless both are of the same problems."""
+    """Print what is different after; both must be of the same problems."""
     before, after = (sorted(records, key=lambda record: record["problem"]) for records in (before, after))
     single = all(len({record["problem"] for record in records}) == len(records) for records in (before, after))
     if not single or [record["prompt"] for record in before] != [record["prompt"] for record in after]:
-        raise ValueError("these are not of the same problems, one answer each")
+        raise SystemExit("these are not of the same problems, one answer each")
     for key in ("correct", "contains_gold"):
         pairs = [(old[key], new[key]) for old, new in zip(before, after, strict=True)]
         print(f"{key}, {len(pairs)} problems: {pairs.count((False, True))} now, {pairs.count((True, False))} no longer")
@@ -88,11 +88,9 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="changed: the completions.jsonl after; solvable: file to write")
     args = parser.parse_args()
     if args.what == "solvable":
-        return solvable(read(args.completions), args.other)
-    try:
+        solvable(read(args.completions), args.other)
+    else:
         changed(read(args.completions), read(args.other))
-    except ValueError as error:
-        parser.error(f"{args.completions}, {args.other}: {error}")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 import pspo.train
-from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, tiny_prompts
+from benchmarks.gpu.common import GROUP, Options, Rows, row
 from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
 from benchmarks.gpu.speed import MICROBATCH, Load
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
 from pspo.checks.memory import peak_memory_gb
-from pspo.config import ModelConfig
 from pspo.records.files import read_json, read_jsonl
 
 HELD_OUT = 976  # problems of ASDiv and SVAMP
@@ -70,10 +69,8 @@ def ranks(options: Options, strategy: str, gather: str = "microbatch") -> Rows:
     """Rollouts of 32 x 4 x 128 tokens for every GPU, by `pspo.train` under torchrun; with "none", without, on one."""
     processes = 1 if strategy == "none" else max(1, torch.cuda.device_count())
     prompts, tokens, rollouts = (2, 6, 2) if options.rehearse else (32, 128, 4)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, output = Path(scratch) / "model", Path(scratch) / "run"
-        random_policy(options.shape("0.5B"), ModelConfig(), torch.device("cpu")).save_pretrained(folder)
-        tiny_prompts(1)[0].save_pretrained(folder)
+    workload = Workload(prompts, GROUP, GROUP, forced=True, shape=options.shape("0.5B"))
+    with model_folder(workload) as folder, tempfile.TemporaryDirectory() as output:
         args = [
             f"--model.name_or_path={folder}", "--reward.functions=[benchmarks.workloads.checksum]",
             f"--rollout.prompts={prompts * processes}", f"--rollout.group_size={GROUP}",
@@ -83,8 +80,8 @@ def ranks(options: Options, strategy: str, gather: str = "microbatch") -> Rows:
             f"--distributed.strategy={strategy}", f"--distributed.gather={gather}",
         ]  # fmt: skip
         pspo.train.main(args) if strategy == "none" else torchrun(processes, *args)
-        lines = read_jsonl(output / "metrics.jsonl")[1:]  # the first is the warm-up
-        peak = read_json(output / "summary.json")["peak_memory_gb"]
+        lines = read_jsonl(Path(output) / "metrics.jsonl")[1:]  # the first is the warm-up
+        peak = read_json(Path(output) / "summary.json")["peak_memory_gb"]
     generate, update = (
         statistics.median(line[f"seconds/{phase}"] for line in lines) for phase in ("generate", "train")
     )

@@ -8,11 +8,12 @@ from unittest import mock
 
 import torch
 
+from benchmarks.ablation import UNSHARED
 from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, timed, tiny_prompts
 from benchmarks.plan.shapes import GPUS
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
-from pspo.model import autocast, casts_to_bf16, shared_prompts
+from pspo.model import autocast, casts_to_bf16
 from pspo.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, generate
 from pspo.rollout.generate import left_pad
@@ -20,7 +21,7 @@ from pspo.update import Learner, update
 
 MICROBATCH = 16384  # tokens
 OFF = {  # optimisations without a switch
-    "prompts-per-row": partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False),
+    "prompts-per-row": UNSHARED,
     "head-recomputed": partial(mock.patch.object, PSPO, "token_local", False),
 }
 
