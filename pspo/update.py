@@ -70,13 +70,13 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     """
     algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
     with autocast(config.model.autocast, learner.policy.device):
-        inputs = (*rollout.token_ids, config.rollout.temperature, rollout.kept)
+        inputs = (*rollout.token_ids, config.rollout.temperature, rollout.nucleus_ids)
         logprobs, entropies = token_logprobs(learner.policy, *inputs, with_entropies=True)  # (b, t)
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     surrogate = algorithm.surrogate.at(learner.steps)
     losses = surrogate(logprobs, old_logprobs, batch.advantages[:, None], mask)  # (b, t)
     others = (batch.ref_logprobs, rollout.sampler_logprobs)
-    losses = with_correction_and_kl(algorithm, losses, logprobs, old_logprobs, *others, mask)  # neither by default
+    losses = apply_correction_and_kl(algorithm, losses, logprobs, old_logprobs, *others, mask)  # neither by default
     loss = aggregate(losses, mask, algorithm.aggregation, counts)
     loss.backward()
     return loss.detach(), logprobs.detach(), entropies
@@ -106,16 +106,16 @@ def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     def token_losses(logprobs, old_logprobs, advantages, mask, *others):  # (n, 1), of the n tokens of a chunk
         old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
         losses = surrogate(logprobs, old_logprobs, advantages, mask)
-        return with_correction_and_kl(algorithm, losses, logprobs, old_logprobs, *others, mask)
+        return apply_correction_and_kl(algorithm, losses, logprobs, old_logprobs, *others, mask)
 
     inputs = (batch.old_logprobs, batch.advantages[:, None], mask, batch.ref_logprobs, rollout.sampler_logprobs)
     divisors = token_divisors(mask, algorithm.aggregation, counts)
-    how = (config.rollout.temperature, token_losses, inputs, divisors, rollout.kept)
+    how = (config.rollout.temperature, token_losses, inputs, divisors, rollout.nucleus_ids)
     with autocast(config.model.autocast, learner.policy.device):
         return backward_in_one_pass(learner.policy, *rollout.token_ids, *how)
 
 
-def with_correction_and_kl(
+def apply_correction_and_kl(
     algorithm: AlgorithmConfig,
     losses: Tensor,
     logprobs: Tensor,
@@ -142,7 +142,7 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
     with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
         for m, (_, batches) in enumerate(minibatches):
             for batch in batches:
-                inputs = (*batch.rollout.token_ids, config.rollout.temperature, batch.rollout.kept)
+                inputs = (*batch.rollout.token_ids, config.rollout.temperature, batch.rollout.nucleus_ids)
                 batch.old_logprobs = batch.rollout.behaviour_logprobs
                 if batch.old_logprobs is None and m >= first:
                     batch.old_logprobs = token_logprobs(learner.policy, *inputs)

@@ -48,11 +48,11 @@ def backward_in_one_pass(
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
     chunk = chunk_tokens(model)
     states = hidden.detach().split(chunk)
-    mask, by_token = completion_mask, (completion_ids, divisors, *inputs)
-    by_token = [x if x is None else x.expand_as(mask)[mask][:, None] for x in by_token]  # (N, 1) each
+    mask, values = completion_mask, (completion_ids, divisors, *inputs)
+    values = [x if x is None else x.expand_as(mask)[mask][:, None] for x in values]  # (N, 1) each
     loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []  # pieces: log-probs and entropies (n, 2)
     for i, (h, chunk_kept) in enumerate(zip(states, kept_by_chunk(kept, chunk, len(states)), strict=True)):
-        target, divisor, *chunk_inputs = (x if x is None else x[i * chunk : (i + 1) * chunk] for x in by_token)
+        target, divisor, *chunk_inputs = (x if x is None else x[i * chunk : (i + 1) * chunk] for x in values)
         logits = head_logits(model, h.requires_grad_(), temperature)  # (n, V)
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         if chunk_kept is not None:

@@ -39,7 +39,7 @@ def split_minibatches(
     --optimizer.microbatch_tokens.
     """
     algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.distributed.strategy == "fsdp2"
-    whole = Batch(for_loss(rollout, algorithm), advantages)
+    whole = Batch(prepare_rollout(rollout, algorithm), advantages)
     rollout, limit = whole.rollout, min(limit or math.inf, config.optimizer.microbatch_tokens)
     silent = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage
     contributes = (rollout.loss_mask.any(dim=1) & ((advantages != 0) | (not silent))).tolist()  # by row
@@ -66,8 +66,8 @@ def split_minibatches(
     return minibatches
 
 
-def for_loss(rollout: Rollout, algorithm: AlgorithmConfig) -> Rollout:
-    """A rollout without what --algorithm leaves out of the loss; ValueError if it lacks what the loss needs."""
+def prepare_rollout(rollout: Rollout, algorithm: AlgorithmConfig) -> Rollout:
+    """Remove what --algorithm leaves out of the loss; ValueError if the rollout lacks what the loss needs."""
     if algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if algorithm.nucleus == "replay" and rollout.nucleus is None:

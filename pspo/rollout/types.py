@@ -100,7 +100,7 @@ class Nucleus:
         return Nucleus(ids, cat_padded([part.counts for part in parts]), cat_padded([part.mass for part in parts]))
 
     def kept(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Kept tokens (M,) of the N tokens that mask (B, T) has, one after the other, and how many are each's, (N,)."""
+        """Ids (M,) in the nuclei of the N unmasked tokens, one token's after the other, and their counts (N,)."""
         chosen = mask.flatten().repeat_interleave(self.counts.flatten())
         return torch.cat(self.ids)[chosen], self.counts[mask]
 
@@ -171,8 +171,8 @@ class Rollout:
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
     @property
-    def kept(self) -> tuple[Tensor, Tensor] | None:
-        """`Nucleus.kept`, the tokens that log-probs are renormalised over; None for all."""
+    def nucleus_ids(self) -> tuple[Tensor, Tensor] | None:
+        """Nucleus ids (M,) and counts (N,) of the N completion tokens; None without: log-probs are over all tokens."""
         return None if self.nucleus is None else self.nucleus.kept(self.completion_mask)
 
     @property
