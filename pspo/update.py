@@ -24,7 +24,7 @@ from pspo.rollout.types import Batch, Rollout
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
     """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over microbatches and ranks.
 
-    The first minibatch needs no pass of its own for old log-probs: its first forward pass precedes any step. A row
+    The first minibatch needs no extra pass for old log-probs: its first forward pass precedes any step. A row
     stays in its microbatch, because in bf16 old and new log-probs must come from identical shapes.
 
     Args:

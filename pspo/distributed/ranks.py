@@ -152,7 +152,7 @@ def gather_on_main(value: T) -> list[T]:
 
 
 def gather_columns(values: Tensor) -> Tensor:
-    """On rank 0 every rank's (m, n) beside each other, in rank order: (m, N); elsewhere the rank's own."""
+    """On rank 0 the columns of every rank's (m, n), in rank order: (m, N); elsewhere the rank's own."""
     if world_size() == 1:
         return values
     widths = gather_objects(values.shape[1])

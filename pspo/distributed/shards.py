@@ -82,7 +82,7 @@ def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module, how: str = "gathered") -> Iterator[None]:
-    """Keep all weights on every rank meanwhile, if ``how`` is "gathered": passes then need no communication."""
+    """Gather all weights on every rank for a `with` block, if ``how`` is "gathered": passes need no communication."""
     modules = [module for module in model.modules() if is_sharded(module)] if how == "gathered" else []
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -143,7 +143,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """A sharded model's whole weights, all that are trained, on rank 0's CPU; None for a model that is whole anyway."""
+    """A sharded model's whole trained weights, on rank 0's CPU; None for a model that is not sharded."""
     if not is_sharded(model):
         return None
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

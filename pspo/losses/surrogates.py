@@ -79,7 +79,7 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Set values to exactly 0 under the mask, whatever stood there."""
+    """Set values to exactly 0 where masked, NaN and inf too."""
     return torch.where(mask, values, 0.0)
 
 

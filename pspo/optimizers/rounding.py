@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """An optimizer of bfloat16 weights by another one, which sees each of them, and its gradient, in float32 in turn.
+    """Optimize bfloat16 weights by another optimizer, which gets one weight after the other in float32.
 
-    Its moments are float32 (or what it makes of float32 weights). No weight is kept in float32. Every rank draws the
-    same random numbers, so that replicated weights stay the same.
+    Its moments are as for float32 weights; no weight is kept in float32. Every rank draws the same random numbers, so
+    that replicated weights stay the same.
 
     Args:
         weights: bfloat16 parameters.
@@ -38,7 +38,7 @@ class StochasticRounding(torch.optim.Optimizer):
             if weight.grad is not None:
                 exact.data, exact.grad = weight.float(), weight.grad.float()
                 self.inner.step()  # moves this weight alone: the others have no gradient
-                mixed = weight.dtype == torch.float32  # which some architectures keep beside bfloat16
+                mixed = weight.dtype == torch.float32  # some architectures keep a few
                 weight.copy_(exact if mixed else round_stochastically(exact, self.generator))
                 exact.data, exact.grad = exact.new_empty(0), None
 

@@ -53,7 +53,7 @@ class Experience:
         return self.advantages.view(len(self.prompts), -1).any(dim=1).tolist()
 
     def refill(self, fresh: "Experience", scale: AdvantageScale) -> "Experience":
-        """Replace groups without signal by groups of ``fresh`` that have one, as far as these go."""
+        """Replace groups without signal by those of ``fresh`` that have one, until none is left."""
         signal, n = self.signal + fresh.signal, len(self.prompts)
         group_size, spare = len(self.rewards) // n, (group for group in range(n, len(signal)) if signal[group])
         groups = [group if signal[group] else next(spare, group) for group in range(n)]

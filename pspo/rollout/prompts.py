@@ -117,8 +117,8 @@ def render_prompts(
 ) -> list[str]:
     """Render prompts with the tokenizer's chat template, up to where the assistant begins.
 
-    A text is the user turn after the system prompt, if that is not ""; a chat with a system turn of its own stays as it
-    is. The default is the paper's system prompt, which asks for a number.
+    A text is the user turn after the system prompt, if that is not ""; a chat that has a system turn keeps it. The
+    default is the paper's system prompt, which asks for a number.
 
     A template that prints the date gets the same one every day, so that a resumed run has the same prompts. Raises
     ValueError if the template fails, as some do on a system turn, or a chat does not end with a user or tool turn.
@@ -147,10 +147,10 @@ def render_prompts(
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[float]:
-    """Upper bound of each text's tokens, found without encoding it; infinite where none is known.
+    """Upper bound of each text's number of tokens, without encoding it; infinite where none is known.
 
-    Byte-level tokenizers make at most one token of an ASCII character, and encode what stands between special tokens
-    by itself: what the template writes around every problem, such as the system prompt, is encoded once.
+    Byte-level tokenizers make at most one token of an ASCII character, and encode the parts between special tokens
+    separately: those that the template writes around every problem, such as the system prompt, are encoded once.
     """
     backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     if backend is None or not isinstance(backend.decoder, ByteLevel) or not isinstance(backend.normalizer, NFC | None):

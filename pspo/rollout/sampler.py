@@ -1,4 +1,4 @@
-"""Samplers: whatever draws the completions of prompts, by one method."""
+"""Samplers draw the completions of prompts."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Rollout:
 
     @property
     def scored(self) -> dict[str, list]:
-        """What rewards may ask for beside the texts: the token ids drawn, and which rows hit the limit."""
+        """Inputs of rewards other than the texts: sampled token ids, rows that hit the limit, environment rewards."""
         lengths = self.loss_mask.sum(dim=1).tolist()
         ids = [row.tolist() for row in self.completion_ids[self.loss_mask].cpu().split(lengths)]
         scored = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
