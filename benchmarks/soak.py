@@ -103,9 +103,7 @@ def disturbed(output: Path, words: list[str], dice: random.Random, counts: Count
             expected = whole.name if whole else "the start"
             assert resumed[1] == expected, f"resumed from {resumed[1]}, not {expected}"
         expected = {"SIGKILL": {-9}, "SIGINT twice": {EXIT_STOPPED, EXIT_INTERRUPTED}}.get(fault, {EXIT_STOPPED})
-        if (
-            "\nmethod " not in said
-        ):  # of the header: a run listens to signals from then on, and has saved nothing before
+        if "\nmethod " not in said:  # a run listens to signals after its header, and has saved nothing before
             expected |= {-signal.SIGTERM, -signal.SIGINT, 1, 130}
         assert code == 0 or code in expected, f"exit code {code} after {fault}"
         counts[fault or "none, it finished"] += 1
