@@ -18,46 +18,18 @@ from pathlib import Path
 import pandas as pd
 
 from pspo.records.files import write_text
-from pspo.report.figures import draw_curves
+from pspo.report.figures import draw_task
 from pspo.report.paper import against_paper
-from pspo.report.runs import (
-    ARGUMENT,
-    DATA,
-    MODEL,
-    SEED,
-    Runs,
-    keyed,
-    labels,
-    methods,
-    pack,
-    read_runs,
-    settings,
-    untrained,
-    usual_in_words,
-    warn,
-)
-from pspo.report.tables import (
-    DIAGNOSTICS,
-    NOTES,
-    accuracies,
-    as_latex,
-    as_markdown,
-    as_text,
-    compared,
-    for_terminal,
-    in_words,
-    scale,
-    smoothed,
-    tables,
-)
+from pspo.report.runs import DATA, MODEL, SEED, Runs, keyed, labels, pack, read_runs, usual_in_words, warn
+from pspo.report.tables import NOTES, accuracies, as_latex, as_markdown, as_text, for_terminal, in_words, tables
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 
 
 def report(runs: Runs, output: Path) -> list[Path]:
     """Write the tables and pictures of every task; returns the files."""
-    tasks = {f"{model} on {data}": ([model], list(runs_of))
-             for (model, data), runs_of in runs.configs.groupby([MODEL, DATA]).groups.items()}  # fmt: skip
+    groups = runs.configs.groupby([MODEL, DATA]).groups
+    tasks = {f"{model} on {data}": ([model], list(names)) for (model, data), names in groups.items()}
     if len(tasks) > 1:
         warn(f"runs of {len(tasks)} tasks, each in tables of its own: {', '.join(tasks)}")
     if others := set(runs.numbers["model"]) - set(runs.configs[MODEL]):
@@ -69,8 +41,8 @@ def report(runs: Runs, output: Path) -> list[Path]:
         finished, (label, key) = of_task.take(of_task.finished()), keyed(labels(of_task.configs))
         tested = set(accuracies(finished, "after")["run"])
         markdown.append(f"## {title}")
-        if said := usual_in_words(of_task.configs):
-            markdown.append(f"Unless its name says otherwise, a setting has {said}.")
+        if usual := usual_in_words(of_task.configs):
+            markdown.append(f"Unless its name says otherwise, a setting has {usual}.")
         if key:
             markdown.append("\n".join(f"* {number} is {text}" for number, text in key.items()))
         for run in names:
@@ -95,54 +67,14 @@ def report(runs: Runs, output: Path) -> list[Path]:
         markdown += [f"![{path.stem}]({path.name})" for path in drawn]
         pictures += drawn
 
-    short = [part for part in markdown if part.startswith("##")]
-    written = {"report.md": markdown, "table.md": short, "table.tex": latex}
+    written = {"report.md": markdown, "table.md": [part for part in markdown if part.startswith("##")],
+               "table.tex": latex}  # fmt: skip
     for name, parts in written.items():
         write_text(output / name, "\n\n".join(parts) + "\n")
     table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
     table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
     return [*(output / name for name in (*written, "table.csv")), *pictures]
-
-
-def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list[Path]:
-    """Draw the curves, the diagnostics, and the ablation of every argument of a surrogate."""
-    seed, method = runs.configs[SEED], methods(runs.configs)
-    begin = untrained(runs).set_index("run")
-
-    def curves(metrics: dict[str, str]) -> pd.DataFrame:  # by panel
-        parts = [pd.DataFrame(columns=["panel", "row", "method"])]
-        for panel, metric in metrics.items():
-            values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
-            for run, of_run in values.groupby("run", sort=False):
-                y = smoothed(of_run[metric])
-                points = dict(zip(of_run["step"].iloc[len(of_run) - len(y) :], y, strict=True))
-                if run in begin.index and metric in begin:
-                    points = {0: begin.loc[run, metric]} | points
-                row = {"panel": panel, "row": label[run], "method": method[run], "seed": seed[run]}
-                parts.append(pd.DataFrame(row | {"x": points.keys(), "y": points.values()}))
-        return pd.concat(parts)
-
-    x_label = "optimizer step; means over a tenth of the run"
-    rewards = {"training reward": "reward", "validation reward": "validation_reward"}
-    pictures = draw_curves(curves(rewards), x_label, Path(f"{prefix}curves.svg"))
-    pictures += draw_curves(curves({name: name for name in DIAGNOSTICS}), x_label, Path(f"{prefix}diagnostics.svg"))
-
-    numbers, configs = compared(finished), finished.configs
-    for switch in [name for name in configs if name.startswith(ARGUMENT)]:
-        name = switch.removeprefix(ARGUMENT)
-        values = pd.to_numeric(configs[switch], errors="coerce").dropna()
-        values = values[values.groupby(settings(configs, besides=[switch])).transform("nunique") > 1]
-        for method_name, x in values.groupby(methods(configs)):
-            points = numbers[numbers["run"].isin(x.index)]
-            line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
-            y = points["value"] * points["column"].map(scale)
-            points = {"panel": points["column"], "row": points["run"].map(line), "method": method_name,
-                      "seed": points["run"].map(seed), "x": points["run"].map(x), "y": y}  # fmt: skip
-            pictures += draw_curves(
-                pd.DataFrame(points).sort_values("x"), name, Path(f"{prefix}{method_name}-{name}.svg"), marker="o"
-            )
-    return pictures
 
 
 def main(args: Sequence[str] | None = None) -> None:

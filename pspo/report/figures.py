@@ -18,8 +18,8 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from pspo.report.runs import COLOURS, OTHERS_COLOUR
-from pspo.report.tables import SEEDS_FOR_AN_INTERVAL, over_seeds
+from pspo.report.runs import ARGUMENT, COLOURS, OTHERS_COLOUR, SEED, Runs, methods, settings, untrained
+from pspo.report.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, over_seeds, scale, smoothed
 
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 SHARED = 6  # rows that share the axes of a panel
@@ -29,6 +29,7 @@ RC = {
     "axes.titlesize": 8,
     "figure.titlesize": 9,
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pspo",
     **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), GREY),
@@ -58,6 +59,43 @@ def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list[Path]:
+    """Draw the curves, the diagnostics, and the ablation of every argument of a surrogate; returns the files."""
+    about = pd.DataFrame({"row": label, "method": methods(runs.configs), "seed": runs.configs[SEED]})
+    begin = untrained(runs).set_index("run")
+
+    def curves(metrics: dict[str, str]) -> pd.DataFrame:  # by panel
+        parts = [pd.DataFrame(columns=["panel", "run"])]
+        for panel, metric in metrics.items():
+            values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
+            for run, of_run in values.groupby("run", sort=False):
+                y = smoothed(of_run[metric])
+                points = dict(zip(of_run["step"].iloc[len(of_run) - len(y) :], y, strict=True))
+                if run in begin.index and metric in begin:
+                    points = {0: begin.loc[run, metric]} | points
+                parts.append(pd.DataFrame({"panel": panel, "run": run, "x": points.keys(), "y": points.values()}))
+        return pd.concat(parts).join(about, on="run")
+
+    x_label = "optimizer step; means over a tenth of the run"
+    rewards = {"training reward": "reward", "validation reward": "validation_reward"}
+    pictures = draw_curves(curves(rewards), x_label, Path(f"{prefix}curves.svg"))
+    pictures += draw_curves(curves({name: name for name in DIAGNOSTICS}), x_label, Path(f"{prefix}diagnostics.svg"))
+
+    numbers, configs = compared(finished), finished.configs
+    numbers = numbers.assign(panel=numbers["column"], y=numbers["value"] * numbers["column"].map(scale))
+    numbers = numbers[["run", "panel", "y"]]
+    for switch in [name for name in configs if name.startswith(ARGUMENT)]:
+        name = switch.removeprefix(ARGUMENT)
+        values = pd.to_numeric(configs[switch], errors="coerce").dropna()
+        values = values[values.groupby(settings(configs, besides=[switch])).transform("nunique") > 1]
+        for method, x in values.groupby(methods(configs)):
+            line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
+            points = numbers[numbers["run"].isin(x.index)].join(about.assign(row=pd.Series(line), x=x), on="run")
+            path = Path(f"{prefix}{method}-{name}.svg")
+            pictures += draw_curves(points.sort_values("x"), name, path, marker="o")
+    return pictures
+
+
 def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = "") -> list[Path]:
     """Draw means over seeds with their 95% intervals from rows of panel, row, method, seed, x and y; returns the files.
 
@@ -65,61 +103,49 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
     panel: every row has axes of its own, and the others are grey behind it.
     """
     style = styles(dict(zip(curves["row"], curves["method"], strict=True)))
-    rows, panels = list(style), dict(list(curves.groupby("panel", sort=False)))
-    few = len(rows) <= SHARED
+    rows, panels, few = list(style), list(curves.groupby("panel", sort=False)), len(style) <= SHARED
     if few:
-        pictures = {"": [(panel, of_panel, rows) for panel, of_panel in panels.items()]} if rows else {}
-        columns, height = min(2, len(panels)), 1.9
+        pictures = {"": [(panel, of_panel, rows) for panel, of_panel in panels]} if rows else {}
+        columns, width, height = min(2, len(panels)), 4, 1.9
     else:
-        pictures = {panel: [(row, of_panel, [row]) for row in rows] for panel, of_panel in panels.items()}
-        columns, height = 4, 1.2
-    files = [path.with_stem(re.sub(r"[^\w.+]+", "-", f"{path.stem} {title}".strip())) for title in pictures]
-    for file, (title, cells) in zip(files, pictures.items(), strict=True):
+        pictures = {panel: [(row, of_panel, [row]) for row in rows] for panel, of_panel in panels}
+        columns, width, height = 4, 2.2, 1.2
+    files = []
+    for title, cells in pictures.items():
         lines = math.ceil(len(cells) / columns)
-        with picture(file, (4 if few else 2.2) * columns + few, (height + 0.5) * lines + 0.4, x_label) as figure:
+        files.append(path.with_stem(re.sub(r"[^\w.+]+", "-", f"{path.stem} {title}".strip())))
+        with picture(files[-1], width * columns + few, (height + 0.5) * lines + 0.4, x_label) as figure:
             figure.suptitle(title)
             grid = figure.subplots(lines, columns, sharex=not few, sharey=not few, squeeze=False).flat
             for axes in grid[len(cells) :]:
                 axes.set_axis_off()
             for axes, (name, of_panel, own) in zip(grid, cells, strict=False):
-                means = _means(of_panel)
-                axes.set(title=_wrapped(name), ylim=_span(of_panel["y"], *means.values()))
-                for row, of_row in means.items():
+                means = over_seeds(of_panel.rename(columns={"x": "column", "y": "value"}))
+                means = means.sort_values("column", kind="stable")
+                axes.set(title=textwrap.fill(name, 28), ylim=_span(of_panel["y"], means))
+                for row, of_row in means.groupby("row", sort=False):
                     if row in own:
-                        _draw_row(axes, of_panel[of_panel["row"] == row], of_row, style[row], marker)
+                        _draw_row(axes, of_panel[of_panel["row"] == row], of_row, marker, style[row])
                     else:
                         axes.plot(of_row["column"], of_row["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
             if few:
-                handles = in_order([line for axes in grid[:1] for line in axes.get_lines()])
-                figure.legend(handles=handles, loc="outside right center", labelcolor="linecolor", frameon=False)
+                handles = in_order(grid[0].get_lines())
+                figure.legend(handles=handles, loc="outside right center", labelcolor="linecolor")
     return files
 
 
-def _means(of_panel: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By row, its means over seeds at each x, which is their `column`."""
-    means = over_seeds(of_panel.rename(columns={"x": "column", "y": "value"})).sort_values("column", kind="stable")
-    return dict(list(means.groupby("row", sort=False)))
-
-
-def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, style: dict[str, Any], marker: str) -> None:
+def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, marker: str, style: dict[str, Any]) -> None:
     """Draw the mean in a band where three seeds or more have a value; if they never do, a thin line for each seed."""
-    banded, style = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL], style | {"label": _wrapped(of_row["row"].iloc[0])}
+    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
+    x, color, label = banded["column"], style["color"], textwrap.fill(of_row["row"].iloc[0], 28)
     if len(banded):
-        axes.plot(banded["column"], banded["mean"], marker=marker, markersize=4, **style)
-        axes.fill_between(
-            banded["column"], banded["low"], banded["high"], alpha=0.12, linewidth=0, color=style["color"]
-        )
+        axes.plot(x, banded["mean"], marker=marker, markersize=4, label=label, **style)
+        axes.fill_between(x, banded["low"], banded["high"], alpha=0.12, linewidth=0, color=color)
     for _, of_seed in of_row.groupby("seed"):
         if banded.empty:
-            axes.plot(of_seed["x"], of_seed["y"], marker=marker, markersize=4, linewidth=0.9, **style)
+            axes.plot(of_seed["x"], of_seed["y"], marker=marker, markersize=4, linewidth=0.9, label=label, **style)
         elif marker:
-            axes.plot(of_seed["x"], of_seed["y"], ".", markersize=4, alpha=0.6, color=style["color"])
-
-
-def name_curves(axes: Axes) -> None:
-    """Name the curves right of the axes, in their colours and in the order in which they end."""
-    handles = in_order(axes.get_lines())
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), labelcolor="linecolor", frameon=False)
+            axes.plot(of_seed["x"], of_seed["y"], ".", markersize=4, alpha=0.6, color=color)
 
 
 def in_order(lines: Sequence[Line2D]) -> list[Line2D]:
@@ -128,14 +154,9 @@ def in_order(lines: Sequence[Line2D]) -> list[Line2D]:
     return sorted(named.values(), key=lambda line: -line.get_ydata()[-1])
 
 
-def _wrapped(name: str) -> str:
-    return textwrap.fill(name, 28)
-
-
-def _span(values: pd.Series, *means: pd.DataFrame) -> tuple[float, float]:
+def _span(values: pd.Series, means: pd.DataFrame) -> tuple[float, float]:
     """Limits of a y axis: the values, the intervals that are drawn, and a margin."""
-    bands = [of[["low", "high"]][of["seeds"] >= SEEDS_FOR_AN_INTERVAL] for of in means]
-    low, high = (getattr(pd.concat([values, *(of[side] for of in bands)]), end)()
-                 for side, end in (("low", "min"), ("high", "max")))  # fmt: skip
-    margin = 0.05 * (high - low) or 0.05
-    return low - margin, high + margin
+    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
+    shown = pd.concat([values, banded["low"], banded["high"]])
+    margin = 0.05 * (shown.max() - shown.min()) or 0.05
+    return shown.min() - margin, shown.max() + margin

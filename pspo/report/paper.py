@@ -12,6 +12,7 @@ import pandas as pd
 from pspo.report.runs import ARGUMENT, DATA, MODEL, SURROGATE, Runs, labels, methods, settings
 from pspo.report.tables import as_markdown, learning, over_seeds, with_interval
 
+METHOD = ["model", "data", "method"]
 SETS = ["gsm8k", "asdiv", "svamp", "math"]
 NOTE = (
     "Accuracy (%): the gold value anywhere in the response, greedy. Ours: mean over seeds with its 95% interval (of one"
@@ -25,15 +26,22 @@ ALPHA = (
 def against_paper(runs: Runs) -> str:
     """Both tables as Markdown: the paper's rows with ours below each, then those of ours that it has not."""
     paper = pd.read_csv(Path(__file__).with_name("paper.csv"), keep_default_na=False)
-    key, ours = ["model", "data", "method"], our_accuracies(runs)
+    ours, rows = our_accuracies(runs), []
     columns = SETS + sorted(set(ours["column"]) - set(SETS))
-    rows_of_ours, rows = dict(list(ours.groupby(key, sort=False))), []
-    for name, of_paper in paper[paper["table"] != "alpha"].groupby(key, sort=False):
-        values = dict(zip(of_paper["measure"], of_paper["value"], strict=True))
-        rows.append([*name, "paper", *(f"{values[column]:.1f}" if column in values else "–" for column in columns), ""])
-        rows += our_rows(rows_of_ours.pop(name, ours[:0]), columns, values)
-    for of_name in rows_of_ours.values():
-        rows += our_rows(of_name, columns, {})
+    of_paper = dict(list(paper[paper["table"] != "alpha"].groupby(METHOD, sort=False)))
+    of_ours = dict(list(ours.groupby(METHOD, sort=False)))
+    for name in dict.fromkeys([*of_paper, *of_ours]):
+        values = of_paper[name].set_index("measure")["value"] if name in of_paper else {}
+        if name in of_paper:
+            texts = [f"{values[column]:.1f}" if column in values else "–" for column in columns]
+            rows.append([*name, "paper", *texts, ""])
+        for setting, cells in of_ours.get(name, ours[:0]).groupby("setting", sort=False):
+            texts, n = dict.fromkeys(columns, "–"), cells["seeds"].max()
+            for cell in cells.itertuples():
+                gap = f" ({100 * cell.mean - values[cell.column]:+.1f})" if cell.column in values else ""
+                texts[cell.column] = with_interval(cell, 100, 1) + gap
+            source = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
+            rows.append([*name, source, *texts.values(), setting.removeprefix(name[2]).strip(" ()")])
     others = sorted(set(ours["model"]) - set(paper["model"]))
     said = f" The paper has no runs of {', '.join(others)}: nothing is compared there." if others else ""
     table = pd.DataFrame(rows, columns=["model", "trained on", "method", "source", *columns, "setting"])
@@ -42,7 +50,7 @@ def against_paper(runs: Runs) -> str:
 
 
 def our_accuracies(runs: Runs) -> pd.DataFrame:
-    """Rows of model, data ("" untrained), method, row (the setting), column (a test set), seeds, mean, low and high.
+    """Rows of model, data ("" untrained), method, setting, column (a test set), seeds, mean, low and high.
 
     An evaluation of a mixture counts for each of its sets. Of several evaluations the one of most problems counts.
     """
@@ -52,19 +60,18 @@ def our_accuracies(runs: Runs) -> pd.DataFrame:
     numbers = numbers[whole | (numbers["part"] == "source")]
     trained, configs = numbers["stage"] == "after", runs.configs
     label = {run: name for _, of in configs.groupby([MODEL, DATA, SURROGATE]) for run, name in labels(of).items()}
+    numbers["model"] = numbers["model"].map(lambda name: Path(name).name)
     numbers = numbers.assign(
-        model=[Path(name).name for name in numbers["model"]],
+        one=numbers["run"].where(trained, numbers["model"]),
         data=numbers["run"].map(configs[DATA]).where(trained, ""),
         method=numbers["run"].map(named_by_epochs(configs)).where(trained, "untrained"),
-        row=numbers["run"].map(label).where(trained, "untrained"),
+        setting=numbers["run"].map(label).where(trained, "untrained"),
         column=numbers["group"].where(numbers["group"].notna(), numbers["data"]),
     )
-    numbers["one"] = numbers["run"].where(trained, numbers["model"])
     numbers = numbers.sort_values("n", kind="stable").drop_duplicates(["one", "column"], keep="last")
-    found = [pd.DataFrame(columns=["model", "data", "method", "row", "column", "seeds"])]
-    for (model, data, method), of_task in numbers.groupby(["model", "data", "method"]):
-        found.append(over_seeds(of_task).assign(model=model, data=data, method=method))
-    return pd.concat(found[1:] or found)
+    row, numbers = [*METHOD, "setting"], numbers.sort_values(METHOD)
+    cells = over_seeds(numbers.assign(row=pd.MultiIndex.from_frame(numbers[row]).to_flat_index()))
+    return cells.join(pd.DataFrame(cells["row"].tolist(), cells.index, columns=row))
 
 
 def named_by_epochs(configs: pd.DataFrame) -> pd.Series:
@@ -72,21 +79,6 @@ def named_by_epochs(configs: pd.DataFrame) -> pd.Series:
     method, epochs = methods(configs), configs.get("algorithm.epochs")
     papers = pd.Series(2, configs.index).where(method != "NoClip", 1)
     return method.where(epochs == papers, method + ", epochs " + epochs.astype(str))
-
-
-def our_rows(ours: pd.DataFrame, columns: list[str], paper: dict[str, float]) -> list[list[str]]:
-    """One row per setting, with the difference from the paper where it has the number."""
-    rows = []
-    for (*name, setting), of_row in ours.groupby(["model", "data", "method", "row"], sort=False):
-        texts = {}
-        for cell in of_row.itertuples():
-            gap = f" ({100 * cell.mean - paper[cell.column]:+.1f})" if cell.column in paper else ""
-            texts[cell.column] = with_interval(cell, 100, 1) + gap
-        n = of_row["seeds"].max()
-        source = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
-        own = setting.removeprefix(name[2]).strip(" ()")
-        rows.append([*name, source, *(texts.get(column, "–") for column in columns), own])
-    return rows
 
 
 def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:

@@ -7,6 +7,7 @@ seeds of one setting. Whatever cannot be read is named on stderr and left out.
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,12 +57,12 @@ class Runs(NamedTuple):
     def take(self, runs: Sequence[str]) -> "Runs":
         """These runs, in this order, and the evaluations of models that no run trained."""
         place = {run: i for i, run in enumerate(runs)}
-        metrics, numbers = (
-            table[table["run"].isin(runs) | table["run"].isna()]
-            .sort_values("run", key=lambda run: run.map(place), kind="stable")
-            for table in (self.metrics, self.numbers)
-        )  # fmt: skip
-        return Runs(self.configs.loc[runs], metrics, numbers)
+
+        def rows(table: pd.DataFrame) -> pd.DataFrame:
+            table = table[table["run"].isin(runs) | table["run"].isna()]
+            return table.sort_values("run", key=lambda run: run.map(place), kind="stable")
+
+        return Runs(self.configs.loc[runs], rows(self.metrics), rows(self.numbers))
 
     def finished(self) -> list[str]:
         """The runs that have a summary."""
@@ -78,17 +79,16 @@ def warn(line: str) -> None:
 
 def read_runs(roots: Sequence[Path]) -> Runs:
     """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
-    names = ("metrics.jsonl", "results.json", "config.yaml", PACK[0])
-    found: list[set[Path]] = [set() for _ in names]
+    found: dict[str, set[Path]] = {name: set() for name in ("metrics.jsonl", "results.json", "config.yaml", PACK[0])}
     for root in roots:
-        here = [{path.parent.resolve() for path in root.rglob(name)} for name in names]
-        if not any(here):
+        here = [path for path in root.rglob("*") if path.name in found]
+        if not here:
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
-        found = [some | more for some, more in zip(found, here, strict=True)]
-    trained, evaluated, configured, packed = map(sorted, found)
+        for path in here:
+            found[path.name].add(path.parent.resolve())
+    trained, evaluated, configured, packed = map(sorted, found.values())
 
-    configs: dict[str, Row] = {}
-    returned: dict[str, str] = {}  # by run, the name of the model that it returned
+    configs, returned = {}, {}  # by run, its switches, and the name of the model that it returned
     metrics, numbers, rows = [], [], []
     for folder in trained:
         with _left_out(folder):
@@ -99,32 +99,28 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             changes = {"changes": text} if (text := describe_changes(folder, UNSAID)) else {}
             configs[run] = config | changes | {"experiment": str(folder.parent.parent)}
             returned[run] = Path(summary.get("best_model", "best")).name
-    for folder in evaluated:  # of a model's evaluations on the same problems the last one counts
+    for folder in evaluated:
         with _left_out(folder):
             rows += list(_of_evaluation(folder, configs, returned))
     for folder in configured:
         inside = any(str(parent) in configs for parent in folder.parents)  # a checkpoint, say
-        if folder not in found[0] | found[1] and (not inside or (folder / "completions.jsonl").exists()):
+        if folder not in [*trained, *evaluated] and (not inside or (folder / "completions.jsonl").exists()):
             warn(f"{folder}: neither metrics nor results; left out")
     for folder in packed:
         with _left_out(folder):
-            of_pack = _read_pack(folder)
-            configs |= of_pack[0]
-            metrics.append(of_pack[1])
-            numbers.append(of_pack[2])
+            packed_configs, *tables = _read_pack(folder)
+            configs |= packed_configs
+            metrics.append(tables[0])
+            numbers.append(tables[1])
     numbers += [pd.DataFrame(rows)] if rows else []
-    numbers = [table.replace({"measure": {"true_accuracy": "gold_anywhere"}}) for table in numbers]  # its name in 0.1
     if not metrics and not numbers:
         raise ValueError("nothing to report in " + ", ".join(map(str, roots)))
     table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
     table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, "optimizer.max_grad_norm", *OF_A_RUN, *table}))
-    return _in_order(
-        Runs(
-            table.where(table.notna(), None),
-            pd.concat(metrics or [pd.DataFrame(columns=["run", "step"])], ignore_index=True),
-            pd.concat(numbers or [pd.DataFrame(columns=NUMBERS)], ignore_index=True).reindex(columns=NUMBERS),
-        )
-    )
+    metrics = pd.concat(metrics or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
+    numbers = pd.concat(numbers or [pd.DataFrame(columns=NUMBERS)], ignore_index=True).reindex(columns=NUMBERS)
+    numbers = numbers.replace({"measure": {"true_accuracy": "gold_anywhere"}})  # its name in 0.1
+    return _in_order(Runs(table.where(table.notna(), None), metrics, numbers))
 
 
 @contextmanager
@@ -230,16 +226,15 @@ def methods(configs: pd.DataFrame) -> pd.Series:
 
 
 def labels(configs: pd.DataFrame) -> pd.Series:
-    """Name each run's setting: its surrogate, and the switches in which the settings of these runs differ.
+    """Name each run's setting: its --run.name, or its surrogate and the switches in which these settings differ.
 
     A surrogate's own arguments are compared with the same surrogate's. What is `usual` is left out. Names are short
-    where no other switch ends in the same word.
+    where no other switch ends in the same word, and numbered where several settings have one.
     """
-    switches, named, left_out = configs.drop(columns=[*OF_A_RUN, SURROGATE], errors="ignore"), {}, usual(configs)
-    others = [name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1]
-    short = short_names(configs)
-    for method, of_method in switches.groupby(methods(configs)):
-        own = [name for name in switches if name.startswith(ARGUMENT) and of_method[name].nunique(dropna=False) > 1]
+    named, left_out, short, setting = {}, usual(configs), short_names(configs), settings(configs)
+    others = [name for name in _differing(configs) if not name.startswith(ARGUMENT)]
+    for method, of_method in configs.groupby(methods(configs)):
+        own = [name for name in _differing(of_method) if name.startswith(ARGUMENT)]
         for run, values in of_method[own + others].iterrows():
             texts = [
                 _short_changes(value) if name == "changes" else f"{short[name]}={_short(value)}"
@@ -247,19 +242,28 @@ def labels(configs: pd.DataFrame) -> pd.Series:
                 if value != left_out.get(name)
             ]
             named[run] = f"{method} ({', '.join(texts)})" if texts else method
-    return _by_name(configs, pd.Series(named, dtype=object).reindex(configs.index))
+    label = pd.Series(named, dtype=object).reindex(configs.index)
+    if NAME in configs:
+        name = configs[NAME].groupby(setting).transform("first")
+        label = label.where(name.isna(), name)
+    of_label = setting.groupby(label)
+    number = of_label.transform(lambda numbers: pd.factorize(numbers)[0] + 1).astype(str)
+    return label.where(of_label.transform("nunique") == 1, label + " [" + number + "]")
+
+
+def _differing(configs: pd.DataFrame) -> list[str]:
+    """The switches in which settings differ, their surrogates aside."""
+    switches = configs.drop(columns=[*OF_A_RUN, SURROGATE], errors="ignore")
+    return [name for name in switches if switches[name].nunique(dropna=False) > 1]
 
 
 def usual(configs: pd.DataFrame) -> dict[str, Any]:
     """Values that labels leave out: those of two thirds of the settings; of most methods, where it depends on these."""
-    switches, found = configs.drop(columns=[*OF_A_RUN, SURROGATE], errors="ignore"), {}
-    of_methods, each = switches.groupby(methods(configs)), switches[~settings(configs).duplicated()]
-    alike = of_methods.nunique(dropna=False).max() == 1  # by switch
-    for name in [
-        name for name in switches if not name.startswith(ARGUMENT) and switches[name].nunique(dropna=False) > 1
-    ]:
-        shares = (of_methods.nth(0) if alike[name] else each)[name].value_counts(normalize=True, dropna=False)
-        if shares.max() > (0.5 if alike[name] else 2 / 3):
+    found, of_methods, each = {}, configs.groupby(methods(configs)), configs[~settings(configs).duplicated()]
+    for name in [name for name in _differing(configs) if not name.startswith(ARGUMENT)]:
+        alike = of_methods[name].nunique(dropna=False).max() == 1
+        shares = (of_methods.nth(0) if alike else each)[name].value_counts(normalize=True, dropna=False)
+        if shares.max() > (0.5 if alike else 2 / 3):
             found[name] = shares.idxmax()
     return found
 
@@ -272,12 +276,9 @@ def usual_in_words(configs: pd.DataFrame) -> str:
 
 def short_names(configs: pd.DataFrame) -> dict[str, str]:
     """The last word of each switch, and the whole where another one ends in it."""
-    words = [name.rpartition(".")[2] for name in configs if not name.startswith(ARGUMENT)]
-    short = {}
-    for name in configs:
-        word = name.rpartition(".")[2]
-        short[name] = word if name.startswith(ARGUMENT) or words.count(word) == 1 else name
-    return short
+    words = {name: name.rpartition(".")[2] for name in configs}
+    count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
+    return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
 
 
 def _short(value: Any) -> str:
@@ -287,8 +288,7 @@ def _short(value: Any) -> str:
     if isinstance(value, dict) and "class_path" in value:
         arguments = ", ".join(f"{name}={_short(of)}" for name, of in value.get("init_args", {}).items())
         return _short(value["class_path"]) + (f"({arguments})" if arguments else "")
-    text = " ".join(str(value).split())
-    return re.sub(r"[\w./-]*[./](?=[A-Za-z_])", "", text)
+    return re.sub(r"[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
 
 
 def _short_changes(text: str) -> str:
@@ -296,19 +296,6 @@ def _short_changes(text: str) -> str:
     of_switches = re.findall(r"([\w.]+) [^,]*? -> (\S+?) at step (\d+)", text)
     forks = [f"fork@{step}" for step in re.findall(r"forked at step (\d+)", text)]
     return ", ".join([*forks, *(f"{name.rpartition('.')[2]}={value}@{step}" for name, value, step in of_switches)])
-
-
-def _by_name(configs: pd.DataFrame, label: pd.Series) -> pd.Series:
-    """The settings' --run.name, or their labels; numbered where several settings have one name."""
-    setting = settings(configs)
-    if configs.empty:
-        return label
-    if NAME in configs:
-        name = configs[NAME].groupby(setting).transform("first")
-        label = name.where(name.notna(), label)
-    of_label = setting.groupby(label)
-    number = of_label.transform(lambda of: pd.factorize(of)[0] + 1).astype(str)
-    return label.where(of_label.transform("nunique") == 1, label + " [" + number + "]")
 
 
 def keyed(label: pd.Series) -> tuple[pd.Series, dict[str, str]]:
@@ -320,12 +307,12 @@ def keyed(label: pd.Series) -> tuple[pd.Series, dict[str, str]]:
 
 def untrained(runs: Runs) -> pd.DataFrame:
     """The validations of step 0, of runs that are finished; a packed folder has none."""
-    rows = [pd.DataFrame(columns=["run", "step"])]
+    rows = []
     for run in runs.configs.index:
         summary = Path(run) / "summary.json"
         if summary.is_file() and (known := read_json(summary).get("validation", {}).get("untrained")):
-            rows.append(pd.DataFrame([known | {"run": run, "time": 0.0}]))
-    return pd.concat(rows)
+            rows.append(known | {"run": run, "time": 0.0})
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
 
 
 # Packing

@@ -43,9 +43,8 @@ NOTES = {
 def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     """Accuracies before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
 
-    Problems without gold answers have their mean reward instead.
-
-    An evaluation counts before the summary where both know the same.
+    Problems without gold answers have their mean reward instead. An evaluation counts before the summary where both
+    know the same.
     """
     numbers = runs.numbers[(runs.numbers["stage"] == stage) & runs.numbers["group"].isna()]
     numbers = numbers[(numbers["temperature"] == "0") == greedy]

@@ -72,9 +72,8 @@ def main(args: Sequence[str] | None = None) -> None:
             while not version(options.runs):
                 time.sleep(2)
             packed_data(options.runs, options.surrogates)  # raises what is wrong before anything is served
-            server = ThreadingHTTPServer(
-                ("127.0.0.1", options.port), partial(Handler, options.runs, options.surrogates)
-            )
+            handler = partial(Handler, options.runs, options.surrogates)
+            server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
             print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
             try:
                 server.serve_forever()

@@ -4,7 +4,6 @@ import ast
 import base64
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +65,8 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 def curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
-    metrics = pd.concat([untrained(runs), runs.metrics.assign(time=elapsed(runs.metrics))], ignore_index=True)
+    time = runs.metrics.filter(like="seconds/").sum(axis=1).groupby(runs.metrics["run"]).cumsum()
+    metrics = pd.concat([untrained(runs), runs.metrics.assign(time=time)], ignore_index=True)
     setting, method = settings(runs.configs), methods(runs.configs)
     names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
     groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
@@ -83,11 +83,6 @@ def curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
             "step": encoded(sides["mean"].index),
             **{side: {name: encoded(table[name]) for name in table} for side, table in sides.items()},
         }
-
-
-def elapsed(metrics: pd.DataFrame) -> pd.Series:
-    """Seconds of every run up to each of its rollouts."""
-    return metrics.filter(like="seconds/").sum(axis=1).groupby(metrics["run"]).cumsum()
 
 
 def encoded(values: Any) -> str:
@@ -115,17 +110,11 @@ def describe_run(folder: Path, runs: Runs, label: str) -> Record:
 
 def about(config: pd.Series, step: int, summary: Record) -> str:
     """A run in a line: model, data, method, how far it is, and its test."""
-    parts = [
-        f"{Path(config[MODEL]).name} on {config[DATA]}",
-        config[SURROGATE].rpartition(".")[2],
-        f"seed {config[SEED]}",
-    ]
-    parts.append(f"step {step} of {config['run.max_steps']}")
-    if summary.get("before"):
-        name = next(name for name in ("accuracy", "mean_reward") if name in summary["before"])
-        parts.append(
-            f"{name.replace('_', ' ')} {summary['before'][name]:.3f} before, {summary['after'][name]:.3f} after"
-        )
+    parts = [f"{Path(config[MODEL]).name} on {config[DATA]}", config[SURROGATE].rpartition(".")[2]]
+    parts += [f"seed {config[SEED]}", f"step {step} of {config['run.max_steps']}"]
+    if before := summary.get("before"):
+        name = "accuracy" if "accuracy" in before else "mean_reward"
+        parts.append(f"{name.replace('_', ' ')} {before[name]:.3f} before, {summary['after'][name]:.3f} after")
     return " · ".join(parts)
 
 
@@ -177,7 +166,10 @@ def clipped(text: str) -> str:
 
 def recorded(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
     """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
-    files = [{step_of(file): file for file in (folder / FOLDER).glob("step-*.parquet")} for folder in folders]
+    files = [
+        {int(file.stem.removeprefix("step-")): file for file in (folder / FOLDER).glob("step-*.parquet")}
+        for folder in folders
+    ]
     visits = sum(parquet.read_metadata(file).num_rows for of_run in files for file in of_run.values())
     groups, left_out = [], 0
     for run, (folder, tokens) in enumerate(zip(folders, files, strict=True)):
@@ -193,15 +185,10 @@ def recorded(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Recor
             if first["step"] in shown:
                 of_step = sequences.get(first["step"], {})
                 completions = [completion(sample, of_step) for sample in samples[start:end]]
-                about = {"run": run, "gold": first["gold"], "prompt": prompt_text(first["prompt"])}
-                groups.append(
-                    about | {name: first[name] for name in ("step", "problem")} | {"completions": completions}
-                )
+                about = {name: first[name] for name in ("gold", "step", "problem")}
+                prompt = prompt_text(first["prompt"])
+                groups.append({"run": run, "prompt": prompt, "completions": completions} | about)
     return {"groups": groups, "left_out": left_out}
-
-
-def step_of(file: Path) -> int:
-    return int(file.stem.removeprefix("step-"))
 
 
 def completion(sample: Record, sequences: dict[tuple[int, int], list[Record]]) -> Record:
@@ -221,22 +208,24 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     for name, surrogate in surrogates.items():
         at_steps = [surrogate_weights(surrogate.at(step - 1), visit) for step, visit in table.groupby("step")]
         table[f"weight {name}"] = pd.concat(at_steps)
+    sequences = table.groupby("sequence")[keys].first()
+    table["copy"] = table["sequence"].map(sequences.groupby(keys).cumcount())  # a problem may come twice in a rollout
     found: dict[tuple[int, int], list[Record]] = {}
-    counts: Counter[tuple[int, int, int]] = Counter()  # a problem may come twice in a rollout
-    for _, tokens in table.groupby("sequence"):
-        step, problem, sample = (int(tokens[key].iloc[0]) for key in keys)
-        known = found.setdefault((problem, sample), [])
-        if len(known) == counts[step, problem, sample]:
-            fixed = {name: encoded(tokens[name]) for name in ("old_logprob", "sampler_logprob", "reference_logprob")
-                     if tokens[name].notna().any()}  # fmt: skip
-            places = {"id": tokens["token_id"].tolist(), "position": tokens["position"].tolist()}
-            known.append({"text": list(tokens["text"]), **places, "visits": []} | fixed)
-        weights = {name: encoded(tokens[f"weight {name}"]) for name in surrogates}
-        visit = {"step": step, "weights": weights | {"": encoded(tokens["weight"])}}
-        visit |= {name: encoded(tokens[name]) for name in ("logprob", "entropy")}
-        known[counts[step, problem, sample]]["visits"].append(visit)
-        counts[step, problem, sample] += 1
+    for (problem, sample, _), tokens in table.groupby(["problem", "sample", "copy"]):
+        visits = [visit for _, visit in tokens.groupby("sequence")]
+        first, shown = visits[0], [describe_visit(visit, surrogates) for visit in visits]
+        known = {"text": list(first["text"]), "id": first["token_id"].tolist(), "position": first["position"].tolist()}
+        logprobs = {name: encoded(first[name]) for name in ("old_logprob", "sampler_logprob", "reference_logprob")
+                    if first[name].notna().any()}  # fmt: skip
+        found.setdefault((problem, sample), []).append({**known, **logprobs, "visits": shown})
     return found
+
+
+def describe_visit(visit: pd.DataFrame, surrogates: dict[str, Surrogate]) -> Record:
+    """What an optimizer step computed at the tokens of a completion."""
+    weights = {name: encoded(visit[f"weight {name}"]) for name in surrogates} | {"": encoded(visit["weight"])}
+    values = {name: encoded(visit[name]) for name in ("logprob", "entropy")}
+    return {"step": int(visit["step"].iloc[0]), "weights": weights} | values
 
 
 def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> pd.Series:
@@ -256,10 +245,8 @@ def surrogate_curve(surrogate: Surrogate) -> Record | None:
     if not surrogate.token_local:
         return None
     logprobs, ones = torch.tensor(np.log(RATIOS), dtype=torch.float32)[None], torch.ones(1, len(RATIOS))
-    weights = [
-        token_weights(surrogate.at(0), logprobs, 0 * ones, sign * ones, ones.bool())[0].numpy() for sign in (1, -1)
-    ]
-    return {"ratio": encoded(RATIOS), "above": encoded(weights[0]), "below": encoded(weights[1])}
+    above, below = (token_weights(surrogate.at(0), logprobs, 0 * ones, a * ones, ones.bool())[0] for a in (1, -1))
+    return {"ratio": encoded(RATIOS), "above": encoded(above), "below": encoded(below)}
 
 
 def make_surrogate(text: str) -> Surrogate:

@@ -38,5 +38,4 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = (), watch: bool
     assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
     title = ", ".join(root.resolve().name for root in roots[:3]) + " ..." * (len(roots) > 3)
-    note = "This page needs a browser of 2023 or later, with scripts allowed."
-    return template.render(title=title, note=note, data=packed_data(roots, surrogates), watch=watch, **assets)
+    return template.render(title=title, data=packed_data(roots, surrogates), watch=watch, **assets)
