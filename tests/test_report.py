@@ -1,6 +1,7 @@
 """`python -m pspo.report` on run folders with known numbers."""
 
 import base64
+import html
 import importlib
 import json
 import math
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -20,11 +22,15 @@ from scipy.stats import ttest_1samp
 
 import pspo
 from pspo.cli.parse import subclasses
+from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import Surrogate
+from pspo.records.escape import in_markdown, one_line
+from pspo.records.files import append_jsonl
 from pspo.report import figures
 from pspo.report.__main__ import main
+from pspo.report.paper import ALPHA, NOTE
 from pspo.report.runs import COLOURS, LONG, OTHERS_COLOUR, labels, read_runs
-from pspo.report.tables import for_terminal, in_words, smoothed
+from pspo.report.tables import NOTES, as_markdown, for_terminal, in_words, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -60,7 +66,7 @@ def make_run(tmp_path):
             "run": {"output_dir": str(folder), "seed": seed, "max_steps": 40},
         }
         for key, value in changes.items():
-            section, field = key.split(".")
+            section, field = key.split(".", 1)
             config.setdefault(section, {})[field] = value
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         table = {"step": range(2, 2 * len(rewards) + 2, 2), "reward": rewards} | (metrics or {})
@@ -475,6 +481,113 @@ def test_alphas_stand_beside_the_papers(make_run, tmp_path, saved):
     half = T2 * 0.1
     mean = [f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]" for value in (0.2, 0.4)]
     assert cells[2] == ["tiny, sums, 1", mean[0], "–", mean[1], "–", "–"]
+
+
+# Text of others
+
+OTHERS_TEXT = [  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
+    "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'",
+    "# head\n## head\n\n---\n| a | b |\n> quote\n1. one\n- two\n```\ncode",
+    "1. one",
+    "* **strong** __strong__ _em_ ~~gone~~ `code` \\*em*",
+    "[here](javascript:alert(1)) ![](http://example.com/x.svg) [a]: http://example.com [x][a] <http://example.com>",
+    "![](up.svg)\n![x](../secret.svg)",
+    "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
+    "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066",
+    "../../up/../x - y - z",
+    "[not, a list",
+]  # fmt: skip
+SVG = {"svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "title", "defs", "style", "g", "path",
+       "use", "text", "tspan", "clipPath", "rect"}  # fmt: skip
+
+
+@pytest.fixture
+def others_report(make_run, make_evaluation, tmp_path, capsys):
+    """Runs the command on runs that have a text in every place; returns its files, and what it printed."""
+
+    def run(text):
+        shared = {"model.name_or_path": text, "data.name": text, "optimizer.max_grad_norm": text}
+        for seed in range(3):
+            make_run(f"base-{seed}", "NoClip", seed, own={}, **shared)
+            make_run(f"mine-{seed}", text, seed, module="mine", own={text: seed + 0.5, "text": text}, **shared)
+        make_run("named", "Clip", after=None, metrics={text: [0.0, 1.0]}, **shared | {"run.name": text})
+        folder = make_run("alpha", "PSPO", alpha=text, **shared | {"rollout." + text: [text]})
+        make_run(re.sub("[/\0]", "", text), "Clip", text, **shared)
+        make_evaluation(folder / "evaluation", text, 0.5, data=text)
+        make_evaluation(tmp_path / "runs/other", f"{text}!", 0.5, data=text)
+        before = {*tmp_path.rglob("*")}
+        main([str(tmp_path / "runs"), "--against", "paper", "--output_dir", str(tmp_path / "out")])
+        assert {path.parent for path in {*tmp_path.rglob("*")} - before} == {tmp_path / "out", tmp_path}
+        printed = capsys.readouterr()
+        return {path.name: path.read_text("utf-8") for path in (tmp_path / "out").iterdir()}, printed.out + printed.err
+
+    return run
+
+
+@pytest.mark.parametrize("text", OTHERS_TEXT)
+def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
+    files, printed = others_report(text)
+    pictures = [content for name, content in files.items() if name.endswith(".svg")]
+    assert {"report.md", "table.md", "table.tex", "table.csv", "against-paper.md"} < files.keys()
+    assert len(pictures) >= 2
+    for content in (printed, *files.values()):
+        assert all(letter.isprintable() for letter in content.replace("\n", ""))
+    shown = re.findall(r"[a-z]{3,}", " ".join(text.split()))
+    assert all(word in content for word in shown for content in (printed, files["report.md"], files["table.tex"]))
+
+    for name in ("report.md", "table.md", "against-paper.md"):
+        page = re.sub(r"^!\[[\w.+-]+\]\([\w.+-]+\.svg\)$", "", files[name], flags=re.MULTILINE)  # of ours
+        assert "<" not in page
+        assert "](" not in page.replace(r"\](", "")
+        assert {line.split()[0] for line in page.splitlines() if line} <= {
+            "#", "##", "###", "*", "|", "Unless", "Not", *(note.split()[0] for note in [*NOTES.values(), NOTE, ALPHA]),
+            "Differences",
+        }  # fmt: skip
+    tex = re.sub(r"^%.*$", "", files["table.tex"], flags=re.MULTILINE)
+    tex = re.sub(r"\\text(backslash|asciitilde|asciicircum)( \\space)?|\\[&%$#_{}]", "", tex)
+    assert {*re.findall(r"\\(\w+|.)", tex)} <= {"begin", "end", "toprule", "midrule", "bottomrule", "\\"}
+    assert not re.search("[$#^~_%]", tex)
+    for picture in pictures:
+        kinds = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()}
+        assert kinds <= SVG
+
+
+@pytest.mark.parametrize("text", OTHERS_TEXT)
+def test_a_page_with_text_of_others_has_the_elements_of_a_plain_one(text):
+    """By a parser of Markdown, in a cell, in a heading and in an item."""
+    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+    def page(text):
+        table = as_markdown(pd.DataFrame([[text]], [text], [text]))
+        return parser.render(f"## {in_markdown(text)}\n\n{table}\n\n* {in_markdown(text)}\n")
+
+    assert re.findall(r"<[^>]*>", page(text)) == re.findall(r"<[^>]*>", page("plain"))
+    assert html.unescape(re.search("<h2>(.*)</h2>", page(text))[1]) == one_line(text)
+
+
+def test_a_comparison_prints_no_control_characters(tmp_path, capsys):
+    for folder, correct in (("a", False), ("\x1b[2Jb", True)):
+        records = [
+            {"problem": i, "sample": 0, "temperature": 0.0, "prompt": text, "gold": text, "completion": text,
+             "correct": correct, "contains_gold": correct, "reward": float(correct), "rewards": {OTHERS_TEXT[-3]: 0.5},
+             "format": correct, "truncated": correct, "tokens": 2}
+            for i, text in enumerate(OTHERS_TEXT)
+        ]  # fmt: skip
+        (tmp_path / folder).mkdir()
+        append_jsonl(tmp_path / folder / "completions.jsonl", *records)
+        (tmp_path / folder / "results.json").write_text("{}")
+    evaluate(["--compare", *map(str, tmp_path.iterdir())])
+    printed = capsys.readouterr().out
+    assert f"{len(OTHERS_TEXT)} wrong -> right" in printed or f"{len(OTHERS_TEXT)} right -> wrong" in printed
+    assert all(letter.isprintable() for letter in printed.replace("\n", ""))
+
+
+def test_a_configuration_that_is_no_text_is_left_out(make_run, report):
+    make_run("half", "Clip", **{"run.name": "half of a pair: \ud800"})
+    make_run("whole", "NoClip")
+    cells, _, err = report()
+    assert {row for _, table, row, _ in cells if table == "Learning"} == {"NoClip"}
+    assert re.search("half: .*left out", err)
 
 
 # Packing

@@ -29,6 +29,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from pspo import distributed as dist
 from pspo.config import require
 from pspo.model import is_out_of_memory
+from pspo.records.escape import one_line
 from pspo.records.files import Settings, as_argument, flat, to_yaml
 
 C = TypeVar("C")
@@ -367,7 +368,7 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
         yield
     except (ArgumentError, ValueError, OSError) as error:
         if not (once and dist.under_torchrun()) or os.environ["LOCAL_RANK"] == "0":
-            print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -9,6 +9,7 @@ from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.parse import user_errors
 from pspo.evaluate.results import MEANS, Record, as_text, by_problem, changes, cluster_bootstrap, label, measures, table
+from pspo.records.escape import one_line
 from pspo.records.files import read_jsonl
 
 NOTE = """\
@@ -56,7 +57,8 @@ def by_temperature(file: Path) -> dict[float, list[Record]]:
 
 def comparison(first: Path, second: Path) -> str:
     """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
-    a_records, b_records, parts = by_temperature(first), by_temperature(second), [f"A  {first}\nB  {second}"]
+    a_records, b_records = by_temperature(first), by_temperature(second)
+    parts = [f"A  {one_line(str(first))}\nB  {one_line(str(second))}"]
     for temperature in [temperature for temperature in a_records if temperature in b_records]:
         pair = a_records[temperature], b_records[temperature]
         asked = [[(record["prompt"], record["gold"]) for record in one if record["sample"] == 0] for one in pair]

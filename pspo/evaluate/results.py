@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pspo.records.escape import one_line
 from pspo.tasks import Problem, extract_answer, extract_text
 
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}  # results: of records'
@@ -186,11 +187,12 @@ def clip(text: str, width: int = 200) -> str:
 
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows as aligned text, the first one as the header; all but the first column right-aligned."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    rows = [[one_line(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *cells in rows:
-        aligned = [f"{cell!s:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([f"{name!s:<{widths[0]}}", *aligned]).rstrip())
+        aligned = map(str.rjust, cells, widths[1:])
+        lines.append("  ".join([name.ljust(widths[0]), *aligned]).rstrip())
     return "\n".join(lines)
 
 

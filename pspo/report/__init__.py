@@ -29,10 +29,11 @@ class CallableModule(ModuleType):
             report(read_runs([Path(run) for run in runs]), output)
 
         def inlined(link: re.Match) -> str:
-            picture = base64.b64encode((output / link[1]).read_bytes()).decode()
-            return f"](data:image/svg+xml;base64,{picture})"
+            picture = base64.b64encode((output / link[2]).read_bytes()).decode()
+            return f"{link[1]}(data:image/svg+xml;base64,{picture})"
 
-        return Page(re.sub(r"\]\((\S+\.svg)\)", inlined, (output / "report.md").read_text(encoding="utf-8")))
+        text = (output / "report.md").read_text(encoding="utf-8")
+        return Page(re.sub(r"^(!\[.*\])\((\S+\.svg)\)$", inlined, text, flags=re.MULTILINE))
 
 
 sys.modules[__name__].__class__ = CallableModule

@@ -10,13 +10,12 @@ evaluations of a model on the same problems the last one, by folder, counts.
 """
 
 import argparse
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
+from pspo.records.escape import in_file_name, in_markdown, one_line
 from pspo.records.files import write_text
 from pspo.report.figures import draw_task
 from pspo.report.paper import against_paper
@@ -40,15 +39,16 @@ def report(runs: Runs, output: Path) -> list[Path]:
         of_task = runs.take(names)
         finished, (label, key) = of_task.take(of_task.finished()), keyed(labels(of_task.configs))
         tested = set(accuracies(finished, "after")["run"])
-        markdown.append(f"## {title}")
+        markdown.append(f"## {in_markdown(title)}")
         if usual := usual_in_words(of_task.configs):
-            markdown.append(f"Unless its name says otherwise, a setting has {usual}.")
+            markdown.append(in_markdown(f"Unless its name says otherwise, a setting has {usual}."))
         if key:
-            markdown.append("\n".join(f"* {number} is {text}" for number, text in key.items()))
+            markdown.append("\n".join("* " + in_markdown(f"{number} is {text}") for number, text in key.items()))
         for run in names:
             if run not in finished.configs.index:
                 warn(f"{run}: not finished (no summary.json); its curves are drawn, the tables leave it out")
-                markdown.append(f"Not finished, in the curves alone: {label[run]}, seed {runs.configs.loc[run, SEED]}")
+                said = f"Not finished, in the curves alone: {label[run]}, seed {runs.configs.loc[run, SEED]}"
+                markdown.append(in_markdown(said))
             elif run not in tested:
                 warn(f"{run}: no accuracy, neither in summary.json nor by an evaluation")
         for name, table in tables(finished, label, models).items():
@@ -56,13 +56,13 @@ def report(runs: Runs, output: Path) -> list[Path]:
             differences = table["p"].count() if "p" in table else 0
             markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
-                print(f"{title}, of the models that the runs returned\n{for_terminal(text)}\n")
+                print(f"{one_line(title)}, of the models that the runs returned\n{for_terminal(text)}\n")
             if name == "Paired differences" and (words := in_words(table)):
                 print("\n".join(words) + "\n")
-                markdown.append("\n".join([f"{words[0]}\n", *(f"* {line}" for line in words[1:])]))
-            latex.append(f"% {title}: {name}\n{as_latex(text)}")
+                markdown.append("\n".join([f"{words[0]}\n", *(f"* {in_markdown(line)}" for line in words[1:])]))
+            latex.append(f"% {one_line(title)}: {name}\n{as_latex(text)}")
             cells.append(table.assign(task=title, table=name))
-        prefix = re.sub(r"[^\w.+]+", "-", f"{title}-") if len(tasks) > 1 else ""
+        prefix = f"{in_file_name(title)}-" if len(tasks) > 1 else ""
         drawn = draw_task(of_task, finished, label, f"{output}/{prefix}") if names else []
         markdown += [f"![{path.stem}]({path.name})" for path in drawn]
         pictures += drawn
@@ -73,6 +73,7 @@ def report(runs: Runs, output: Path) -> list[Path]:
         write_text(output / name, "\n\n".join(parts) + "\n")
     table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
     table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
+    table[["task", "row", "column"]] = table[["task", "row", "column"]].map(one_line)
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
     return [*(output / name for name in (*written, "table.csv")), *pictures]
 
@@ -95,9 +96,9 @@ def main(args: Sequence[str] | None = None) -> None:
             print(text)
             files.append(output / "against-paper.md")
     except (OSError, ValueError) as error:
-        print(f"pspo.report: error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         raise SystemExit(2) from None
-    print("\n".join(map(str, files)))
+    print("\n".join(one_line(str(file)) for file in files))
 
 
 if __name__ == "__main__":

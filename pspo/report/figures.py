@@ -4,7 +4,6 @@ A method has one colour, its settings shades of it. The same numbers give the sa
 """
 
 import math
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from pspo.records.escape import in_file_name, one_line
 from pspo.report.runs import ARGUMENT, COLOURS, OTHERS_COLOUR, SEED, Runs, methods, settings, untrained
 from pspo.report.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, over_seeds, scale, smoothed
 
@@ -32,6 +32,7 @@ RC = {
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pspo",
+    "text.parse_math": False,  # names of others have dollars
     **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), GREY),
 }
 
@@ -41,7 +42,7 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
     """A figure of this size in inches, saved at the end."""
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(width, height), layout="constrained")
-        figure.supxlabel(x_label, fontsize=8)
+        figure.supxlabel(one_line(x_label), fontsize=8)
         yield figure
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
@@ -91,7 +92,7 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
         for method, x in values.groupby(methods(configs)):
             line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
             points = numbers[numbers["run"].isin(x.index)].join(about.assign(row=pd.Series(line), x=x), on="run")
-            path = Path(f"{prefix}{method}-{name}.svg")
+            path = Path(f"{prefix}{in_file_name(f'{method}-{name}')}.svg")
             pictures += draw_curves(points.sort_values("x"), name, path, marker="o")
     return pictures
 
@@ -113,16 +114,16 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
     files = []
     for title, cells in pictures.items():
         lines = math.ceil(len(cells) / columns)
-        files.append(path.with_stem(re.sub(r"[^\w.+]+", "-", f"{path.stem} {title}".strip())))
+        files.append(path.with_stem(in_file_name(f"{path.stem} {title}".strip())))
         with picture(files[-1], width * columns + few, (height + 0.5) * lines + 0.4, x_label) as figure:
-            figure.suptitle(title)
+            figure.suptitle(one_line(title))
             grid = figure.subplots(lines, columns, sharex=not few, sharey=not few, squeeze=False).flat
             for axes in grid[len(cells) :]:
                 axes.set_axis_off()
             for axes, (name, of_panel, own) in zip(grid, cells, strict=False):
                 means = over_seeds(of_panel.rename(columns={"x": "column", "y": "value"}))
                 means = means.sort_values("column", kind="stable")
-                axes.set(title=textwrap.fill(name, 28), ylim=_span(of_panel["y"], means))
+                axes.set(title=_wrapped(name), ylim=_span(of_panel["y"], means))
                 for row, of_row in means.groupby("row", sort=False):
                     if row in own:
                         _draw_row(axes, of_panel[of_panel["row"] == row], of_row, marker, style[row])
@@ -137,7 +138,7 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
 def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, marker: str, style: dict[str, Any]) -> None:
     """Draw the mean in a band where three seeds or more have a value; if they never do, a thin line for each seed."""
     banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
-    x, color, label = banded["column"], style["color"], textwrap.fill(of_row["row"].iloc[0], 28)
+    x, color, label = banded["column"], style["color"], _wrapped(of_row["row"].iloc[0])
     if len(banded):
         axes.plot(x, banded["mean"], marker=marker, markersize=4, label=label, **style)
         axes.fill_between(x, banded["low"], banded["high"], alpha=0.12, linewidth=0, color=color)
@@ -148,9 +149,13 @@ def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, marker: str
             axes.plot(of_seed["x"], of_seed["y"], ".", markersize=4, alpha=0.6, color=color)
 
 
+def _wrapped(name: str) -> str:
+    return textwrap.fill(one_line(name), 28)
+
+
 def in_order(lines: Sequence[Line2D]) -> list[Line2D]:
     """One line of each name, in the order in which they end."""
-    named = {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
+    named = {line.get_label(): line for line in lines if not line.get_label().startswith("_child")}
     return sorted(named.values(), key=lambda line: -line.get_ydata()[-1])
 
 

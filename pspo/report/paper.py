@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from pspo.records.escape import in_markdown
 from pspo.report.runs import ARGUMENT, DATA, MODEL, SURROGATE, Runs, labels, methods, settings
 from pspo.report.tables import as_markdown, learning, over_seeds, with_interval
 
@@ -43,10 +44,10 @@ def against_paper(runs: Runs) -> str:
             source = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
             rows.append([*name, source, *texts.values(), setting.removeprefix(name[2]).strip(" ()")])
     others = sorted(set(ours["model"]) - set(paper["model"]))
-    said = f" The paper has no runs of {', '.join(others)}: nothing is compared there." if others else ""
+    said = [in_markdown(f"The paper has no runs of {', '.join(others)}: nothing is compared there.")] if others else []
     table = pd.DataFrame(rows, columns=["model", "trained on", "method", "source", *columns, "setting"])
     text = as_markdown(table.set_index("model"))
-    return "\n\n".join(["# Against the paper", text, NOTE + said, *alpha_table(runs, paper)]) + "\n"
+    return "\n\n".join(["# Against the paper", text, " ".join([NOTE, *said]), *alpha_table(runs, paper)]) + "\n"
 
 
 def our_accuracies(runs: Runs) -> pd.DataFrame:
@@ -86,12 +87,13 @@ def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:
     switch = f"{ARGUMENT}alpha"
     if switch not in runs.configs:
         return []
-    configs = runs.configs.dropna(subset=switch)
+    alpha = pd.to_numeric(runs.configs[switch], errors="coerce")
+    configs = runs.configs.assign(**{switch: alpha}).dropna(subset=switch)
     group = settings(configs, besides=[switch])
     group = group[configs.groupby(group)[switch].transform("nunique") > 1]
     row = configs[MODEL].map(lambda name: Path(name).name) + ", " + configs[DATA] + ", " + (group + 1).astype(str)
     values = learning(runs).query("column == 'final validation reward' and run in @group.index")
-    values = values.assign(row=values["run"].map(row), column=values["run"].map(configs[switch]).astype(float))
+    values = values.assign(row=values["run"].map(row), column=values["run"].map(alpha))
     of_paper = {float(row.alpha): f"{row.value:.3f}" for row in paper[paper["table"] == "alpha"].itertuples()}
     table = {"paper, Qwen2-Math-1.5B": of_paper}
     for cell in over_seeds(values).itertuples():

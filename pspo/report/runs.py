@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from pspo.records.escape import one_line
 from pspo.records.files import describe_changes, flat, read_config, read_json, read_jsonl, write_text
 from pspo.records.switches import NO_SETTING
 
@@ -71,7 +72,7 @@ class Runs(NamedTuple):
 
 
 def warn(line: str) -> None:
-    print(f"pspo.report: {line}", file=sys.stderr)
+    print(f"pspo.report: {one_line(line)}", file=sys.stderr)
 
 
 # Reading
@@ -128,16 +129,18 @@ def _left_out(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        warn(f"{folder}: {' '.join(str(error).split())}; left out")
+        warn(f"{folder}: {error}; left out")
 
 
 def _read_config(folder: Path) -> Row:
     switches = flat(read_config(folder / "config.yaml"))
     if missing := [name for name in (DATA, MODEL, SEED) if switches.get(name) is None]:
         raise ValueError(f"config.yaml says nothing of {', '.join(missing)}")
+    " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches[DATA] == "file":  # of which there are many
         switches[DATA] = switches["data.path"]
-    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in switches.items()}
+    lists = {name: json.dumps(value, default=str) for name, value in switches.items() if isinstance(value, list | set)}
+    return switches | lists | {MODEL: str(switches[MODEL]), DATA: str(switches[DATA]), SEED: int(str(switches[SEED]))}
 
 
 def _read_metrics(folder: Path) -> pd.DataFrame:
@@ -246,6 +249,8 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     if NAME in configs:
         name = configs[NAME].groupby(setting).transform("first")
         label = label.where(name.isna(), name)
+    lines = [one_line(str(text)).replace(" - ", " – ") for text in label]  # " - " stands between two of them
+    label = pd.Series(lines, configs.index, dtype=object)
     of_label = setting.groupby(label)
     number = of_label.transform(lambda numbers: pd.factorize(numbers)[0] + 1).astype(str)
     return label.where(of_label.transform("nunique") == 1, label + " [" + number + "]")
@@ -284,11 +289,12 @@ def short_names(configs: pd.DataFrame) -> dict[str, str]:
 def _short(value: Any) -> str:
     """A switch's value in a label: of classes and functions their last names, of a folder its own."""
     if isinstance(value, str) and value.startswith("["):
-        return " ".join(map(_short, json.loads(value)))
+        with suppress(ValueError):  # text, and no list
+            return " ".join(map(_short, json.loads(value)))
     if isinstance(value, dict) and "class_path" in value:
         arguments = ", ".join(f"{name}={_short(of)}" for name, of in value.get("init_args", {}).items())
         return _short(value["class_path"]) + (f"({arguments})" if arguments else "")
-    return re.sub(r"[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
+    return re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
 
 
 def _short_changes(text: str) -> str:

@@ -1,18 +1,20 @@
 """The tables of `pspo.report`: the numbers of each run, their means over seeds, and how tables are written."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, t
 
+from pspo.records.escape import in_markdown, one_line
 from pspo.report.runs import SEED, Runs, methods, settings
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
+WIDTH = 100  # of tables on a terminal
 LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
             "best trained validation reward", "final validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
@@ -92,7 +94,8 @@ def learning(runs: Runs) -> pd.DataFrame:
 def diagnostics(runs: Runs) -> pd.DataFrame:
     """Means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
     metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
-    limits = metrics["run"].map(runs.configs["optimizer.max_grad_norm"]).astype(float).replace(0, np.inf)  # 0: none
+    limits = pd.to_numeric(metrics["run"].map(runs.configs["optimizer.max_grad_norm"]), errors="coerce")
+    limits = limits.replace(0, np.inf)  # 0: none
     clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna())
     return _long(metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean())
 
@@ -217,28 +220,31 @@ def in_words(differences: pd.DataFrame) -> list[str]:
     return [f"Differences in {measure}, with 95% intervals over seeds:", *lines] if lines else []
 
 
-def as_markdown(texts: pd.DataFrame) -> str:
+def as_markdown(texts: pd.DataFrame, escape: Callable[[str], str] = in_markdown) -> str:
     rows = [["", *texts.columns], *([row, *cells] for row, *cells in texts.itertuples())]
-    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    rows = [[escape(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def for_terminal(texts: pd.DataFrame, width: int = 100) -> str:
-    """Tables of at most ``width`` columns one below the other, without where the gold value is anywhere."""
+def for_terminal(texts: pd.DataFrame) -> str:
+    """Tables of at most `WIDTH` columns one below the other, without where the gold value is anywhere."""
     shown = texts[[name for name in texts if not name.endswith("gold anywhere (%)")]]
     tests = {name.partition(": ")[0] for name in shown.columns[1:]}
     if len(tests) == 1:  # said once, above the table
         shown = shown.rename(columns=lambda name: name.partition(": ")[2] or name)
     blocks = [["seeds"]]
     for name in shown.columns[1:]:
-        if len(blocks[-1]) > 1 and len(as_markdown(shown[[*blocks[-1], name]]).partition("\n")[0]) > width:
+        wider = as_markdown(shown[[*blocks[-1], name]], one_line)
+        if len(blocks[-1]) > 1 and wider.index("\n") > WIDTH:
             blocks.append(["seeds"])
         blocks[-1].append(name)
-    return "\n\n".join([*(tests if len(tests) == 1 else ()), *(as_markdown(shown[names]) for names in blocks)])
+    said = map(one_line, tests) if len(tests) == 1 else ()
+    return "\n\n".join([*said, *(as_markdown(shown[names], one_line) for names in blocks)])
 
 
 def as_latex(texts: pd.DataFrame) -> str:
-    return texts.rename_axis(None).to_latex(escape=True, column_format="l" + "r" * len(texts.columns))
+    texts = texts.rename(index=one_line, columns=one_line).rename_axis(None)
+    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))

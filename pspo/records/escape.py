@@ -1,0 +1,30 @@
+"""Text of others, such as names and switches of runs, on its way out: it is shown, and does nothing.
+
+Of TeX pandas escapes what `one_line` leaves, matplotlib reads no mathematics (``text.parse_math``) and escapes SVG.
+"""
+
+import html
+import re
+import zlib
+
+MARKDOWN = re.compile(
+    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
+    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
+)
+
+
+def one_line(text: str) -> str:
+    """Text in one line, for a terminal: characters that are not printable as Python escapes them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+
+
+def in_markdown(text: str) -> str:
+    """Text as a line of Markdown shows it."""
+    text = html.escape(one_line(text), quote=False)
+    return MARKDOWN.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", text)
+
+
+def in_file_name(text: str) -> str:
+    """Text as a file's name; a long one is cut, and ends in its CRC-32."""
+    name = re.sub(r"[^\w.+]+", "-", text)
+    return name if len(name.encode()) <= 200 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
