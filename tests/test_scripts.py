@@ -17,12 +17,51 @@ import pytest
 import torch
 from processes import one_layer, run_command
 from safetensors.torch import load_file
+from scipy import stats
 
 import pspo.train
 from pspo.records.files import append_jsonl, read_jsonl
 from pspo.tasks import Reward
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def moves(reaches: dict[str, float]) -> list[dict]:
+    """Forks of five runs, two checkpoints each, at lag 8 and 0: changes around a surrogate's own reach."""
+    draw = np.random.default_rng(0)
+    return [
+        {"run": f"seed-{run}", "rollouts": rollouts, "lag": lag, "surrogate": name, "aim": 0.004, "matched": True,
+         "correct": 0.05 + reach + 0.001 * draw.standard_normal()}
+        for run in range(5) for rollouts in (9, 16) for lag in (8, 0) for name, reach in reaches.items()
+    ]  # fmt: skip
+
+
+def test_tables_of_moves(tmp_path):
+    reaches = {"NoClip": 0, "NoClip:grpo": 0.02, "PSPO": 0, "GSPO:grpo": 0, "shuffled advantages": -0.04}
+    lines = moves(reaches)
+    (tmp_path / "base.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    blocks = [f"<!-- {name} -->\n<!-- end {name} -->\n" for name in ("differences", "predictions")]
+    (tmp_path / "README.md").write_text("".join(blocks))
+    done = script("moves.py", tmp_path, tmp_path / "base.jsonl")
+    assert done.returncode == 0, done.stderr
+    found = pd.read_csv(tmp_path / "differences.csv").set_index(["surrogate", "lag"])
+    for name, base in (("PSPO", "NoClip"), ("GSPO:grpo", "NoClip:grpo"), ("shuffled advantages", "NoClip")):
+        means = []  # of a run's two checkpoints
+        for run in range(5):
+            own, other = (
+                [line["correct"] for line in lines if line["run"] == f"seed-{run}" and line["lag"] == 8
+                 and line["surrogate"] == surrogate] for surrogate in (name, base)
+            )  # fmt: skip
+            means.append(sum(own) / 2 - sum(other) / 2)
+        test = stats.ttest_1samp(means, 0)
+        expected = [np.mean(means), *test.confidence_interval(0.95)]
+        assert found.loc[(name, 8), ["mean", "low", "high"]].tolist() == pytest.approx(expected, rel=1e-4)
+        if name == "GSPO:grpo":  # the smaller p of two
+            assert found.loc[(name, 8), "holm"] == pytest.approx(2 * test.pvalue, rel=1e-4)
+    page = (tmp_path / "README.md").read_text()
+    assert "failed: of 2 intervals 1 inside of ±0.01, 1 outside" in page
+    assert "held: lag 8 -0.0" in page
+    assert (tmp_path / "differences.svg").exists()
 
 
 def script(name: str, *args: object) -> subprocess.CompletedProcess:
