@@ -20,7 +20,6 @@ import math
 import tempfile
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -76,7 +75,7 @@ class Fork:
 
     def __init__(self, run: Run, problems: int, held_out: int, seed: int) -> None:
         self.run, self.policy, self.seed = run, run.learner.policy, seed
-        self.sampler = replace(run.sampler.decoder, generators=nullcontext())
+        self.sampler = run.sampler.seeded()
         self.weights = deepcopy(self.policy.state_dict())
         self.optimizer = deepcopy(run.learner.optimizer.state_dict())
         for state in self.optimizer["state"].values():

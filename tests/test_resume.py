@@ -652,15 +652,18 @@ def seeding(completions):
     return quiet(completions)
 
 
-@pytest.mark.parametrize("mode", ["default", "environment"])
-def test_what_a_reward_draws_or_seeds_changes_no_completion(mode):
-    found = []
-    for reward in ("quiet", "seeding"):
-        assert train(reward, *MODES[mode], f"--reward.functions=[test_resume.{reward}]") == 0
-        found.append([sample["completion"] for sample in read_jsonl(Path(reward, "samples.jsonl"))])
+@pytest.mark.parametrize("mode", ["default", "environment", "engine"])
+def test_neither_rewards_nor_validations_touch_what_sampling_draws_from(mode):
+    runs = {"quiet": ("quiet", 2), "seeding": ("seeding", 2), "not validated": ("quiet", 0)}
+    completions = {}
+    for run, (reward, every) in runs.items():
+        switches = (f"--reward.functions=[test_resume.{reward}]", f"--run.validate_every={every}")
+        assert train(run, *MODES[mode], *switches) == 0
+        completions[run] = [sample["completion"] for sample in read_jsonl(Path(run, "samples.jsonl"))]
+    assert completions["quiet"] == completions["seeding"] == completions["not validated"]
+    assert len(set(completions["quiet"])) > 10  # rollouts differ from each other
     assert same_weights("quiet", "seeding")
-    assert found[0] == found[1]
-    assert len(set(found[0])) > 10  # rollouts differ from each other
+    assert same_weights("quiet", "not validated")
 
 
 def test_the_state_of_a_loss_goes_on_in_a_fork(capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +37,14 @@ class Sampler:
         make_environment: MakeEnvironment | None,
         output: Path,
     ) -> None:
-        self.config, self.learner, self.tokenizer = config, learner, tokenizer
+        self.config, self.learner, self.tokenizer, self.generators = config, learner, tokenizer, generators
         self.make_environment, self.output = make_environment, output
         check_decoder(learner.policy, config.rollout.decoder)
         asked = {"logprobs": config.algorithm.correction != "none" or config.ratios_to_engine}
         asked |= {"nucleus": config.algorithm.nucleus == "replay", "synced": config.distributed.rollout == "synced"}
         self.sampling = make_sampling(learner.policy, tokenizer, config.rollout, **asked)
         precision, weights = config.model.autocast, config.distributed.rollout
-        self.decoder = TransformersSampler(learner.policy, tokenizer, self.sampling, precision, weights, generators)
+        self.decoder = TransformersSampler(learner.policy, tokenizer, self.sampling, precision, weights)
         self.engine: EngineSampler | None = None
 
     def start_engine(self, prompts: dict[str, Prompts], resources: contextlib.ExitStack) -> None:
@@ -55,7 +56,7 @@ class Sampler:
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         engine = find_engine(config.rollout.engine)(config, room, device)
         resources.callback(engine.close)
-        self.engine = EngineSampler(engine, self.learner, self.tokenizer, self.sampling, self.decoder.generators)
+        self.engine = EngineSampler(engine, self.learner, self.tokenizer, self.sampling, self.generators)
         mean, largest = check_engine(self.engine, prompts["train"].take(range(min(8, len(prompts["train"])))))
         if not config.run.quiet:
             print(f"engine  {config.rollout.engine}: log-probs are the policy's within {mean:.1g} nats on average, "
@@ -64,14 +65,18 @@ class Sampler:
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Draw ``group_size`` completions of each prompt."""
         with self.engine_errors():
-            return self._in_environment(self.engine or self.decoder).draw(prompts, group_size)
+            drawer = replace(self.engine or self.decoder, generators=self.generators)
+            return self._in_environment(drawer).draw(prompts, group_size)
+
+    def seeded(self) -> Sampler:
+        """The same, drawing by torch's global generators, which an evaluation seeds."""
+        sampler = copy.copy(self)
+        sampler.generators = contextlib.nullcontext()
+        return sampler
 
     def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
         """Greedy decoding of a policy, never by an engine."""
-        sampling = self.sampling.greedy()
-        return self._in_environment(
-            replace(self.decoder, policy=policy, sampling=sampling, generators=contextlib.nullcontext())
-        )
+        return self._in_environment(replace(self.decoder, policy=policy, sampling=self.sampling.greedy()))
 
     def _in_environment(self, sampler: AnySampler) -> AnySampler:
         return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler

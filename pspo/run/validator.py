@@ -62,7 +62,7 @@ class Validator:
         unknown = {"mean_reward": -math.inf}
         sampled, greedy = (
             unknown | self.evaluate("validation", sampler, "validate", Evaluation.means)
-            for sampler in (self.sampler, self.sampler.greedy(self.learner.policy))
+            for sampler in (self.sampler.seeded(), self.sampler.greedy(self.learner.policy))
         )
         name, measure = ("greedy_reward", "mean_reward") if "accuracy" not in greedy else ("accuracy", "accuracy")
         return {"validation_reward": sampled["mean_reward"], f"validation_{name}": greedy[measure]}
