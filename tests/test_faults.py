@@ -26,6 +26,7 @@ from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 
+pytestmark = pytest.mark.usefixtures("here")
 TINY = (
     f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
@@ -82,11 +83,6 @@ class Mean(NoClip):
         kinds = {"mean": losses.mean(), "rows": losses.mean(1, keepdim=True), "list": [], "half": losses.half(),
                  "detached": losses.detach()}  # fmt: skip
         return {}["no such loss"] if self.returns == "raises" else kinds[self.returns]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train(*args: str) -> int:

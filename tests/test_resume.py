@@ -51,6 +51,7 @@ from pspo.run.validator import Validator
 from pspo.tasks import Reward
 from pspo.view.data import events
 
+pytestmark = pytest.mark.usefixtures("here")
 TINY = (
     f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
@@ -86,11 +87,6 @@ class Counting(Surrogate):
 
 def train(output: str, *args: str) -> int:
     return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
 
+pytestmark = pytest.mark.usefixtures("here")
 TINY = (
     f"--model.name_or_path={one_layer()}",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=0.7", "--run.max_steps=10",
@@ -40,11 +41,6 @@ class Noisy(Reward):
 
 def train(output: str, *args: str) -> int:
     return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # ---------------------------------------------------------------- lag
