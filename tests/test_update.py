@@ -113,7 +113,8 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
     """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns the loss."""
     algorithm = config.algorithm
     name, parameters = type(algorithm.surrogate).__name__, dataclasses.asdict(algorithm.surrogate)
-    masks = {i: rollout.loss_mask[i][rollout.completion_mask[i]].tolist() for i in rows}
+    sampled = rollout.completion_mask if rollout.sampled_mask is None else rollout.sampled_mask
+    masks = {i: sampled[i][rollout.completion_mask[i]].tolist() for i in rows}
     kept = {i: sum(mask) for i, mask in masks.items()}
     total, linear = 0.0, 0.0  # the second has the loss's gradient
     for i, length in kept.items():
