@@ -17,6 +17,7 @@ import huggingface_hub.constants
 import pandas
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import pspo.config
@@ -216,7 +217,7 @@ def test_the_default_output_folder_tells_runs_apart(here):
 
 
 def test_a_log_stays_short(here, capsys):
-    fast("--run.max_steps=24")
+    fast("--run.max_steps=24", "--rollout.max_completion_tokens=4")
     err = capsys.readouterr().err
     assert "\r" not in err
     assert err.startswith("step 2/24  reward ")
@@ -398,7 +399,9 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
         patch.setattr(pspo.evaluate.__main__, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
         line = refused(evaluate, *args, "--eval.samples=3", "--data.limit=2")
     assert all(switch in line for switch in ("--run.output_dir", "--eval.samples", "--data.limit"))
-    shutil.copy(ASSETS / "tiny-math/model.safetensors", here / "model")
+    weights = load_file(ASSETS / "tiny-base/model.safetensors")
+    weights["model.norm.weight"][3] += 1e-6
+    save_file(weights, here / "model/model.safetensors", metadata={"format": "pt"})
     assert "other model weights" in refused(evaluate, *args)
     shutil.copy(ASSETS / "tiny-base/model.safetensors", here / "model")
     (here / "mine/test.jsonl").write_text((here / "mine/test.jsonl").read_text().replace("Tom", "Tim"))
@@ -449,9 +452,6 @@ def bad_input(tmp_path_factory) -> Path:
     (folder / "no-files").mkdir()
     own_data(folder / "train-only", "train")
     own_data(folder / "columns", "train", "test", prompt="question")
-    (folder / "broken").mkdir()
-    for split in ("train", "test"):
-        (folder / f"broken/{split}.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": \n')
     return folder
 
 
@@ -468,7 +468,6 @@ def bad_input(tmp_path_factory) -> Path:
         ("model.attn_implementation=nonsense", "--model.attn_implementation"),
         ("data.name=file", "--data.path"),
         ("data.name=file data.path=columns", "--data.prompt_column"),
-        ("data.name=file data.path=broken", "line 2"),
         ("data.name=file data.path=train-only", "test.jsonl"),
         ("data.max_prompt_tokens=3", "--data.max_prompt_tokens"),
         ("{draw}.max_completion_tokens=600", "max_completion_tokens must be below the model's 512"),

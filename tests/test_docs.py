@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -60,8 +61,15 @@ def workspace(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    pspo.train.main([*SMALL, f"--run.output_dir={folder}"])
+    return folder
+
+
 @pytest.mark.parametrize(("command", "switches"), commands())
-def test_command(workspace, command, switches):
+def test_command(workspace, finished_run, command, switches):
     args = shlex.split(switches)
     if "vllm" in args:
         pytest.importorskip("vllm")
@@ -75,7 +83,7 @@ def test_command(workspace, command, switches):
         config, _ = parse(SweepConfig, "pspo.sweep", flags)
         assert {*(config.only or [])} <= {*config.experiments}
     elif command == "report":
-        pspo.train.main([*SMALL, f"--run.output_dir={args[0]}/mine"])
+        shutil.copytree(finished_run, workspace / args[0] / "mine")
         pspo.report.__main__.main(args)
     else:
         config, _ = parse(CONFIGS[command], f"pspo.{command}", args)

@@ -18,9 +18,8 @@ from scipy.stats import hypergeom
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
-from pspo.cli.user_code import UserCodeFailed
 from pspo.config import RewardConfig
-from pspo.evaluate.__main__ import fingerprint, main, render
+from pspo.evaluate.__main__ import main, render
 from pspo.evaluate.evaluation import Chunk, chunks, evaluate
 from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
 from pspo.records.files import append_jsonl, read_jsonl
@@ -490,30 +489,8 @@ def test_each_chunk_of_each_seed_draws_its_own_numbers(draw, monkeypatch):
     assert all(0 <= seed < 2**32 for seed in seeds)  # torch would drop higher bits
 
 
-def test_fingerprint_tells_weights_and_problems_apart(tiny_model):
-    policy, prompts = tiny_model(), PROBLEMS.take([0, 1])
-    first = fingerprint(policy, prompts)
-    assert fingerprint(tiny_model(), prompts) == first
-    other = fingerprint(policy, Prompts(PROBLEMS.problems[1:3], prompts.ids))  # the same prompts, other answers
-    assert [name for name in first if other[name] != first[name]] == ["problems"]
-    with torch.no_grad():
-        next(policy.parameters()).view(-1)[3] += 1e-6
-    other = fingerprint(policy, prompts)
-    assert [name for name in first if other[name] != first[name]] == ["model weights"]
-
-
 def long_ones_fail(completions):
     return [1.0 if len(text) < 5 else {}["short"] for text in completions]
-
-
-def test_an_unknown_reward_is_left_out_of_the_mean(scripted):
-    scripted(lambda i, sample: "word" if i < 2 else "a longer one")
-    reward = RewardConfig(functions=[long_ones_fail], on_error="none")
-    result = evaluate(SCRIPTED, PROBLEMS, reward)
-    assert [record["reward"] for record in result.completions] == [1.0, 1.0, *[None] * 5]
-    assert result.results()["mean_reward"] == {"value": 1.0, "ci95": wilson(2, 2), "left_out": 5}
-    with pytest.raises(UserCodeFailed, match=r"(?s)test_evaluate.py.*KeyError: 'short'$"):
-        evaluate(SCRIPTED, PROBLEMS, RewardConfig(functions=[long_ones_fail]))
 
 
 def test_an_evaluation_whose_reward_fails_ends_with_the_user_s_frames(tmp_path, monkeypatch, capsys):

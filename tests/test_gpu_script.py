@@ -51,22 +51,6 @@ def assert_decoders_and_ratios(results: dict[str, dict]) -> None:
         assert results[name]["date"]
 
 
-@pytest.mark.nightly
-def test_a_rehearsal_of_two_measurements_is_not_repeated(tmp_path, here, monkeypatch, capsys):
-    said = rehearse(tmp_path, "--part", "correctness", "--only", "decoders", "ratios")
-    assert said.splitlines()[-1].startswith("2 of 2 measured")
-    results = read(tmp_path)
-    assert_decoders_and_ratios(results)
-    table = (tmp_path / "results.md").read_text()
-    assert "| decoders | pspo: share of tokens equal to hf's | 1 |  |  |" in table
-    assert "| ratios | first visit: ratio furthest from 1 | 1 | exactly 1 | yes |" in table
-
-    monkeypatch.setattr(gpu, "measure", None)
-    here(tmp_path, "--part", "correctness", "--only", "decoders", "ratios")
-    assert capsys.readouterr().out.startswith("2 of 2 measured")
-    assert read(tmp_path) == results
-
-
 def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeypatch, capsys):
     def raises(options):
         raise RuntimeError("no kernel | image")

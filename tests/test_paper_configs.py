@@ -1,5 +1,6 @@
 """configs/paper against the paper's numbers: its setup, its table of shared settings and its two tables of methods."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,11 @@ def switches(method: str | None, *words: str) -> list[str]:
     return [f"--config={PAPER / 'base.yaml'}", *(word for text in texts for word in text.split())]
 
 
+@functools.cache
+def resolved(method: str, *words: str) -> dict:
+    return yaml.safe_load(parse(TrainConfig, "pspo.train", switches(method, *words))[1])
+
+
 def test_every_file_and_switch_is_listed_here():
     assert {file.name for file in PAPER.iterdir()} == {"base.yaml", "trl-0.25.1.yaml"}
     head = (PAPER / "base.yaml").read_text(encoding="utf-8").partition("\nmodel:")[0]
@@ -104,8 +110,7 @@ def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, proc
             found.add((model.removeprefix("Qwen/"), data, METHODS[name][1].__class__.__name__))
             words = [MATH_METHODS[name][0]] if "Math" in model and name in MATH_METHODS else []
             base = [words for words, (*of, _) in BASES.items() if of == [model, data]]
-            _, files = parse(TrainConfig, "pspo.train", switches(name, *base, *words))
-            assert {*differences(yaml.safe_load(files), config)} <= {
+            assert {*differences(resolved(name, *base, *words), config)} <= {
                 "model.revision", "optimizer.microbatch_tokens", "run.keep", "run.seed", "run.output_dir",
                 "distributed.strategy"}  # fmt: skip
             assert config["model"]["revision"] is not None or "Math" in model

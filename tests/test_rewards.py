@@ -18,7 +18,7 @@ from processes import run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import RewardConfig, TrainConfig
-from pspo.records.metrics import rollout_metrics, sample
+from pspo.records.files import read_jsonl
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
@@ -208,47 +208,38 @@ def test_none_leaves_the_function_out_of_the_sum():
     assert by_name["Returns"] == pytest.approx([math.nan, 2.0, math.nan], nan_ok=True)
 
 
-def test_what_a_run_makes_of_its_rewards(monkeypatch, tmp_path, tokenizer):
+TOLD = []
+
+
+def tells(completions, completion_ids, truncated):
+    TOLD.extend(zip(completion_ids, truncated, strict=True))
+    return [float(len(text) % 3) for text in completions]
+
+
+def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
     """Rewards hear which completions hit the limit, and advantages are made of them as the switch says."""
-    scored, update, seen = pspo.train.total_rewards, pspo.train.update, []
-
-    def scoring(**told):
-        seen.append((told["truncated"], scored(**told)[0]))
-        return scored(**told)
-
-    def training(learner, rollout, advantages, config):
-        truncated, totals = seen[-1]
-        rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
-        assert truncated == [len(ids) == 18 and ids[-1] != tokenizer.eos_token_id for ids in rows]
-        expected = reference.group_relative_advantages(totals, 4, "rloo")
-        assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
-        return update(learner, rollout, advantages, config)
-
-    monkeypatch.setattr(pspo.train, "total_rewards", scoring)
-    monkeypatch.setattr(pspo.train, "update", training)
     switches = (
         "--rollout.prompts=8", "--rollout.max_completion_tokens=18", "--algorithm.advantage_scale=rloo",
-        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0",
-        f"--run.output_dir={tmp_path / 'out'}",
+        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0", "--run.samples=8",
+        "--reward.functions=test_rewards.tells", f"--run.output_dir={tmp_path / 'out'}",
     )  # fmt: skip
+    TOLD.clear()
     assert run_command(pspo.train.main, *switches) == 0
-    assert {True, False} == set(seen[0][0])
-    assert len(set(seen[0][1])) > 1
+    samples = read_jsonl(tmp_path / "out/samples.jsonl")
+    cut_off = [len(ids) == 18 and ids[-1] != tokenizer.eos_token_id for ids, _ in TOLD]
+    assert [truncated for _, truncated in TOLD] == cut_off == [record["truncated"] for record in samples]
+    assert {True, False} == set(cut_off)
+    expected = reference.group_relative_advantages([record["reward"] for record in samples], 4, "rloo")
+    assert [record["advantage"] for record in samples] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert len(set(expected)) > 1
 
 
-def logs(completions, log_metric, log_extra):
-    log_metric("longest", max(map(len, completions)))
-    log_extra("first", [text[:1] for text in completions])
-    log_extra("size", np.array([len(text) for text in completions]))
-    return [0.0] * len(completions)
-
-
-def test_what_functions_log_as_trls_do():
+def test_what_functions_log_as_trls_do(work):
     """Of each part of a batch its own, here or in workers; None where nothing was logged."""
     texts, problems = ["a", "bcd", "ef"], [Problem("?")] * 3
     for workers, longest in ((0, [3.0, 3.0, 3.0]), (3, [1.0, 3.0, 2.0])):
         logged = {}
-        total_rewards([logs], None, texts, problems, workers=workers, logged=logged)
+        total_rewards([work.logs], None, texts, problems, workers=workers, logged=logged)
         assert logged == {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
 
     def logs_too_few(completions, log_extra):
@@ -257,13 +248,6 @@ def test_what_functions_log_as_trls_do():
 
     with pytest.raises(ValueError, match=r"logs_too_few logged 1 values of 'x' for 3 completions"):
         total_rewards([logs_too_few], None, texts, problems)
-    rows = {"text": texts, "episode": texts, "problem": problems, "index": [0, 0, 0], "reward": [0.0] * 3,
-            "advantage": [0.0] * 3, "tokens": [1] * 3, "truncated": [False] * 3, "logged/first": ["a", None, "e"],
-            "logged/size": [1, 3, None]}  # fmt: skip
-    metrics = rollout_metrics(rows)
-    assert metrics["logged/size"] == 2
-    assert "logged/first" not in metrics
-    assert sample(rows, 1, 4, 3)["logged"] == {"first": None, "size": 3}
 
 
 def test_math_reward_names_an_answer_that_is_no_number():
@@ -336,6 +320,12 @@ def process_id(completions, step):
 
 def own_length(completions):
     return array.array("d", map(len, completions))
+
+def logs(completions, log_metric, log_extra):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("first", [text[:1] for text in completions])
+    log_extra("size", array.array("q", map(len, completions)))
+    return [0.0] * len(completions)
 
 def hangs_on_x(completions):
     for completion in completions:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -82,16 +83,15 @@ def test_tokens_are_those_of_the_parquet_and_weights_those_of_the_trainer(runs):
     assert seen == len(table) > 0
 
 
-@pytest.mark.parametrize("name", ["Clip(epsilon=0.01)", "PSPO", "P3O(tau=2.0)", "GSPO", "own_loss.Squared"])
-def test_weights_are_the_slope_of_the_loss(runs, name, monkeypatch, tmp_path):
+@dataclass(frozen=True)
+class Squared(Surrogate):
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return (advantages * logprobs.square()).where(mask, 0.0)
+
+
+@pytest.mark.parametrize("name", ["Clip(epsilon=0.01)", "PSPO", "P3O(tau=2.0)", "GSPO", "test_view.Squared"])
+def test_weights_are_the_slope_of_the_loss(runs, name):
     """By finite differences in float64, token by token, of the loss summed over a completion."""
-    (tmp_path / "own_loss.py").write_text(
-        "from dataclasses import dataclass\nfrom pspo.losses import Surrogate\n"
-        "@dataclass(frozen=True)\nclass Squared(Surrogate):\n"
-        "    def __call__(self, logprobs, old_logprobs, advantages, mask):\n"
-        "        return (advantages * logprobs.square()).where(mask, 0.0)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
     surrogate = make_surrogate(name)
     pairs = recorded(data_of(make_page([runs / "seed-0"], [name])))
     _, one = next(pair for pair in pairs if len(pair[1]["recorded"]["id"]) > 5)
