@@ -110,13 +110,13 @@ def naive_row(model, rollout, i):
 
 
 def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
-    """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns the loss."""
+    """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns loss and mean KL."""
     algorithm = config.algorithm
     name, parameters = type(algorithm.surrogate).__name__, dataclasses.asdict(algorithm.surrogate)
     sampled = rollout.completion_mask if rollout.sampled_mask is None else rollout.sampled_mask
     masks = {i: sampled[i][rollout.completion_mask[i]].tolist() for i in rows}
     kept = {i: sum(mask) for i, mask in masks.items()}
-    total, linear = 0.0, 0.0  # the second has the loss's gradient
+    total, kl_sum, linear = 0.0, 0.0, 0.0  # the last has the loss's gradient
     for i, length in kept.items():
         if length == 0:
             continue
@@ -132,6 +132,7 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
         if ref is not None:
             for t, (value, other) in enumerate(zip(values, ref[i].tolist(), strict=True)):
                 kl, slope = reference.kl(value, other, algorithm.kl_estimator)
+                kl_sum += kl * masks[i][t]
                 losses[t] += algorithm.beta * kl * masks[i][t]
                 slopes[t] += algorithm.beta * slope * masks[i][t]
         denominator = {
@@ -143,11 +144,11 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
         linear = linear + (logprobs * torch.tensor(slopes, dtype=torch.float64) / denominator).sum()
     if torch.is_tensor(linear):
         linear.backward()
-    return total
+    return total, kl_sum / max(sum(kept.values()), 1)
 
 
 def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
-    """The same as `update` without its short cuts; returns weights, losses and gradient norms."""
+    """The same as `update` without its short cuts; returns weights, pairs of loss and mean KL, and gradient norms."""
     algorithm, o = config.algorithm, config.optimizer
     learner = make_learner(policy, config, sgd, fused=False)
     model = learner.policy
@@ -186,7 +187,8 @@ def policy(tiny_model):
 def assert_equals_naive(policy, rollout, advantages, config, sgd=None):
     expected, losses, norms = naive_update(policy, rollout, advantages, config, sgd)
     actual, metrics = run(policy, rollout, advantages, config, sgd)
-    assert [step["loss"] for step in metrics] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    for step, pair in zip(metrics, losses, strict=True):
+        assert (step["loss"], step.get("kl_reference", 0.0)) == pytest.approx(pair, rel=1e-5, abs=1e-6)
     assert [step["grad_norm"] for step in metrics] == pytest.approx(norms, rel=1e-5, abs=1e-9)
     assert (expected - weights(policy)).abs().max() > 1e-3  # otherwise nothing has been tested
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
