@@ -96,5 +96,6 @@ def tokenizer():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The test's own empty folder is the current one."""
+    """The test's own empty folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
+    return tmp_path

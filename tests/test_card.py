@@ -29,10 +29,9 @@ def cells(text: str) -> dict[str, str]:
     return {others: last for others, _, last in rows}
 
 
-def test_every_saved_model_has_a_card_with_its_numbers_and_a_command_that_parses(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_saved_model_has_a_card_with_its_numbers_and_a_command_that_parses(here):
     pspo.train.main(ARGS)
-    run = tmp_path / "out"
+    run = here / "out"
     summary, metrics = read_json(run / "summary.json"), read_jsonl(run / "metrics.jsonl")
     metrics = {line["step"]: line for line in metrics}
     saved = {"final": 4, "best": summary["best_step"], "checkpoints/step-000002": 2, "checkpoints/step-000004": 4}
@@ -78,9 +77,8 @@ def test_every_saved_model_has_a_card_with_its_numbers_and_a_command_that_parses
         ([], None, None),
     ],
 )  # fmt: skip
-def test_the_hub_reads_its_front_matter(tmp_path, monkeypatch, args, base_model, datasets):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my-folder").mkdir()
+def test_the_hub_reads_its_front_matter(here, args, base_model, datasets):
+    (here / "my-folder").mkdir()
     text = card(*args, "--algorithm.surrogate=Clip")
     data = ModelCard(text).data
     assert (data.base_model, data.datasets, data.library_name) == (base_model, datasets, "transformers")

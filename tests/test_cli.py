@@ -45,12 +45,6 @@ def length(completions):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def refused(capsys):
     """Returns the one line on stderr with which a command refuses; it leaves nothing behind in the current folder."""
 

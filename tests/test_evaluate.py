@@ -493,8 +493,7 @@ def long_ones_fail(completions):
     return [1.0 if len(text) < 5 else {}["short"] for text in completions]
 
 
-def test_an_evaluation_whose_reward_fails_ends_with_the_user_s_frames(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_an_evaluation_whose_reward_fails_ends_with_the_user_s_frames(here, capsys):
     args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--reward.functions=[test_evaluate.long_ones_fail]"]
     assert run_command(pspo.evaluate.__main__.main, *args) == 1
     err = capsys.readouterr().err

@@ -82,8 +82,7 @@ def test_the_pages_step_equals_update(tmp_path, tiny_model):
     assert not torch.equal(weights[0], torch.cat([p.flatten() for p in tiny_model().parameters()]))
 
 
-def test_one_call_equals_the_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_one_call_equals_the_command(here):
     call = {"data": {"limit": 40}, "rollout": SWITCHES, "algorithm": Clip(epsilon=0.3)}
     summary = pspo.train(run=RUN | {"output_dir": "call"}, **call)
     command = [*(f"--rollout.{k}={v}" for k, v in SWITCHES.items()), *(f"--run.{k}={v}" for k, v in RUN.items())]
@@ -96,16 +95,14 @@ def test_one_call_equals_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_the_pages_one_call_learns(tmp_path, monkeypatch):
+def test_the_pages_one_call_learns(here):
     """As the page says it."""
-    monkeypatch.chdir(tmp_path)
     Path("one_call.py").write_text(dict(blocks("python"))["one_call.py"], encoding="utf-8")
     found = runpy.run_path("one_call.py", run_name="__main__")["summary"]
     assert [round(100 * found[when]["accuracy"]) for when in ("before", "after")] == [21, 36]
 
 
-def test_problems_and_functions_of_python(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_problems_and_functions_of_python(here, capsys):
     problems = [
         Problem(f"Tom has {n} pens and buys 5. How many now?", pspo.tasks.answers.Fraction(n + 5)) for n in range(9)
     ]
@@ -121,8 +118,7 @@ def test_problems_and_functions_of_python(tmp_path, monkeypatch, capsys):
     assert "already finished" in capsys.readouterr().out
 
 
-def test_of_a_list_of_problems_a_fifth_is_held_out(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_of_a_list_of_problems_a_fifth_is_held_out(here):
     problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(60)]
     summary = pspo.train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "name": "Tom's"})
     assert 4 <= summary["before"]["n"] == summary["after"]["n"] <= 20
@@ -131,8 +127,7 @@ def test_of_a_list_of_problems_a_fifth_is_held_out(tmp_path, monkeypatch):
     assert few["before"] == {}
 
 
-def test_a_run_that_tells_of_its_rollouts_is_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):
     told = []
 
     def on_rollout(experience, steps):
@@ -158,9 +153,8 @@ def logs(completions, log_metric, log_extra):
     return [float(len(text) % 3) for text in completions]
 
 
-def test_what_rewards_log_is_in_metrics_and_samples(tmp_path, monkeypatch):
+def test_what_rewards_log_is_in_metrics_and_samples(here):
     """Also after groups were replaced by others, and in a rollout that waited for its turn."""
-    monkeypatch.chdir(tmp_path)
     rollout = SWITCHES | {"resample": 2, "lag": 1}
     pspo.train(data={"limit": 40}, reward=[logs, "MathReward"], rollout=rollout, run=RUN | {"output_dir": "logged"})
     lines, samples = (read_jsonl(Path("logged", name)) for name in ("metrics.jsonl", "samples.jsonl"))
@@ -189,11 +183,10 @@ def test_the_call_tells_its_arguments():
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
     ],
 )
-def test_wrong_settings_raise(tmp_path, monkeypatch, call, message):
-    monkeypatch.chdir(tmp_path)
+def test_wrong_settings_raise(here, call, message):
     with pytest.raises(ValueError, match=message):
         pspo.train(**call)
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 def test_sampling_has_the_commands_defaults(tiny_model):

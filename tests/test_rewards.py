@@ -47,12 +47,6 @@ def batch(*rows):
     return [text for text, _ in rows], [Problem("?", Fraction(gold)) for _, gold in rows]
 
 
-def test_rewards_are_per_row():
-    completions, problems = batch(("#### 5", 5), ("#### 6", 5), ("six", 6))
-    assert MathReward()(completions, problems) == [1.0, 0.05, 0.0]
-    assert FormatReward()(completions, problems) == [1.0, 1.0, 0.0]
-
-
 def test_math_reward_options():
     completions, problems = batch(("#### 5\n#### 6", 5), ("#### 5.05", 5), ("#### 9", 5))
     assert MathReward(marker="first")(completions, problems) == [1.0, 0.05, 0.05]

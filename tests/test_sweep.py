@@ -67,10 +67,9 @@ A, B, C, D = (f"clip-epsilon={epsilon}-lr={lr}" for epsilon in (0.1, 0.2) for lr
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> None:
+def here(here, monkeypatch) -> None:
     """The current folder, empty but for the stand-in, which takes the place of python."""
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "stand_in.py"
+    script = here / "stand_in.py"
     script.write_text(f"#!{sys.executable}\n{STAND_IN}")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))

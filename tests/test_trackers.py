@@ -21,12 +21,6 @@ ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_to
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def fake(monkeypatch):
     """Calls of a module that stands in for a tracker's own: fake("wandb")."""
 

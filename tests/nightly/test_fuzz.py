@@ -24,14 +24,9 @@ from pspo.config import TrainConfig
 from pspo.records.folders import checkpoints, damage
 from pspo.tasks import load_problems
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
 DEFAULTS = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 fixtures = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # --- data files -------------------------------------------------------------------------------------------------------
