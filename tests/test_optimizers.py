@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.config import OptimizerConfig
 from pspo.optimizers import make_optimizer
+from pspo.optimizers.learner import Learner
 
 SMALL = (
     "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=20", "--run.test_limit=0",
@@ -70,3 +71,15 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
         else:
             moved = max(moved, float((ours - undecayed).detach().abs().max()))
     assert moved > 1e-3
+
+
+def test_a_learner_without_a_schedule_keeps_its_rate_and_is_restored():
+    layer = torch.nn.Linear(2, 2)
+    learner = Learner(layer, torch.optim.SGD(layer.parameters(), lr=0.1), steps=3)
+    learner.optimizer.step()
+    learner.scheduler.step()
+    restored = Learner(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    restored.load_state_dict(learner.state_dict())
+    assert restored.steps == 3
+    assert learner.scheduler.get_last_lr() == restored.scheduler.get_last_lr() == [0.1]
+    assert restored.optimizer.param_groups[0]["lr"] == 0.1

@@ -31,7 +31,7 @@ class Learner:
 
     policy: transformers.PreTrainedModel
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
     one_pass: bool = True
     steps: int = 0
@@ -39,7 +39,7 @@ class Learner:
     record: TokenRecord = field(default_factory=TokenRecord)
 
     def __post_init__(self) -> None:
-        self.scheduler = self.scheduler or torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
+        self.scheduler = self.scheduler or torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
