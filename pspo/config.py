@@ -448,7 +448,7 @@ class DistributedConfig(Section, name="distributed"):
 
 
 # What does not go together, for every run: the switch to change, what it must be, and when it is not.
-UNTOLD = "with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, which cannot tell it"
+NO_LOGPROBS = "with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, which cannot tell it"
 CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
     ("algorithm.correction", "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own "
      "log-probs", lambda c: c.ratios_to_engine and c.algorithm.correction != "none"),
@@ -460,10 +460,10 @@ CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
      "turns", lambda c: c.rollout.environment is not None and c.distributed.rollout == "synced"),
     ("rollout.min_completion_tokens", "must be 0 with an engine and stop_tokens: it would mask the model's own as well",
      lambda c: c.rollout.external and c.rollout.stop_tokens is not None and c.rollout.min_completion_tokens > 0),
-    ("algorithm.correction", f"must be none {UNTOLD}",
-     lambda c: c.algorithm.correction != "none" and not c.tells_logprobs),
-    ("algorithm.nucleus", f"must be ignore {UNTOLD}",
-     lambda c: c.algorithm.nucleus != "ignore" and not c.tells_logprobs),
+    ("algorithm.correction", f"must be none {NO_LOGPROBS}",
+     lambda c: c.algorithm.correction != "none" and not c.samples_with_logprobs),
+    ("algorithm.nucleus", f"must be ignore {NO_LOGPROBS}",
+     lambda c: c.algorithm.nucleus != "ignore" and not c.samples_with_logprobs),
     ("algorithm.nucleus", "must be ignore with an engine, which does not tell what it kept",
      lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
     ("algorithm.nucleus", "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing",
@@ -510,8 +510,8 @@ class TrainConfig:
         return self.distributed.strategy == "fsdp2"
 
     @property
-    def tells_logprobs(self) -> bool:
-        """True if what draws can tell the log-probs and the nucleus that it drew from."""
+    def samples_with_logprobs(self) -> bool:
+        """True if the sampler can return log-probs (and, without an engine, nuclei) with its tokens."""
         rollout = self.rollout
         library = not rollout.external and (rollout.decoder == "hf" or rollout.repetition_penalty != 1)
         return not library and self.distributed.rollout != "synced" and rollout.environment is None

@@ -44,7 +44,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def draw(run: Run) -> Experience:
-    """Draw and score a rollout; with a lag it keeps the log-probs of the policy that drew it."""
+    """Draw, score and resample a rollout; with a lag it keeps the log-probs of the policy that drew it."""
     config = run.config
     experience = score(run, run.delay.take_prefetched() or draw_prompts(run, config.rollout.prompts))
     run.require_some_reward(experience.rewards)
@@ -71,7 +71,7 @@ def score(run: Run, drawing: Drawing) -> Experience:
     with run.phase("reward"):
         totals, by_name = total_rewards(
             completions=rollout.texts, problems=problems, step=run.learner.steps, max_completion_tokens=limit,
-            logged=logged, **vars(config.reward), **rollout.scored,
+            logged=logged, **vars(config.reward), **rollout.reward_inputs,
         )  # fmt: skip
         rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
         advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)

@@ -83,7 +83,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
 
 
 def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) -> dict[str, float]:
-    """Sum the gradient over the ranks, clip it, and step unless loss, log-probs or gradient are not finite."""
+    """Sum the gradient over the ranks, clip it, and step; only count if loss, log-probs or gradient are not finite."""
     dist.sum_gradients(learner.policy)
     max_norm = config.optimizer.max_grad_norm or math.inf
     grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))

@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
+from pspo.hub.models import without_dropout
 from pspo.model import autocast, casts_to_bf16
-from pspo.model.load import ready, weights_dtype, without_dropout
+from pspo.model.load import ready, weights_dtype
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
 from pspo.records.files import as_argument
 

@@ -106,10 +106,8 @@ def complete(sampler: Sampler, prompts: Prompts, chunk: Chunk, reward: RewardCon
     """Draw and score a chunk's completions, one record each."""
     sampling, rollout = sampler.sampling, sampler.draw(prompts.take(chunk.problems), len(chunk.samples))
     texts, problems = rollout.texts, [prompts.problems[i] for i, _ in chunk.keys]
-    limit = sampling.max_completion_tokens
-    totals, by_name = total_rewards(
-        completions=texts, problems=problems, step=step, max_completion_tokens=limit, **vars(reward), **rollout.scored
-    )
+    given = {"step": step, "max_completion_tokens": sampling.max_completion_tokens} | rollout.reward_inputs
+    totals, by_name = total_rewards(completions=texts, problems=problems, **vars(reward), **given)
     tokens, ended = rollout.loss_mask.sum(dim=1).tolist(), rollout.terminated.tolist()
     values = [dict(zip(by_name, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     rows = zip(chunk.keys, problems, texts, totals, values, tokens, ended, strict=True)

@@ -83,6 +83,7 @@ def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.P
 
 
 def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
+    """Prepare a model for training in place: adapters, evaluation mode, oneDNN's products, checkpointed layers."""
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         what = f"leaves out the cap that {config.name_or_path} puts on attention's logits"

@@ -24,7 +24,7 @@ def token_logprobs(
     completion_ids: Tensor,
     completion_mask: Tensor,
     temperature: float = 1.0,
-    kept: tuple[Tensor, Tensor] | None = None,
+    nucleus_ids: tuple[Tensor, Tensor] | None = None,
     with_entropies: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(completion token | everything before it).
@@ -36,7 +36,7 @@ def token_logprobs(
         prompt_ids, prompt_mask: (B, P), left-padded.
         completion_ids, completion_mask: (B, T), right-padded; masked positions get 0.
         temperature: divides the logits, as in the sampling.
-        kept: tokens (M,), one unmasked token's after the other, and how many are each's, (N,): log-probs are
+        nucleus_ids: tokens (M,), one unmasked token's after the other, and how many are each's, (N,): log-probs are
             renormalised over them, the nucleus that the token was drawn from. None for all tokens.
         with_entropies: also return the entropies of the distributions that the log-probs are of.
 
@@ -48,8 +48,8 @@ def token_logprobs(
     chunk = chunk_tokens(model)
     states, targets = hidden.split(chunk), completion_ids[completion_mask].split(chunk)
     pieces = [
-        checkpoint(_chunk_logprobs, model, h, target, temperature, chunk_kept, with_entropies, use_reentrant=False)
-        for h, target, chunk_kept in zip(states, targets, kept_by_chunk(kept, chunk, len(states)), strict=True)
+        checkpoint(_chunk_logprobs, model, h, target, temperature, nucleus, with_entropies, use_reentrant=False)
+        for h, target, nucleus in zip(states, targets, nucleus_by_chunk(nucleus_ids, chunk, len(states)), strict=True)
     ]
     logprobs, *entropies = (unflatten(torch.cat(parts), completion_mask) for parts in zip(*pieces, strict=True))
     return (logprobs, *entropies) if with_entropies else logprobs
@@ -79,14 +79,14 @@ def _chunk_logprobs(
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
-    kept: tuple[Tensor, Tensor] | None,
+    nucleus_ids: tuple[Tensor, Tensor] | None,
     with_entropies: bool,
 ) -> tuple[Tensor, ...]:
     """log pi(target) from hidden states (n, H) and targets (n,), and on request entropies: (n,), float32 or wider."""
     logits = head_logits(model, hidden, temperature)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if kept is not None:
-        logits = logits.masked_fill(outside(*kept, logits), -torch.inf)
+    if nucleus_ids is not None:
+        logits = logits.masked_fill(outside(*nucleus_ids, logits), -torch.inf)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
     return (logprobs, torch.special.entr(logits.detach().softmax(dim=1)).sum(dim=1)) if with_entropies else (logprobs,)
 
@@ -101,13 +101,13 @@ def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature
     return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 
-def kept_by_chunk(
-    kept: tuple[Tensor, Tensor] | None, chunk: int, chunks: int
+def nucleus_by_chunk(
+    nucleus_ids: tuple[Tensor, Tensor] | None, chunk: int, chunks: int
 ) -> Sequence[tuple[Tensor, Tensor] | None]:
-    """``kept`` of `token_logprobs` for each chunk of tokens: ids (m,) and counts (n,), or None."""
-    if kept is None:
+    """``nucleus_ids`` of `token_logprobs` for each chunk of tokens: ids (m,) and counts (n,), or None."""
+    if nucleus_ids is None:
         return [None] * chunks
-    ids, counts = kept[0], kept[1].split(chunk)
+    ids, counts = nucleus_ids[0], nucleus_ids[1].split(chunk)
     return list(zip(ids.split([int(part.sum()) for part in counts]), counts, strict=True))
 
 

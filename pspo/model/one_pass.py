@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, kept_by_chunk, outside, unflatten
+from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, nucleus_by_chunk, outside, unflatten
 
 CACHED = 2**16  # logits that stay in a CPU's cache
 
@@ -29,14 +29,14 @@ def backward_in_one_pass(
     token_loss: Callable[..., Tensor],
     inputs: Sequence[Tensor | None],
     divisors: Tensor,
-    kept: tuple[Tensor, Tensor] | None = None,
+    nucleus_ids: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accumulate the gradient of a loss that is a sum over tokens, each term a function of its own log-prob.
 
     Each chunk of logits is turned into its own gradient, in place; then one backward pass goes through the body.
 
     Args:
-        prompt_ids ... temperature, kept: as for `token_logprobs`.
+        prompt_ids ... temperature, nucleus_ids: as for `token_logprobs`.
         token_loss: maps log-probs (n, 1) of some unmasked tokens, and those tokens' ``inputs``, to their losses (n, 1).
         inputs: tensors that broadcast to (B, T), each handed to ``token_loss`` as (n, 1); None stays None.
         divisors: (B, 1), of every token's loss before the sum (`pspo.losses.token_divisors`).
@@ -51,12 +51,12 @@ def backward_in_one_pass(
     mask, values = completion_mask, (completion_ids, divisors, *inputs)
     values = [x if x is None else x.expand_as(mask)[mask][:, None] for x in values]  # (N, 1) each
     loss, pieces, gradients = torch.zeros((), device=hidden.device), [], []  # pieces: log-probs and entropies (n, 2)
-    for i, (h, chunk_kept) in enumerate(zip(states, kept_by_chunk(kept, chunk, len(states)), strict=True)):
+    for i, (h, nucleus) in enumerate(zip(states, nucleus_by_chunk(nucleus_ids, chunk, len(states)), strict=True)):
         target, divisor, *chunk_inputs = (x if x is None else x[i * chunk : (i + 1) * chunk] for x in values)
         logits = head_logits(model, h.requires_grad_(), temperature)  # (n, V)
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        if chunk_kept is not None:
-            probs.masked_fill_(outside(*chunk_kept, probs), -torch.inf)
+        if nucleus is not None:
+            probs.masked_fill_(outside(*nucleus, probs), -torch.inf)
         logprobs = probs.gather(1, target)  # (n, 1)
         peak = probs.amax(dim=1, keepdim=True)
         weighted = exp_(probs.sub_(peak))  # (n, 1), sum of p log p of the unnormalised p

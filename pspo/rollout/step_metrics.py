@@ -1,4 +1,4 @@
-"""Metrics of one optimizer step, collected microbatch by microbatch and reduced over the ranks."""
+"""Metrics of one optimizer step (`pspo.losses.diagnostics`), collected over microbatches and reduced over ranks."""
 
 from copy import deepcopy
 

@@ -176,12 +176,12 @@ class Rollout:
         return None if self.nucleus is None else self.nucleus.kept(self.completion_mask)
 
     @property
-    def scored(self) -> dict[str, list]:
+    def reward_inputs(self) -> dict[str, list]:
         """Inputs of rewards other than the texts: sampled token ids, rows that hit the limit, environment rewards."""
         lengths = self.loss_mask.sum(dim=1).tolist()
         ids = [row.tolist() for row in self.completion_ids[self.loss_mask].cpu().split(lengths)]
-        scored = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
-        return scored | ({"environment_rewards": self.environment_rewards} if self.environment_rewards else {})
+        inputs = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
+        return inputs | ({"environment_rewards": self.environment_rewards} if self.environment_rewards else {})
 
     @property
     def tokens(self) -> int:

@@ -27,7 +27,7 @@ class Delay:
         self.prefetched: Drawing | None = None
 
     def push(self, experience: Experience) -> Experience | None:
-        """Keep a rollout; return the one drawn --rollout.lag rollouts before it, None if there is none yet."""
+        """Keep a rollout, let an engine prefetch the next; return the one drawn --rollout.lag before it, if any."""
         self.waiting.append(experience)
         if self.config.draws_ahead:
             indices, prompts = self.stream.next(self.config.rollout.prompts)

@@ -14,7 +14,7 @@ class Generators:
     """Torch's generators as sampling alone advances them: inside ``with generators:`` they are the global ones.
 
     Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
-    draws from them, or seeds, changes no completion. The state is that of both, on this rank.
+    draws from them, or seeds, changes no completion. Making one seeds all. The state is that of both, on this rank.
     """
 
     per_rank = True
@@ -28,12 +28,12 @@ class Generators:
 
         On rank 0 at step 0 the seed of sampling is the run's own, as in a single process.
         """
-        for is_users in (False, True):
-            fresh = np.random.SeedSequence((seed, dist.rank(), steps, is_users)).generate_state(1)
-            own = seed if dist.rank() == steps == is_users == 0 else int(fresh[0])
+        for for_users in (False, True):
+            mixed = np.random.SeedSequence((seed, dist.rank(), steps, for_users)).generate_state(1)
+            plain = dist.rank() == 0 and steps == 0 and not for_users
             for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-                seed_generator(own)
-            if not is_users:
+                seed_generator(seed if plain else int(mixed[0]))
+            if not for_users:
                 self.state = self.current()
 
     def __enter__(self) -> None:

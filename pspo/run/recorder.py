@@ -27,7 +27,7 @@ STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds
 
 
 class Recorder:
-    """Knows nothing of the algorithm.
+    """Counts and records; knows nothing of the algorithm.
 
     Attributes:
         tokens: prompt and completion tokens of the rollouts that were trained on.
@@ -84,7 +84,7 @@ class Recorder:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def describe(self, experience: Experience, steps: list[dict[str, float]]) -> None:
-        """Count a rollout that was trained on and begin its line: statistics of all ranks' rows, a few groups."""
+        """Count a rollout that was trained on, begin its line (statistics of all ranks' rows), and write its tokens."""
         self.steps, self.first_step = steps, self.learner.steps - len(steps)
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens))
         self.line = {"step": self.learner.steps, "tokens": self.tokens}

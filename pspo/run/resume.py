@@ -78,7 +78,8 @@ def holds_steps(run: Path) -> bool:
 def find_checkpoint(run: Path, resume: str) -> Path | None:
     """The newest undamaged checkpoint, or the one that --run.resume names; None if none was saved yet.
 
-    Damaged ones are named and skipped. Raises ValueError if only damaged ones are left, or a finished run has none.
+    Tidies up what interrupted saves left; names damaged checkpoints and skips them. Raises ValueError if only damaged
+    ones are left, or a finished run has none.
     """
     for folder in (run, run / "checkpoints"):
         tidy(folder)
@@ -146,7 +147,7 @@ def allowed_changes(run: Path, settings: Settings) -> set[str]:
 
 
 def check_changes(run: Path, settings: Settings) -> None:
-    """Raise ValueError for changes that are not allowed, unless the run holds no step yet: then it starts anew."""
+    """Raise ValueError for changes that are not allowed; empty a run that holds no step yet instead: it starts anew."""
     try:
         allowed_changes(run, settings)
     except ValueError:

@@ -49,7 +49,7 @@ class Run:
     signals: StopSignals = field(default_factory=StopSignals)  # ask the run to stop
 
     def start(self) -> None:
-        """Test and validate the untrained model, unless the run is resumed."""
+        """Test and validate the untrained model, unless that is done; start tracker and progress bar."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
         with self.checkpointer.save_if_raised():
             self.validator.start()
@@ -60,7 +60,7 @@ class Run:
             self.conclude_rollout()
 
     def ended(self) -> bool:
-        """True if a limit is reached, or a signal to any rank has asked to stop."""
+        """Collect what was prefetched, and mark; True if a limit is reached, or any rank was asked to stop."""
         self.delay.collect_prefetched()
         self.checkpointer.mark()
         self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
