@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
+import pytest
 
 from pspo.evaluate import results
 from pspo.report.runs import labels, methods, read_runs
@@ -226,3 +227,34 @@ def test_the_curve_of_alpha():
         numbers = [*means, means.max() - means.min(), deviation]
         expected.append([scale, "0.1" if clip else "none", dtype, *(f"{number:.3f}" for number in numbers)])
     assert rows("tiny-control/README.md", "| advantages divided by |") == expected
+
+
+INTERVAL = re.compile(r"(-?\d+\.\d+)%? \[(-?\d+\.\d+), (-?\d+\.\d+)\]")
+
+
+def shown(numbers: pd.DataFrame, names: tuple[str, str, str]) -> set[tuple[str, ...]]:
+    """Means with their intervals as pages show them: three digits, or percent with one; differences in both signs."""
+    found = set()
+    for mean, low, high in numbers[list(names)].dropna().itertuples(index=False, name=None):
+        for scale, digits in ((1, 3), (100, 1)):
+            for part in ((mean, low, high), (-mean, -high, -low)):
+                found.add(tuple(f"{round(scale * number, digits) + 0.0:.{digits}f}" for number in part))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tiny-protocol", "tiny-comparisons", "tiny-control", "smollm2"])
+def test_every_interval_of_a_page_is_of_its_runs(name):
+    """Also those in sentences: each is one that the report's tables, or the evaluations, have."""
+    runs, sides = read_runs([RESULTS / name]), ("mean", "low", "high")
+    known = shown(runs.numbers, ("value", "low", "high"))
+    for model, names in runs.configs.groupby("model.name_or_path").groups.items():
+        of_model = runs.take(list(names))
+        for label in (labels, methods):
+            for table in tables(of_model, label(of_model.configs), [model]).values():
+                known |= shown(table, sides)
+    if name == "tiny-control":
+        known |= shown(pd.concat(control_cells()), sides)
+    text = " ".join((RESULTS / name / "README.md").read_text(encoding="utf-8").replace("*", "").split())
+    intervals = INTERVAL.findall(text)
+    assert len(intervals) > 10
+    assert [interval for interval in intervals if interval not in known] == []
