@@ -22,6 +22,7 @@ from pspo.tasks.workers import check_importable
 
 AdvantageScale = Literal["none", "group", "batch", "rloo", "maxrl"]
 Decoder = Literal["pspo", "graphs", "hf"]
+SpecialTokens = Literal["text", "allow"]
 Strategy = Literal["none", "ddp", "fsdp2"]
 
 
@@ -174,6 +175,7 @@ class DataConfig(Section, name="data"):
         holdout: share that becomes the test split if the source has a single split
         system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
         max_prompt_tokens: drop problems with longer prompts
+        special_tokens: in problems and observations, such as <|im_end|>, are encoded as text; allow keeps them tokens
     """
 
     name: str = "arithmetic"
@@ -191,6 +193,7 @@ class DataConfig(Section, name="data"):
     holdout: float = number(0.0, "in [0, 1)")
     system_prompt: str | None = None
     max_prompt_tokens: int = number(512, "above 0")
+    special_tokens: SpecialTokens = "text"
 
     @property
     def numeric(self) -> bool:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from pspo.config import SpecialTokens
 from pspo.rollout import Prompts, Rollout, Sampler, Sampling
+from pspo.rollout.prompts import encode, render_prompts
 from pspo.tasks.environment import Environment, MakeEnvironment
 
 
@@ -53,6 +55,7 @@ class EnvironmentSampler:
 
     sampler: Sampler
     make_environment: MakeEnvironment
+    special_tokens: SpecialTokens = "text"  # what they are in observations
 
     @property
     def sampling(self) -> Sampling:
@@ -86,7 +89,7 @@ class EnvironmentSampler:
                     length, ended, text = room, False, tokenizer.decode(ids[:room], skip_special_tokens=True)
                 observation = episode.take_turn(ids[:length], text, ended)
                 if observation is not None and turns_left:
-                    ids = observation_ids(tokenizer, observation, after=episode.ids[-1])
+                    ids = observation_ids(tokenizer, observation, episode.ids[-1], self.special_tokens)
                     if len(episode.ids) + len(ids) < limit:
                         episode.extend(ids, sampled=False)
                         live.append(row)
@@ -95,12 +98,14 @@ class EnvironmentSampler:
         return episodes_as_rollout(first, episodes, sampling.pad_id)
 
 
-def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int) -> list[int]:
+def observation_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, after: int, special_tokens: SpecialTokens = "text"
+) -> list[int]:
     """Encode the text as the user's turn between two of the model; the stop token it follows is not repeated."""
     turns = {"user": "-", "assistant": "\0"}
     chat = [{"role": role, "content": content} for role, content in (*turns.items(), ("user", text))]
-    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(rendered.partition("\0")[2], add_special_tokens=False)["input_ids"]
+    (rendered,) = render_prompts(tokenizer, [chat], "", special_tokens)
+    (ids,) = encode(tokenizer, [rendered.partition("\0")[2]])
     return ids[1:] if ids[:1] == [after] else ids
 
 

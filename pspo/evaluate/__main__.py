@@ -152,7 +152,9 @@ def main(args: Sequence[str] | None = None) -> None:
         for temperature in config.eval.temperatures:
             sampler = replace(decoder, sampling=replace(decoder.sampling, temperature=temperature))
             result = evaluate(
-                EnvironmentSampler(sampler, make_environment) if make_environment else sampler,
+                EnvironmentSampler(sampler, make_environment, config.data.special_tokens)
+                if make_environment
+                else sampler,
                 prompts,
                 config.reward,
                 samples=config.eval.samples if temperature > 0 else 1,

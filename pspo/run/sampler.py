@@ -79,7 +79,9 @@ class Sampler:
         return self._in_environment(replace(self.decoder, policy=policy, sampling=self.sampling.greedy()))
 
     def _in_environment(self, sampler: AnySampler) -> AnySampler:
-        return EnvironmentSampler(sampler, self.make_environment) if self.make_environment else sampler
+        special_tokens = self.config.data.special_tokens
+        make = self.make_environment
+        return EnvironmentSampler(sampler, make, special_tokens) if make else sampler
 
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
