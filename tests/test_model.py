@@ -7,10 +7,12 @@ import re
 import pytest
 import reference
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import pspo.distributed
 import pspo.model.load
 import pspo.model.logprobs
 import pspo.model.one_pass
@@ -435,6 +437,47 @@ def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
             load(folder)
 
 
+TINY_BASE = load_file(ASSETS / "tiny-base/model.safetensors")
+NORM, BIAS = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
+ODD_WEIGHTS = {  # in place of tiny-base's, or beside them
+    "missing": ({NORM: None}, f"its (weights|files) lack {NORM}(; load it in one process .*)?"),
+    "a layer too many": (
+        {f"model.layers.4.{name}": torch.ones(3) for name in "dcba"},
+        "its config.json describes a model without its weights "
+        + ", ".join(f"model.layers.4.{name}" for name in "abc") + " ...",
+    ),
+    "not finite": (
+        {NORM: torch.full((128,), math.nan), BIAS: torch.tensor([math.inf] + [0.0] * 127)},
+        f"not all numbers are finite in its weights {BIAS}, {NORM}",
+    ),
+    "old buffers": ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, None),
+    "the tied head": ({"lm_head.weight": TINY_BASE["model.embed_tokens.weight"].clone()}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("case", ODD_WEIGHTS)
+def test_weights_that_the_configuration_does_not_describe_are_refused_by_name(model_folder, monkeypatch, case, sharded):
+    monkeypatch.setattr(pspo.distributed, "shard", lambda *_: None)  # one rank's rows are all
+    change, message = ODD_WEIGHTS[case]
+    folder = model_folder()
+    save_file(
+        {name: weight for name, weight in (TINY_BASE | change).items() if weight is not None},
+        folder / "model.safetensors",
+    )
+    expected = contextlib.nullcontext() if message is None else refused(rf"^--model.name_or_path {folder}: {message}$")
+    with expected:
+        load_policy(ModelConfig(name_or_path=str(folder)), CPU, sharded)
+
+
+def test_weights_of_other_shapes_are_refused_by_name(tiny_model, model_folder, load):
+    folder = model_folder(tiny_model(vocab_size=70), config={"vocab_size": 64})
+    with refused(
+        f"^--model.name_or_path {folder}: its config.json describes other shapes of model.embed_tokens.weight"
+    ):
+        load(folder)
+
+
 def test_tokenizers_that_lack_something(model_folder):
     plain = {"tokenizer_class": "PreTrainedTokenizerFast"}  # transformers gives a Qwen2Tokenizer the tokens it lacks
     llama = {"config": {"model_type": "llama"}}
@@ -449,9 +492,9 @@ def test_tokenizers_that_lack_something(model_folder):
     assert load_tokenizer(ModelConfig()).pad_token == "<|endoftext|>"  # one that is there is kept
 
 
-def test_a_pad_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
+def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     model = tiny_model(vocab_size=len(tokenizer))
     pad_token_id(model, tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    with refused(f"pad token '<pad>' .{model.config.vocab_size}. is none of the model's"):
+    with refused(f"token '<pad>' .{model.config.vocab_size}. is none of the model's"):
         pad_token_id(model, tokenizer)

@@ -54,10 +54,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]:
+def fill(model: nn.Module, files: list[Path], device: torch.device) -> tuple[set[str], set[str]]:
     """Allocate a sharded model of the meta device, and read each rank's rows of the weights from safetensors files.
 
-    Returns the names that the files lack.
+    Returns the names that the files lack, and those that the model lacks.
     """
     model.to_empty(device=device)
     model.tie_weights()
@@ -67,8 +67,10 @@ def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]
     kept = model.state_dict().keys()  # parameters, and the buffers that are saved
     missing = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
     missing = {name.replace(".base_layer.", "."): tensor for name, tensor in missing.items()}  # beneath LoRA's
+    unexpected: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as tensors:
+            unexpected |= {*tensors.keys()} - {name.replace(".base_layer.", ".") for name in kept}
             for name in missing.keys() & tensors.keys():
                 tensor = missing.pop(name)
                 if not hasattr(tensor, "placements"):
@@ -77,7 +79,7 @@ def fill(model: nn.Module, files: list[Path], device: torch.device) -> list[str]
                 size = -(-len(tensor) // world_size())  # rows of a rank; the last ones may have fewer, or none
                 rows = tensors.get_slice(name)[rank() * size : min((rank() + 1) * size, len(tensor))]
                 tensor.to_local().copy_(rows)
-    return sorted(missing)
+    return set(missing), unexpected
 
 
 @contextlib.contextmanager

@@ -124,12 +124,13 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that prompts are padded with; raises ValueError if it is none of the model's."""
-    size, pad = model.config.get_text_config().vocab_size, tokenizer.pad_token_id
-    if pad >= size:
-        what = f"the tokenizer's pad token {tokenizer.pad_token!r} ({pad}) is none of the model's {size:,}"
-        raise ValueError(f"--model.name_or_path: {what}; name another in its tokenizer_config.json")
-    return pad
+    """The token that prompts are padded with; raises ValueError if the tokenizer has a token that the model has not."""
+    size, known = model.config.get_text_config().vocab_size, tokenizer.get_vocab()
+    last = max(known, key=known.get)
+    if known[last] >= size:
+        what = f"the tokenizer's token {last!r} ({known[last]}) is none of the model's {size:,}"
+        raise ValueError(f"--model.name_or_path: {what}; take it out of the tokenizer's files, or use the model's own")
+    return tokenizer.pad_token_id
 
 
 def weight_files(config: ModelConfig) -> list[Path]:

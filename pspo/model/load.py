@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
+UNEXPECTED = "its config.json describes a model without its weights"
 
 
 def load_policy(
@@ -31,13 +33,16 @@ def load_policy(
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
-    Raises ValueError for a model that cannot be found. Whether it computes what the trainer takes it to compute, is
-    for `pspo.checks.exactness` to check.
+    Raises ValueError for a model that cannot be found, for weights that are not those its config.json describes, or not
+    finite. Whether it computes what the trainer takes it to compute, is for `pspo.checks.exactness` to check.
     """
     device, config = device or dist.local_device(), config.resolved()
     policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
     if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
+    sums = {name: dist.local_shard(weight).sum() for name, weight in policy.named_parameters()}  # NaN and inf stay
+    broken = [name for name, total in sums.items() if not total.isfinite()]
+    refuse("not all numbers are finite in its weights", broken, config)
     if config.compile:
         policy.base_model.compile(dynamic=True)
     return policy
@@ -46,10 +51,18 @@ def load_policy(
 def _whole_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
     options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
     options |= {"dtype": weights_dtype(config, device), "config": without_dropout(config)}
-    policy, loading = from_pretrained(AutoModelForCausalLM, config, **options)
-    if missing := sorted(loading["missing_keys"]):  # they would be random
-        raise ValueError(f"--model.name_or_path {config.name_or_path}: its weights lack {', '.join(missing[:3])} ...")
+    policy, loading = from_pretrained(AutoModelForCausalLM, config, ignore_mismatched_sizes=True, **options)
+    refuse("its weights lack", loading["missing_keys"], config)  # they would be random
+    refuse("its config.json describes other shapes of", [name for name, *_ in loading["mismatched_keys"]], config)
+    refuse(UNEXPECTED, loading["unexpected_keys"], config)  # a layer, say
     return ready(policy.to(device), config)
+
+
+def refuse(what: str, names: Iterable[str], config: ModelConfig, fix: str = "") -> None:
+    """Raise ValueError if there are such weights."""
+    if names := sorted(names):
+        listed = ", ".join(names[:3]) + " ..." * (len(names) > 3)
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: {what} {listed}{fix}")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -74,11 +87,12 @@ def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.P
             policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
     policy = ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
-    missing = dist.fill(policy, files, device)
-    if missing := [name for name in missing if "lora_" not in name]:
-        lacking = f"its files lack {', '.join(missing[:3])} ..."
-        fix = "load it in one process and save it with save_pretrained"
-        raise ValueError(f"--model.name_or_path {config.name_or_path}: {lacking}; {fix}")
+    missing, unexpected = dist.fill(policy, files, device)
+    fix = "; load it in one process and save it with save_pretrained"
+    refuse("its files lack", [name for name in missing if "lora_" not in name], config, fix)
+    loading = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
+    policy._adjust_missing_and_unexpected_keys(loading)  # as `from_pretrained`'s loading info; transformers 5.23
+    refuse(UNEXPECTED, loading.unexpected_keys, config)
     return policy
 
 
