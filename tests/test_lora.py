@@ -211,9 +211,35 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
         merged = tmp_path / "merged"
         pspo.export.__main__.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
         whole = AutoModelForCausalLM.from_pretrained(merged)
+        card = (merged / "README.md").read_text()
+        assert "library_name: transformers" in card
+        assert "| adapters | rank 4, alpha 32, all-linear |" in card
         assert not any("lora" in name for name in whole.state_dict())
         torch.testing.assert_close(whole(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert locate(str(merged)) == str(merged)
+
+
+@pytest.mark.parametrize("asked", [(), ("--model.dtype=bfloat16",)])
+def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp_path, capsys, asked):
+    trained, (rollout, _) = make_policy(replace(LORA, dtype="bfloat16")), make_rows()
+    (tmp_path / "adapters").mkdir()
+    save_adapters(trained, tmp_path / "adapters")
+    pspo.export.__main__.main(
+        [f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'ours'}", *asked]
+    )
+    said = f"adapters merged into bfloat16 weights, saved in {'bfloat16' if asked else 'float32'}"
+    assert capsys.readouterr().out == f"{said}: {tmp_path / 'ours'}\n"
+    assert f"A{said[1:]}." in (tmp_path / "ours/README.md").read_text()
+    base = load_policy(ModelConfig("tiny-base"), CPU)
+    peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().save_pretrained(tmp_path / "float32")
+    expected, merged, float32 = (
+        token_logprobs(policy.float(), *rollout.token_ids).detach()
+        for policy in (trained, *(load_policy(ModelConfig(str(tmp_path / name)), CPU) for name in ("ours", "float32")))
+    )
+    error, usual = ((logprobs - expected).abs().max() for logprobs in (merged, float32))
+    assert error < (0.05 if asked else 2e-5)
+    assert error < usual
+    assert (tmp_path / "ours/model.safetensors").stat().st_mode == (tmp_path / "ours/README.md").stat().st_mode
 
 
 def test_evaluation_takes_adapters_and_the_merged_model(run, tmp_path):

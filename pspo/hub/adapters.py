@@ -95,10 +95,12 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
 
 
 def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the adapters as a PEFT folder; ``weights`` replaces a sharded model's own."""
+    """Write the adapters and their base's dtype as a PEFT folder; ``weights`` replaces a sharded model's own."""
     weights = weights or policy.state_dict()
     saved = {name_in_file(name): weights[name] for name, weight in policy.named_parameters() if weight.requires_grad}
-    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    base_dtype = next(str(weight.dtype) for weight in policy.parameters() if not weight.requires_grad)
+    metadata = {"format": "pt", "base_dtype": base_dtype.removeprefix("torch.")}
+    save_file(saved, folder / "adapter_model.safetensors", metadata=metadata)
     policy.peft_config["default"].save_pretrained(folder)
 
 

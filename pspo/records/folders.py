@@ -74,16 +74,21 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        rights = temporary.stat().st_mode & 0o666  # the umask's; safetensors writes files that only the owner reads
-        for path in (*temporary.rglob("*"), temporary):
-            if path.is_file():
-                path.chmod(rights)
-            sync(path)
+        settle(temporary)
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
         sync(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def settle(folder: Path) -> None:
+    """Give a folder's files the rights of the umask, safetensors' are the owner's alone, and flush all to the disk."""
+    rights = folder.stat().st_mode & 0o666
+    for path in (*folder.rglob("*"), folder):
+        if path.is_file():
+            path.chmod(rights)
+        sync(path)
 
 
 def sync(path: Path) -> None:
