@@ -60,7 +60,7 @@ const toggle = (text, name) => label("", h("span", {}, h("input", { type: "check
 function plot(options, table, host) {
   const grid = { stroke: css("--line"), width: 1 }, axis = { stroke: css("--soft"), grid, ticks: grid };
   const chart = new uPlot({ width: host.clientWidth || 400, height: 210, legend: { show: false }, ...options,
-    pxAlign: 0, axes: [{ ...axis, size: 30 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(short) }] }, table, host);
+    pxAlign: 0, axes: [{ ...axis, size: 30 }, { ...axis, size: 68, values: (_, ticks) => ticks.map(short) }] }, table, host);
   charts.push(chart);
   new ResizeObserver(() => host.clientWidth && chart.setSize({ width: host.clientWidth, height: 210 })).observe(host);
   return chart;
@@ -98,7 +98,7 @@ function drawCurves() {
     const lines = shown.flatMap((curve, i) => metrics.filter((name) => curve.mean[name]).map((name) => ({
       curve, name, text: labels.get(curve.label),
       color: shown.length > 1 || name === metrics[0] ? colors[i] : COLORS[metrics.indexOf(name) % COLORS.length],
-      dash: DASHES[shown.length > 1 ? metrics.indexOf(name) % DASHES.length : 0] })));
+      dash: DASHES[metrics.indexOf(name) % DASHES.length] })));
     if (lines.length) drawChart(host, title, unit, lines, metrics.length > 1, shown.length > 1);
   }
   const events = data.runs.flatMap((run) => run.events.map((event) => ({ ...event, run: run.name })));
