@@ -82,7 +82,7 @@ def _draw(surrogates: dict[str, Surrogate], path: Path, old_prob: float = 1.0) -
                     axes.plot(ratio, curve, label=label, **style)
                 if advantage < 0:
                     handles = in_order(axes.get_lines())
-                    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), labelcolor="linecolor")
+                    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
     return path
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from pspo.records.files import write_text
-from pspo.report.figures import GREY, picture
+from pspo.report.figures import GREY, INK, picture
 from pspo.report.runs import COLOURS, MODEL, SEED, methods, read_runs
 from pspo.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds, with_interval
 
@@ -267,7 +267,7 @@ def draw_best(study: Study, path: Path) -> None:
             axes.plot(of["mean 0"], y, "o", mfc="none", color=COLOURS["NoClip"], markersize=4, label="on time")
             axes.plot(of["mean 8"], y, "o", color=COLOURS["NoClip"], markersize=4, label="lag 8")
             axes.axvline(untrained, color=GREY, ls=":", linewidth=1)
-            axes.text(untrained, len(of) - 0.4, " untrained", color=GREY, fontsize=7, va="bottom")
+            axes.text(untrained, len(of) - 0.4, " untrained", color=INK, fontsize=7, va="bottom")
             axes.set(title=model, yticks=y, yticklabels=of.index)
         figure.axes[0].legend(loc="lower center", frameon=False)
 

@@ -702,14 +702,18 @@ def test_more_settings_are_small_multiples_before_the_others_in_grey(tmp_path, s
             assert [i for i, colour in enumerate(colours) if colour != figures.GREY] == [row]
 
 
-def test_pictures_are_transparent_deterministic_and_their_text_is_text(tmp_path):
+def test_pictures_are_white_and_deterministic_and_their_text_is_dark_text(tmp_path):
     first, second = (
         figures.draw_curves(curves(2), "step", tmp_path / name)[0].read_text() for name in ("a.svg", "b.svg")
     )
     assert first == second
     assert re.search(r"<text[^>]*>PSPO \(alpha=1\)</text>", first)
     assert "<dc:date>" not in first
-    assert not re.search(r"fill: #ffffff", first)
+    grounds = re.findall(r'id="patch_1">\s*<path d="M 0 (\S+) \nL (\S+) .*?style="fill: #ffffff"', first, re.DOTALL)
+    assert grounds == [(height, width) for width, height in re.findall(r'viewBox="0 0 (\S+) (\S+)"', first)]
+    texts = re.findall(r'<text style="([^"]*)"', first)
+    assert texts
+    assert all("fill: #333333" in style for style in texts)  # 12.6:1 on white
 
 
 def test_ablations_are_of_one_number_alone(make_run, report, tmp_path, saved):

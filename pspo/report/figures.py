@@ -1,4 +1,4 @@
-"""The pictures of `pspo.report`: SVG, transparent, in colours that read on white and on dark pages.
+"""The pictures of `pspo.report`: SVG, dark text on white, also on dark pages.
 
 A method has one colour, its settings shades of it. The same numbers give the same bytes.
 """
@@ -23,7 +23,7 @@ from pspo.report.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, ove
 
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 SHARED = 6  # rows that share the axes of a panel
-GREY = "#7d7d7d"
+INK, GREY = "#333333", "#7d7d7d"  # text and axes; curves behind others
 RC = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -33,7 +33,7 @@ RC = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pspo",
     "text.parse_math": False,  # names of others have dollars
-    **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), INK),
 }
 
 
@@ -44,7 +44,7 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.supxlabel(one_line(x_label), fontsize=8)
         yield figure
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
 def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -131,7 +131,7 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
                         axes.plot(of_row["column"], of_row["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
             if few:
                 handles = in_order(grid[0].get_lines())
-                figure.legend(handles=handles, loc="outside right center", labelcolor="linecolor")
+                figure.legend(handles=handles, loc="outside right center")
     return files
 
 
