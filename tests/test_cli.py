@@ -59,6 +59,17 @@ def refused(capsys):
     return refuse
 
 
+def test_a_stdout_that_lacks_characters_or_is_closed_ends_no_command(here, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    args = (*FAST, "--run.max_steps=1", "--rollout.max_completion_tokens=4", "--algorithm.epochs=1")
+    train([*args, "--run.output_dir=größe"])
+    sys.stdout.flush()
+    assert sys.stdout.buffer.getvalue().startswith(rb"output  gr\xf6\xdfe")
+    monkeypatch.setattr(sys, "stdout", None)
+    train([*args, "--run.output_dir=größe"])  # finished: it prints its summary
+    sys.stdout.flush()
+
+
 def tree(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 

@@ -213,9 +213,15 @@ def gives_none(completions):
     return [None] * len(completions)
 
 
-def test_rewards_that_are_all_none_are_said(capsys):
-    assert train("--reward.functions=[test_faults.gives_none]", "--run.max_steps=4") == 0
-    assert "WARNING: 16 of 16 completions had no reward: every function returned None" in capsys.readouterr().err
+def test_rewards_that_are_all_none_end_in_an_error(capsys):
+    args = ("--reward.functions=[test_faults.gives_none]", "--run.max_steps=4")
+    for _ in range(2):  # the same command resumes
+        assert train(*args) == 1
+        err = capsys.readouterr().err
+        assert "WARNING: 16 of 16 completions had no reward: every function returned None" in err
+        error = "pspo.train: no completion ever had a reward, so there is nothing that was learned; last checkpoint: "
+        assert err.splitlines()[-1] == f"{error}out/checkpoints/step-000004"
+        assert not Path("out/summary.json").exists()
 
 
 @pytest.mark.parametrize(

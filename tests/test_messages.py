@@ -39,6 +39,7 @@ FILES = {
     "syntax.yaml": "a: [1, 2\n  b: }\n",
     "my_module.py": "import no_such_package\n",
     "my_syntax.py": "def f(:\n",
+    "my_exit.py": "import sys\nsys.exit('usage: my_exit')\n",
     "my_ok.py": "from pspo.tasks import Reward\nclass Bad(Reward):\n    def __init__(self):\n"
                 "        raise ValueError('needs a moon')\n    def __call__(self, completions, problems):\n"
                 "        return [0.0] * len(completions)\n"

@@ -113,6 +113,59 @@ def test_a_bad_return_value_names_the_reward(value, message):
         total_rewards([MathReward(), Returns(value)], None, *batch(("#### 5", 5), ("#### 6", 5)))
 
 
+class Gone(BaseException):
+    pass
+
+
+@dataclass(frozen=True)
+class Leaves(Reward):
+    """A reward that leaves by what is no Exception, or changes its process."""
+
+    how: str
+
+    def __call__(self, completions):
+        if self.how == "chdir":
+            os.chdir("/")
+        elif self.how == "fork":
+            os.fork()
+        elif self.how == "async":
+            return self.later()
+        else:
+            raise {"exit": SystemExit("bye"), "generator": GeneratorExit(), "own": Gone(1)}[self.how]
+        return [1.0] * len(completions)
+
+    async def later(self):
+        raise Gone(2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("exit", "called sys.exit('bye')"), ("generator", "raised GeneratorExit()"), ("own", "raised Gone(1)"),
+     ("async", "raised Gone(2)")],
+)  # fmt: skip
+def test_whatever_a_reward_raises_it_has_failed(how, message, workers, capsys):
+    arguments = [Leaves(how), MathReward()], None, *batch(("#### 5", 5))
+    with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
+        total_rewards(*arguments, workers=workers)
+    FIRST_FAILURES.clear()
+    totals, by_name = total_rewards(*arguments, workers=workers, on_error="none")
+    assert math.isnan(totals[0])
+    assert by_name["MathReward"] == [1.0]
+    assert message in capsys.readouterr().err
+
+
+def test_a_reward_that_forks_makes_no_second_trainer():
+    assert total_rewards([Leaves("fork")], None, *batch(("#### 5", 5)))[0] == [1.0]
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+
+
+def test_a_reward_that_changes_the_folder_changes_it_for_itself(here):
+    before = os.getcwd()
+    assert total_rewards([Leaves("chdir")], None, *batch(("#### 5", 5)))[0] == [1.0]
+    assert os.getcwd() == before
+
+
 def test_bad_calls():
     completions, problems = batch(("#### 5", 5))
     with pytest.raises(ValueError, match="1 rewards but 2 weights"):

@@ -29,7 +29,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from pspo import distributed as dist
 from pspo.config import require
 from pspo.model import is_out_of_memory
-from pspo.records.escape import one_line
+from pspo.records.escape import one_line, tolerate_output
 from pspo.records.files import Settings, as_argument, flat, to_yaml
 
 C = TypeVar("C")
@@ -54,6 +54,7 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
     Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """
+    tolerate_output()
     with user_errors(prog, once=True):
         return read_config(config_class, prog, args)
 
@@ -292,7 +293,7 @@ def resolve(value: Any, base: type, switch: str) -> Any:
         raise ValueError(f"--{switch} has no {value!r}{choice}")
     try:
         target = import_path(value)
-    except Exception as error:  # a module of the user's raises anything
+    except (Exception, SystemExit) as error:  # a module of the user's raises anything
         lost = isinstance(error, ModuleNotFoundError) and error.name == value.partition(".")[0]
         hint = "; its file must be in the current folder or on PYTHONPATH" if lost else ""
         raise ValueError(f"--{switch} cannot import {value}: {type(error).__name__}: {error}{hint}") from error

@@ -9,7 +9,7 @@ from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.parse import user_errors
 from pspo.evaluate.results import MEANS, Record, as_text, by_problem, changes, cluster_bootstrap, label, measures, table
-from pspo.records.escape import one_line
+from pspo.records.escape import one_line, tolerate_output
 from pspo.records.files import read_jsonl
 
 NOTE = """\
@@ -23,6 +23,7 @@ def compare(args: Sequence[str]) -> None:
     what = "two finished evaluations or runs (their tests after training): folders or .jsonl files; or one run: its "
     parser.add_argument("--compare", nargs="+", type=Path, metavar="PATH", help=f"{what}tests before and after")
     paths = parser.parse_args(args).compare
+    tolerate_output()
     with user_errors("pspo.evaluate"):
         files = [completions_file(path) for path in paths]
         if len(files) == 1 and files[0].name == "test-after.jsonl":

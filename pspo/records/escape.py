@@ -4,7 +4,9 @@ Of TeX pandas escapes what `one_line` leaves, matplotlib reads no mathematics (`
 """
 
 import html
+import os
 import re
+import sys
 import zlib
 
 MARKDOWN = re.compile(
@@ -28,3 +30,11 @@ def in_file_name(text: str) -> str:
     """Text as a file's name; a long one is cut, and ends in its CRC-32."""
     name = re.sub(r"[^\w.+]+", "-", text)
     return name if len(name.encode()) <= 200 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
+
+
+def tolerate_output() -> None:
+    """Let printing never raise: a character that the encoding of stdout lacks is escaped, a closed stdout takes all."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process lives)
+    if hasattr(sys.stdout, "reconfigure"):  # not a notebook's
+        sys.stdout.reconfigure(errors="backslashreplace")

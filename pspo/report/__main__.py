@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.records.escape import in_file_name, in_markdown, one_line
+from pspo.records.escape import in_file_name, in_markdown, one_line, tolerate_output
 from pspo.records.files import write_text
 from pspo.report.figures import draw_task
 from pspo.report.paper import against_paper
@@ -86,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", choices=["paper"], help=against)
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
     options = parser.parse_args(args)
+    tolerate_output()
     output = options.pack or options.output_dir
     try:
         output.mkdir(parents=True, exist_ok=True)

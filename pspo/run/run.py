@@ -16,7 +16,7 @@ from pspo.config import TrainConfig
 from pspo.hub.save import save_model
 from pspo.optimizers.learner import Learner
 from pspo.records.files import read_config, read_jsonl, write_json, write_text
-from pspo.records.folders import writing
+from pspo.records.folders import RunFailed, newest_checkpoint, writing
 from pspo.records.trackers import start_tracker
 from pspo.rollout import Experience
 from pspo.run.checkpointer import Checkpointer
@@ -76,11 +76,16 @@ class Run:
             yield
 
     def require_some_reward(self, rewards: Tensor) -> None:
-        """End the run, saved, if no completion of any rank has a reward (B,), and functions have failed."""
+        """End the run, saved, if no completion of any rank has a reward (B,), and functions have failed.
+
+        Where none has failed, say so in the first rollout; the run fails at its end if there never is a reward.
+        """
         unknown, failures = all(dist.gather_objects(bool(rewards.isnan().all()))), self.failures()
         with self.phase("reward"):
             if unknown and failures:
                 raise RewardError(f"every completion of this rollout is without a reward: {failures}")
+        if unknown and self.recorder.tokens == 0 and dist.is_main():
+            self.recorder.bar.write("WARNING: every reward of the first rollout is None", file=sys.stderr)
 
     def failures(self) -> str:
         """The first failure of each reward on any rank, in one line; "" without any."""
@@ -103,12 +108,15 @@ class Run:
             self.on_rollout(experience, steps)
             self.generators.load_state_dict(generators)
 
-    def warn(self) -> None:
-        """Say on stderr that completions had no reward, and why; or that no step has moved the model."""
+    def warn(self) -> bool:
+        """Say on stderr that completions had no reward, and why; or that no step has moved the model.
+
+        Returns True on rank 0 if no completion ever had a reward.
+        """
         failures = self.failures()
         lines = read_jsonl(self.output / "metrics.jsonl") if dist.is_main() else []
         if not lines:
-            return
+            return False
         rows = self.config.rollout.prompts * self.config.rollout.group_size
         unknown, total = round(sum(line["reward_unknown_share"] for line in lines) * rows), len(lines) * rows
         if unknown or failures:
@@ -118,17 +126,23 @@ class Run:
             print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)
         if sum(line["steps_skipped"] for line in lines) == self.learner.steps:
             print("WARNING: every step was skipped: loss, gradient or log-probs were not finite", file=sys.stderr)
+        return unknown == total
 
     def finish(self) -> dict[str, Any]:
-        """Save the final model, test it and the returned one, and return the summary; Stopped if a signal ended it.
+        """Save the final model, test it and the returned one, and return the summary.
+
+        Raises Stopped, saved, if a signal ended the run; RunFailed if no completion ever had a reward.
 
         The returned model is the best by validation, step 0's included; without validation it is the final one.
         """
         self.recorder.bar.close()
-        self.warn()
+        unrewarded = dist.max_over_ranks(self.warn())
         if self.stopped:
             self.checkpointer.save()
             raise Stopped
+        if unrewarded:
+            saved = f"last checkpoint: {newest_checkpoint(self.output)}"
+            raise RunFailed(f"no completion ever had a reward, so there is nothing that was learned; {saved}")
         validator, recorder, policy, steps = self.validator, self.recorder, self.learner.policy, self.learner.steps
         save_model(policy, self.sampler.tokenizer, self.output / "final", validator.card())
         after = final = validator.test(policy, "after" if validator.best_step == steps else "final")

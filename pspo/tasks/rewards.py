@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -295,7 +296,10 @@ class _Evaluation:
 
 
 def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged."""
+    """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged.
+
+    What it raises is an Exception, and the current folder stays the trainer's. A fork that it has made ends here.
+    """
     logs: dict[str, Any] = {}
 
     def log_metric(name: str, value: float) -> None:
@@ -305,13 +309,20 @@ def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any],
         values = [value.item() if hasattr(value, "item") else value for value in values]
         logs[column] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
 
-    offered = {"log_metric": log_metric, "log_extra": log_extra}
+    offered, process = {"log_metric": log_metric, "log_extra": log_extra}, os.getpid()
     try:
-        values = function(**arguments | {name: offered[name] for name in offered if name in arguments})
-        if inspect.isawaitable(values):
-            values = _await(values)
-    except SystemExit as error:
-        raise RewardError(f"reward {reward_name(function)} called sys.exit({error.code!r})") from error
+        with contextlib.chdir("."):
+            values = function(**arguments | {name: offered[name] for name in offered if name in arguments})
+            if inspect.isawaitable(values):
+                values = _await(values)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {error!r}"
+        raise RewardError(f"reward {reward_name(function)} {what}") from error
+    finally:
+        if os.getpid() != process:  # two trainers would write one folder
+            os._exit(1)
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {reward_name(function)} returned {values!r}; it must return a list of numbers")

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from pspo.cli.parse import user_errors
+from pspo.records.escape import tolerate_output
 from pspo.records.files import write_text
 from pspo.view.page import make_page, packed_data
 
@@ -65,6 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the runs")
     parser.add_argument("--port", type=int, default=8765, help="with --watch (default: 8765)")
     options = parser.parse_args(args)
+    tolerate_output()
     with user_errors("pspo.view"):
         if options.watch:
             if not version(options.runs):
