@@ -1,5 +1,6 @@
 """What a bad command line is answered with: one line, whole, and exit code 2; the answers stand in messages.yaml."""
 
+import contextlib
 import re
 import shlex
 import time
@@ -98,6 +99,25 @@ def test_text_that_looks_like_something_else_stays_text_and_its_file_is_read_aga
     assert config.run.output_dir == config.data.prompt_column == text
     Path("again.yaml").write_text(resolved)
     assert parse(TrainConfig, "pspo.train", ["--config", "again.yaml"]) == (config, resolved)
+
+
+@pytest.mark.parametrize(
+    ("file", "imported"),
+    [
+        ("own.yaml", "my_exit, my_ok"), ("ints.yaml", None), ("dots.yaml", None),
+        (str(ROOT / "configs/methods/grpo.yaml"), None),
+    ],
+)  # fmt: skip
+def test_a_file_s_imports_are_said_before_they_run(file, imported, here, capsys):
+    Path("own.yaml").write_text(
+        "algorithm:\n  surrogate:\n    class_path: my_exit.Loss\nreward: {functions: [my_ok.Good, MathReward]}\n"
+    )
+    Path("dots.yaml").write_text("model: {name_or_path: tiny.base}\nreward: {weights: [0.5]}\n")
+    ended = pytest.raises(SystemExit) if imported else contextlib.nullcontext()
+    with ended:
+        parse(TrainConfig, "pspo.train", ["--config", file])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:1] == ([f"--config {file} imports {imported}: code that runs"] if imported else [])
 
 
 def test_a_later_switch_takes_the_blame_from_the_file(here, capsys):

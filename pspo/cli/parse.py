@@ -30,12 +30,13 @@ from pspo import distributed as dist
 from pspo.config import require
 from pspo.model import is_out_of_memory
 from pspo.records.escape import one_line, tolerate_output
-from pspo.records.files import Settings, as_argument, flat, to_yaml
+from pspo.records.files import Settings, as_argument, flat, own_modules, to_yaml
 
 C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping",
          Callable: "a function", NoneType: "null"}  # fmt: skip
+IMPORTED = ("algorithm.surrogate", "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")
 set_dumper("yaml", to_yaml)
 
 
@@ -164,6 +165,7 @@ def read_words(words: Sequence[str], switches: Switches, files: dict[str, str]) 
             raise ValueError(f"--{name} needs a value")
         if name == "config":
             content = read_file(value)
+            say_imports(value, content)
             try:
                 read.append(config_word(content, switches))
             except ValueError as error:
@@ -210,6 +212,13 @@ def read_file(path: str) -> Settings:
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold sections with fields, as configs/tiny.yaml does")
     return content
+
+
+def say_imports(file: str, content: Settings) -> None:
+    """Say on stderr which modules that are not ours a file imports, before they run."""
+    paths = {switch: value for switch, value in flat(content).items() if leaf_of(switch, IMPORTED)}
+    if (modules := own_modules(paths)) and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"--config {one_line(file)} imports {', '.join(modules)}: code that runs", file=sys.stderr)
 
 
 class UniqueKeys(yaml.SafeLoader):

@@ -172,10 +172,14 @@ def _commit() -> str | None:
 
 def code_of(settings: Settings) -> dict[str, str]:
     """SHA-256 of the file of each imported module, ours excluded, whose members a configuration names."""
-    modules = re.findall(r"[:-] ([\w.]+)\.\w+$", to_yaml(settings), re.MULTILINE)
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(set(modules))}
-    own = {name: file for name, file in files.items() if file and name.partition(".")[0] != "pspo"}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in own.items()}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in own_modules(settings)}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+
+
+def own_modules(settings: Settings) -> list[str]:
+    """Modules, ours excluded, whose members a configuration names, if what has a dot in it is an import path."""
+    modules = set(re.findall(r"[:-] ([A-Za-z_][\w.]*)\.\w+$", to_yaml(settings), re.MULTILINE))
+    return sorted(name for name in modules if name.partition(".")[0] != "pspo")
 
 
 def changed_code(run: Path, settings: Settings) -> list[str]:
