@@ -43,6 +43,7 @@ def test_cluster_bootstrap():
     assert cluster_bootstrap(values) == cluster_bootstrap(values) != cluster_bootstrap(values, seed=1)
     # The mean of two draws from {0, 1} is 0, 1/2 or 1, the ends with probability 1/4 each.
     assert cluster_bootstrap(np.array([0.0, 1.0])) == (0.0, 1.0)
+    assert cluster_bootstrap(np.array([0.5])) is cluster_bootstrap(values, np.array([1.0])) is None
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
@@ -183,15 +184,32 @@ def test_breakdowns_and_their_tables(scripted):
         "category": {"": (1, 0.5), "add": (4, 0.625), "divide": (2, 0.0)},
         "level": {"1": (4, 0.625), "2": (3, pytest.approx(1 / 6))},
     }
+    assert result["breakdown"]["category"][""]["accuracy"] == {"value": 0.5, "ci95": None}  # a single problem
     added = result["breakdown"]["category"]["add"]["accuracy"]
     assert added["ci95"] == cluster_bootstrap(np.array([1, 0.5, 1, 0]))
 
     head = {"model": "m", "data": "file", "split": "test", "n": 7, "samples": 2}
     text = render(head | {"temperatures": {"0.6": result}})
     assert re.match(r"m on 7 problems of file test\nmean \[95%\] +T = 0\.6, 2 samples\n", text)
-    for row in (r"accuracy +42\.9% \[.*", r"pass@2 +57\.1% \[.*", r"add +4 +62\.5% \[.*", r"- +1 +50\.0% .*"):
+    for row in (r"accuracy +42\.9% \[.*", r"pass@2 +57\.1% \[.*", r"add +4 +62\.5% \[.*", r"- +1 +50\.0%"):
         assert re.search(f"^{row}$", text, re.MULTILINE), row
     assert "macro" not in text
+
+
+def test_of_a_single_problem_there_is_no_interval_but_wilsons(scripted):
+    of = {}
+    for samples in (1, 2):
+        scripted(lambda i, sample: f"#### {100 - sample}")
+        of[samples] = evaluate(SCRIPTED, PROBLEMS.take([0]), RewardConfig(), samples=samples)
+    low, high = wilson(1, 1)
+    assert (low, high) == (pytest.approx(0.2065, abs=5e-5), 1)
+    assert of[1].record()["ci95"] == (low, high)
+    assert (of[2].record()["accuracy"], of[2].record()["ci95"]) == (0.5, None)
+    for samples, shown in ((1, r"accuracy +100\.0% \[20\.7, 100\.0\]"), (2, r"accuracy +50\.0%")):
+        head = {"model": "m", "data": "file", "split": "test", "n": 1, "samples": samples}
+        text = render(head | {"temperatures": {"0.6": of[samples].results()}})
+        assert text.startswith("m on 1 problem of file test\n")
+        assert re.search(f"^{shown}$", text, re.MULTILINE)
 
 
 def test_several_sets_have_a_line_each_and_their_mean(scripted):
@@ -307,9 +325,7 @@ def test_compare_of_several_samples_flips_the_signs_of_the_problems(scripted, tm
         one = PROBLEMS.take([0])
         write_evaluation(tmp_path / name, lambda i, _, name=name: f"#### {name}", scripted, problems=one)
     compared(tmp_path / "100", tmp_path / "1")
-    assert re.search(
-        r"^reward +1\.000 +0\.050 +-0\.950 \[-0\.950, -0\.950\] +1$", capsys.readouterr().out, re.MULTILINE
-    )
+    assert re.search(r"^reward +1\.000 +0\.050 +-0\.950 +1$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_compare_refuses_what_cannot_be_paired(scripted, tmp_path, capsys):

@@ -35,6 +35,7 @@ FILES = {
     "empty.yaml": "rollout:\nrun:\n  seed: 1\n",
     "twice.yaml": "run: {seed: 1, seed: 2}\n",
     "sections.yaml": "run: {seed: 1}\ndata: {}\nrun: {max_steps: 3}\n",
+    "nothing.yaml": "# run: {seed: 1}\n",
     "text.yaml": "hello\n",
     "bytes.yaml": b"\xff\xfe\x00\x01",
     "syntax.yaml": "a: [1, 2\n  b: }\n",

@@ -204,7 +204,7 @@ def read_file(path: str) -> Settings:
     try:
         text = Path(path).read_text(encoding="utf-8")
         yaml.compose(text, Loader=UniqueKeys)
-        content = get_loader("yaml")(text) or {}  # to which 1e-5 is a number
+        content = get_loader("yaml")(text)  # to which 1e-5 is a number
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"--config {path}, line {error.problem_mark.line + 1}: {error.problem}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

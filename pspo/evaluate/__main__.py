@@ -28,7 +28,7 @@ from pspo.config import EvaluateConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.compare import compare
 from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.results import as_text, label, table
+from pspo.evaluate.results import as_text, label, problem_count, table
 from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import load_policy, load_tokenizer, shares_prompts
 from pspo.records import files as records
@@ -104,7 +104,7 @@ def render(results: dict[str, Any]) -> str:
     hidden = ("samples", "breakdown", "pass@1", "maj@1", "macro_accuracy", "macro_gold_anywhere", "macro_mean_reward")
     names = dict.fromkeys(name for of in temperatures.values() for name in of if name not in hidden)
     rows = [(label(name), *(cell(name, of) for of in temperatures.values())) for name in names]
-    title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
+    title = f"{results['model']} on {problem_count(results['n'])} of {results['data']} {results['split']}"
     parts = [f"{title}\n{table([('mean [95%]', *heads), *rows])}"]
 
     first = "accuracy" if "accuracy" in names else "mean_reward"

@@ -8,7 +8,18 @@ import numpy as np
 from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.parse import user_errors
-from pspo.evaluate.results import MEANS, Record, as_text, by_problem, changes, cluster_bootstrap, label, measures, table
+from pspo.evaluate.results import (
+    MEANS,
+    Record,
+    as_text,
+    by_problem,
+    changes,
+    cluster_bootstrap,
+    label,
+    measures,
+    problem_count,
+    table,
+)
 from pspo.records.escape import one_line, tolerate_output
 from pspo.records.files import read_jsonl
 
@@ -67,7 +78,7 @@ def comparison(first: Path, second: Path) -> str:
             sizes = f"{len(asked[0]):,} and {len(asked[1]):,}"
             raise ValueError(f"--compare: {first} and {second} are not of the same problems ({sizes}, in order)")
         n, a, b = len(asked[0]), *(measures(one, len(one) // len(asked[0])) for one in pair)
-        rows = [(f"T = {temperature:g}, {n:,} problems", "A", "B", "B - A [95%]", "p", "only A : only B")]
+        rows = [(f"T = {temperature:g}, {problem_count(n)}", "A", "B", "B - A [95%]", "p", "only A : only B")]
         for name in [name for name in a if name in b and name not in MEANS]:
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
             if both.any():

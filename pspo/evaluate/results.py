@@ -116,18 +116,19 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def cluster_bootstrap(*sets: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def cluster_bootstrap(*sets: np.ndarray, seed: int = 0) -> tuple[float, float] | None:
     """95% percentile interval of the mean over sets of the mean of values (n,), one per cluster.
 
-    The clusters of each set are resampled, 10,000 times. No width if a set is of one cluster.
+    The clusters of each set are resampled, 10,000 times. None if a set is of one cluster.
     """
-    from scipy.stats import bootstrap
+    from scipy.stats import bootstrap  # slow to import
+
+    if min(map(len, sets)) < 2:
+        return None
 
     def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
         return sum(part.mean(axis=axis) for part in parts) / len(parts)
 
-    if min(map(len, sets)) < 2:
-        return (float(statistic(*sets, axis=0)),) * 2
     how = {"n_resamples": 10_000, "batch": 100, "method": "percentile", "rng": np.random.default_rng(seed)}
     low, high = bootstrap(sets, statistic, vectorized=True, **how).confidence_interval
     return float(low), float(high)
@@ -169,7 +170,7 @@ def changes(before: Sequence[Record], after: Sequence[Record], most: int, names:
     pairs = sorted(((new[key] - old[key], old, new) for old, new in both), key=lambda pair: -abs(pair[0]))
     better, worse = [pair for pair in pairs if pair[0] > 0], [pair for pair in pairs if pair[0] < 0]
     words = ("wrong -> right", "right -> wrong") if key == "correct" else ("with more reward", "with less")
-    parts = [f"{len(better)} {words[0]}, {len(worse)} {words[1]}, of {len(pairs):,} problems"]
+    parts = [f"{len(better)} {words[0]}, {len(worse)} {words[1]}, of {problem_count(len(pairs))}"]
     for _, old, new in [pair for two in zip_longest(better, worse) for pair in two if pair][:most]:
         prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
         lines = {"problem": prompt, "gold": old["gold"]}
@@ -177,6 +178,10 @@ def changes(before: Sequence[Record], after: Sequence[Record], most: int, names:
             lines[name] = record["completion"] if key == "correct" else f"{record[key]:.3f}: {record['completion']}"
         parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
     return "\n\n".join(parts)
+
+
+def problem_count(n: int) -> str:
+    return f"{n:,} problem{'s' * (n != 1)}"
 
 
 def clip(text: str, width: int = 200) -> str:

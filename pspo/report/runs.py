@@ -192,7 +192,7 @@ def _measures(result: Row, where: Row) -> Iterator[Row]:
     where = where | {"n": result.get("n", where.get("n"))}
     for name, value in result.items():
         if isinstance(value, dict) and "ci95" in value and "value" in value:
-            low, high = value["ci95"]
+            low, high = value["ci95"] or (None, None)  # of one problem
             yield where | {"measure": name, "value": value["value"], "low": low, "high": high}
         elif isinstance(value, int | float) and name != "n":
             yield where | {"measure": name, "value": value}

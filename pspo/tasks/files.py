@@ -76,6 +76,10 @@ def file_rows(paths: list[Path]) -> list[Row]:
             for number, record in enumerate(reader(path), 1):
                 if not isinstance(record, dict):
                     raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
+                try:
+                    json.dumps(record, ensure_ascii=False, default=str).encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"record {number} holds half a character ({error.reason}); mend it") from error
                 rows.append(Row(f"{path} record {number}", record))
         except (ValueError, InvalidOperation, OSError, csv.Error, ElementTree.ParseError) as error:
             raise ValueError(f"{path}: {error}") from error
