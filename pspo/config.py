@@ -173,6 +173,7 @@ class DataConfig(Section, name="data"):
         answer_kind: gold answers are exact numbers, text, or none; unset, the source's own kind (mostly number)
         fractions: keep problems whose answer is a fraction
         holdout: share that becomes the test split if the source has a single split
+        deduplicate: train on each prompt once in a pass, and on none that is in the validation or test split
         system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
         max_prompt_tokens: drop problems with longer prompts
         special_tokens: in problems and observations, such as <|im_end|>, are encoded as text; allow keeps them tokens
@@ -191,6 +192,7 @@ class DataConfig(Section, name="data"):
     answer_kind: AnswerKind | None = None
     fractions: bool = True
     holdout: float = number(0.0, "in [0, 1)")
+    deduplicate: bool = False
     system_prompt: str | None = None
     max_prompt_tokens: int = number(512, "above 0")
     special_tokens: SpecialTokens = "text"

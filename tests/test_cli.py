@@ -1,6 +1,7 @@
 """The commands as a user meets them: a run's files, the same numbers again, every option once, one-line errors."""
 
 import io
+import json
 import math
 import os
 import re
@@ -492,6 +493,28 @@ def test_training_needs_a_test_split_only_if_it_tests(here, refused, capsys):
     assert "train.jsonl" in refused(train, "--data.name=file", "--data.path=test-only")
     assert fast("--data.name=file", "--data.path=train-only")[-1]["step"] == 2
     assert "pspo.evaluate" not in capsys.readouterr().out
+
+
+def test_the_data_line_counts_duplicates_and_validated_or_not_a_run_trains_on_the_same_problems(here, capsys):
+    questions = [f"Tom has {n} pens and buys 5. How many now?" for n in range(40)]
+    for name, rows in (("train", [*questions, *questions[:3]]), ("test", ["Ann has 3.", questions[9], questions[9]])):
+        lines = [json.dumps({"prompt": row, "answer": 1}) for row in rows]
+        (here / f"mine/{name}.jsonl").parent.mkdir(exist_ok=True)
+        (here / f"mine/{name}.jsonl").write_text("\n".join(lines))
+    validated, own = ("--run.validate_every=2", "--run.validation_limit=8"), ("--data.name=file", "--data.path=mine")
+    count = {}
+    for data in (own, (*own, "--data.deduplicate=true"), ("--data.name=arithmetic",)):
+        for more in ((), (*validated, "--run.test_limit=4")):
+            output = f"out{len(count)}"
+            fast(*data, "--data.limit=900", *more, output=output)
+            count[data, more] = re.search(r"^data .*: (.*) problems;", capsys.readouterr().out, re.MULTILINE)[1]
+        states = [torch.load(f"out{i}/checkpoints/step-000002/parts.pt") for i in (len(count) - 2, len(count) - 1)]
+        assert states[0]["stream"]["fingerprint"] == states[1]["stream"]["fingerprint"]
+    assert list(count.values()) == [
+        "41 train (3 repeated)", "41 train (3 repeated, 1 also in validation or test), 2 validation, 3 test",
+        "37 train", "37 train, 2 validation, 3 test",
+        "900 train (1 repeated)", "900 train (1 repeated), 8 validation, 4 test",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("switch", ["run.max_steps=-1", "rollout.group_sise=4", "run.output_dir=thesis.tex/below"])

@@ -201,6 +201,59 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     assert answers(train) != sorted(answers(train)) or rows == 2
 
 
+def test_of_a_single_problem_none_is_left_to_train_on(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", numbered(1))
+    with pytest.raises(
+        ValueError, match=r"too few problems to train on: 1, one of which is held out .*validation\.jsonl"
+    ):
+        load_problems("file", "train", path)
+    write_jsonl(tmp_path / "validation.jsonl", numbered(1))
+    assert answers(load_problems("file", "train", tmp_path)) == [0]
+
+
+def repeated(prompts: str) -> list[dict]:
+    return [{"prompt": prompt, "answer": n} for n, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"train": "abcabd", "validation": "ax", "test": "dy"}, "bc"),
+        ({"train": "abcabd", "validation": "ax"}, "bcd"),
+        ({"train": "abcABd", "validation": "x", "test": "y"}, "abcABd"),
+        ({"train": "abab", "validation": "ab", "test": "y"}, None),
+    ],
+)
+def test_without_duplicates_train_has_each_prompt_once_and_none_that_is_held_out(tmp_path, files, left):
+    for split, prompts in files.items():
+        write_jsonl(tmp_path / f"{split}.jsonl", repeated(prompts))
+    if left is None:
+        with pytest.raises(
+            ValueError, match=r"--data\.deduplicate: every training prompt of file is in its validation"
+        ):
+            load_problems("file", "train", tmp_path, deduplicate=True)
+        return
+    problems = {split: load_problems("file", split, tmp_path, deduplicate=True) for split in files}
+    assert sorted(problem.prompt for problem in problems["train"]) == sorted(left)
+    for split in files:
+        whole = load_problems("file", split, tmp_path)
+        assert [problem.prompt for problem in whole].count("a") == files[split].count("a")
+        assert split == "train" or problems[split] == whole
+
+
+def test_without_duplicates_none_of_the_held_out_part_is_trained_on(tmp_path):
+    """Nor of another source's test split; a limit counts what is left."""
+    for source, column in (("gsm8k", "question"), ("file", "prompt")):
+        rows = [{column: f"q{n % 30}", "answer": f"{n}"} for n in range(100)]
+        write_jsonl(tmp_path / source / "train.jsonl", rows)
+        write_jsonl(tmp_path / source / "test.jsonl", [{column: f"q{30 if source == 'file' else 3}", "answer": "1"}])
+    train, validation = (load_problems("gsm8k+file", split, tmp_path, deduplicate=True) for split in SPLITS[:2])
+    prompts = [problem.prompt for problem in train]
+    held_out = {problem.prompt for problem in validation} | {"q3"}
+    assert sorted(prompts) == sorted({f"q{n}" for n in range(30)} - held_out)
+    assert load_problems("gsm8k+file", "train", tmp_path, deduplicate=True, limit=4) == train[:4]
+
+
 def test_the_seed_decides_order_and_held_out_part(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", numbered(200))
     first, again, other = (load_problems("file", "train", path, seed=seed) for seed in (1, 1, 2))
@@ -446,6 +499,12 @@ def test_saved_data_sets(tmp_path):
         ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind text"]),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),
+        (
+            "a.jsonl",
+            '{"prompt": "p", "answer": 1}\n{"prompt": "p \\ud800", "answer": 1}',
+            ["record 2", "half a character"],
+        ),
+        ("a.json", '[{"prompt": [{"role": "user", "content": "\\udfff"}], "answer": 1}]', ["record 1", "half a"]),
         ("a.json", "{", []),
         ("a.json", "[]", ["--data.path"]),
         ("a.json", "7", ["record 1", "int"]),

@@ -772,6 +772,21 @@ def test_a_run_without_a_step_does_not_block_its_folder(capfd):
     assert train("out", "--algorithm.epochs=1") == 2  # its records have steps
 
 
+@pytest.mark.parametrize("anew", [("--algorithm.epochs=1",), ("--run.fork_from=whole", "--run.max_steps=7", CONSTANT)])
+def test_a_run_that_starts_anew_leaves_no_test_of_the_first_start(anew):
+    if "--run.fork_from=whole" in anew:
+        assert train("whole", CONSTANT, "--run.max_steps=2") == 0
+
+    def action() -> int:
+        before("validate", at_call(1, lambda: send(signal.SIGTERM)), Validator)
+        return train("out", CONSTANT, "--run.test_limit=3")
+
+    assert forked(action) == 75
+    assert len(read_jsonl(Path("out/test-before.jsonl"))) == 3
+    assert train("out", *anew) == 0
+    assert not list(Path("out").glob("test-*"))
+
+
 def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole):
     Path("out/data").mkdir(parents=True)
     Path("out/config.yaml").write_text("model: {na")

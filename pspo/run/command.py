@@ -1,6 +1,7 @@
 """The command ``python -m pspo.train`` around the training loop: what it prints, and how it ends."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ from pspo.losses import SurrogateError
 from pspo.model import has_adapters, is_out_of_memory
 from pspo.records.files import changed_code, read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
-from pspo.rollout import Experience
+from pspo.rollout import Experience, Prompts
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
+from pspo.tasks.datasets import without_duplicates
 from pspo.tasks.failures import user_frames, user_traceback
 
 
@@ -102,7 +104,8 @@ def run_training(
 def print_header(run: Run) -> None:
     config, policy = run.config, run.learner.policy
     algorithm, rollout = config.algorithm, config.rollout
-    sizes = ", ".join(f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items())
+    prompts = run.validator.prompts
+    sizes = ", ".join(f"{len(its):,} {split}{describe_duplicates(split, prompts)}" for split, its in prompts.items())
     tokenizer, sampling = run.sampler.tokenizer, run.sampler.sampling
     stops = [*tokenizer.convert_ids_to_tokens(sampling.stop_ids), *map(repr, sampling.stop_strings)]
     print(f"model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters on {policy.device}")
@@ -116,6 +119,17 @@ def print_header(run: Run) -> None:
         nearest = "" if 0.4e9 < size < 1.6e9 else ", the nearest in size"
         paper = f"{'ten times ' if lora else ''}the paper's for models of 0.5B and 1.5B{nearest}"
         print(f"rate    --optimizer.lr {config.optimizer.lr:g}, {paper}")
+
+
+def describe_duplicates(split: str, prompts: dict[str, Prompts]) -> str:
+    """Such as " (41 repeated, 3 also in validation or test)", of the training problems; "" if there are none."""
+    if split != "train":
+        return ""
+    train, *others = (its.problems for its in prompts.values())
+    once, both = without_duplicates(train), without_duplicates(train, itertools.chain(*others))
+    counts = {"repeated": len(train) - len(once), "also in validation or test": len(once) - len(both)}
+    parts = [f"{n:,} {what}" for what, n in counts.items() if n]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ of GSM8K, otherwise 5% and at most 500.
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -130,6 +130,7 @@ def load_problems(
     splits: dict[str, str] | None = None,
     fractions: bool = True,
     holdout: float = 0.0,
+    deduplicate: bool = False,
 ) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
@@ -143,6 +144,7 @@ def load_problems(
         prompt_column, answer_column: `category` and `level` are read besides, if present. Prompts are text or lists of
             turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
         fractions: keep answers that are written as fractions, integers aside.
+        deduplicate: train has each prompt once, and none that is in the validation or test split.
         holdout: a hash of a problem's words and the seed decides: problems of the same words are on one side.
     """
     names = name.split("+")
@@ -158,7 +160,7 @@ def load_problems(
     if name in GENERATED and path is not None:
         raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
 
-    problems: list[Problem] = []
+    problems, held_out = [], []
     for part in names:
         kind = answer_kind or own_kind(part)
         if part in GENERATED:
@@ -170,13 +172,30 @@ def load_problems(
             source = replace(source, revision=revision or source.revision)
             place = _source_path(part, path, mixture=len(names) > 1)
             make = partial(_draft, source=source, name=part, kind=kind)
-            drafts, where = _split(source, make, split, place, seed, holdout), place or source.hub_id
+            read = partial(_split, source, make, path=place, seed=seed, holdout=holdout)
+            drafts, where = read(split), place or source.hub_id
+            if deduplicate and split == "train":
+                held_out += [*read("validation"), *read("test", required=False)]
         problems += _with_answers(drafts, kind, part, split, fractions, where)
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
+    if deduplicate and split == "train":
+        problems = without_duplicates(problems, held_out)
+        if not problems:
+            raise ValueError(f"--data.deduplicate: every training prompt of {name} is in its validation or test split")
     if split == "test" and sample and limit and limit < len(problems):
         problems = [problems[i] for i in sorted(random.Random(seed).sample(range(len(problems)), limit))]
     return problems[:limit]
+
+
+def without_duplicates(problems: Iterable[Problem], held_out: Iterable[Problem] = ()) -> list[Problem]:
+    """Leave out problems whose prompts have come before, or are held out."""
+    seen, kept = {repr(problem.prompt) for problem in held_out}, []
+    for problem in problems:
+        if (prompt := repr(problem.prompt)) not in seen:
+            seen.add(prompt)
+            kept.append(problem)
+    return kept
 
 
 def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | None:
@@ -202,9 +221,18 @@ def _draft(row: Row, source: Source, name: str, kind: AnswerKind) -> Problem:
 
 
 def _split(
-    source: Source, make: Callable[[Row], Problem], split: str, path: Path | None, seed: int, holdout: float
+    source: Source,
+    make: Callable[[Row], Problem],
+    split: str,
+    path: Path | None,
+    seed: int,
+    holdout: float,
+    required: bool = True,
 ) -> list[Problem]:
-    """Read one split; divide a single split by `holdout`, and train into train and validation, as needed."""
+    """Read one split; divide a single split by `holdout`, and train into train and validation, as needed.
+
+    One that does not exist is empty, if it is not required.
+    """
     if path is None:
         load = _hub_rows(source)
     else:
@@ -213,6 +241,8 @@ def _split(
     if divide:
         load = dict.fromkeys(("train", "test"), *load.values())
     published = "train" if split == "validation" and split not in load else split
+    if published not in load and not required:
+        return []
     if published not in load:
         name = f"name a file {split}.jsonl" if path else "name it with --data.splits"
         raise ValueError(
@@ -228,6 +258,11 @@ def _split(
     random.Random(seed).shuffle(drafts)
     if "validation" in load:
         return drafts
+    if len(drafts) < 2:
+        raise ValueError(
+            f"{path or source.hub_id} has too few problems to train on: {len(drafts)}, one of which is held out for "
+            "validation; add some, or name a file validation.jsonl"
+        )
     held_out = max(1, min(500, len(drafts) // 20))
     if source.train_size and len(drafts) > source.train_size:
         held_out = len(drafts) - source.train_size
