@@ -495,6 +495,9 @@ def test_tokenizers_that_lack_something(model_folder):
 def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     model = tiny_model(vocab_size=len(tokenizer))
     pad_token_id(model, tokenizer)
+    tokenizer.add_tokens("zz")  # which some prompt may hold; pad is one that the model has
+    with refused(f"token 'zz' .{model.config.vocab_size}. is none of the model's"):
+        pad_token_id(model, tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    with refused(f"token '<pad>' .{model.config.vocab_size}. is none of the model's"):
+    with refused(f"token '<pad>' .{model.config.vocab_size + 1}. is none of the model's"):
         pad_token_id(model, tokenizer)
