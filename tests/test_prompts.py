@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
 from pspo.hub.models import load_tokenizer, room_for_prompts
+from pspo.model.chat import encode, encode_marked, most_tokens, render_prompts
 from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.rollout import prompts as prompts_module
-from pspo.rollout.prompts import EncodedTexts, encode, encode_marked, most_tokens, render_prompts
+from pspo.rollout.prompts import EncodedTexts
 from pspo.tasks import Problem
 
 

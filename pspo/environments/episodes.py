@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from pspo.config import SpecialTokens
+from pspo.model.chat import encode, render_prompts
 from pspo.rollout import Prompts, Rollout, Sampler, Sampling
-from pspo.rollout.prompts import encode, render_prompts
 from pspo.tasks.environment import Environment, MakeEnvironment
 
 
