@@ -337,6 +337,21 @@ def test_a_playground_of_sixteen_experiments(make_run, report, saved):
     assert accuracy.index(": accuracy") < accuracy.index(": gold anywhere")
 
 
+def test_the_same_problems_from_python_are_one_task(make_run, make_evaluation, report):
+    for name, answer in (("a", 1), ("b", 1), ("c", 2)):
+        file = {"data.name": "file", "data.path": f"elsewhere/{name}/data", "optimizer.lr": 1e-5 * ord(name)}
+        folder = make_run(name, "Clip", after=0.5, **file)
+        (folder / "data").mkdir()
+        (folder / "data" / "train.jsonl").write_text(json.dumps({"prompt": "1?", "answer": answer}))
+    make_evaluation(folder / "evaluation", str(folder / "best"), 0.6, data="file")
+    (folder / "evaluation" / "config.yaml").write_text((folder / "config.yaml").read_text())
+    cells, _, _ = report()
+    tasks = {task.removeprefix("tiny on ") for task, *_ in cells}
+    assert len(tasks) == 2
+    assert all(task.startswith("problems ") for task in tasks)
+    assert {column.partition(" test")[0] for _, table, _, column in cells if table == "Accuracy"} == tasks
+
+
 def test_tables_fit_a_terminal():
     for tests in (["sums"], ["sums", "products", "my own"]):
         columns = [f"{data} test, n = 500: {what} (%)" for data in tests
@@ -346,7 +361,9 @@ def test_tables_fit_a_terminal():
         assert max(map(len, text.splitlines())) <= 100
         assert text.count("accuracy (%)") == 2 * len(tests)
         assert "gold" not in text
-        assert text.count("sums test, n = 500") == (1 if len(tests) == 1 else 2)
+        assert text.count("sums test, n = 500") == 1
+    texts.iloc[1, 4:] = "–"  # tested on the first problems alone
+    assert [for_terminal(texts).count(name) for name in ("PSPO", "x" * LONG)] == [3, 1]
 
 
 def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_evaluation, report, tmp_path):

@@ -7,6 +7,7 @@ seeds of one setting. Whatever cannot be read is named on stderr and left out.
 import json
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,9 +139,18 @@ def _read_config(folder: Path) -> Row:
         raise ValueError(f"config.yaml says nothing of {', '.join(missing)}")
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches[DATA] == "file":  # of which there are many
-        switches[DATA] = switches["data.path"]
+        switches[DATA] = _own_problems(folder, Path(str(switches["data.path"]))) or switches["data.path"]
     lists = {name: json.dumps(value, default=str) for name, value in switches.items() if isinstance(value, list | set)}
     return switches | lists | {MODEL: str(switches[MODEL]), DATA: str(switches[DATA]), SEED: int(str(switches[SEED]))}
+
+
+def _own_problems(folder: Path, path: Path) -> str | None:
+    """A name by content for the problems that `pspo.train` wrote into each run's folder; None for other files."""
+    for run in (folder, *folder.parents):  # an evaluation's is above it
+        if path.parts[-2:] == (run.name, "data") and (files := sorted((run / "data").glob("*.jsonl"))):
+            content = b"".join(file.name.encode() + file.read_bytes() for file in files)
+            return f"problems {zlib.crc32(content):08x}"
+    return None
 
 
 def _read_metrics(folder: Path) -> pd.DataFrame:

@@ -14,7 +14,6 @@ from pspo.report.runs import SEED, Runs, methods, settings
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
-WIDTH = 100  # of tables on a terminal
 LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
             "best trained validation reward", "final validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
@@ -230,19 +229,15 @@ def as_markdown(texts: pd.DataFrame, escape: Callable[[str], str] = in_markdown)
 
 
 def for_terminal(texts: pd.DataFrame) -> str:
-    """Tables of at most `WIDTH` columns one below the other, without where the gold value is anywhere."""
-    shown = texts[[name for name in texts if not name.endswith("gold anywhere (%)")]]
-    tests = {name.partition(": ")[0] for name in shown.columns[1:]}
-    if len(tests) == 1:  # said once, above the table
-        shown = shown.rename(columns=lambda name: name.partition(": ")[2] or name)
-    blocks = [["seeds"]]
-    for name in shown.columns[1:]:
-        wider = as_markdown(shown[[*blocks[-1], name]], one_line)
-        if len(blocks[-1]) > 1 and wider.index("\n") > WIDTH:
-            blocks.append(["seeds"])
-        blocks[-1].append(name)
-    said = map(one_line, tests) if len(tests) == 1 else ()
-    return "\n\n".join([*said, *(as_markdown(shown[names], one_line) for names in blocks)])
+    """A table for each test, of what was tested there, without where the gold value is anywhere."""
+    names = [name for name in texts.columns[1:] if not name.endswith("gold anywhere (%)")]
+    parts = []
+    for test in dict.fromkeys(name.partition(": ")[0] for name in names):
+        of_test = texts[["seeds", *(name for name in names if name.partition(": ")[0] == test)]]
+        of_test = of_test[(of_test.iloc[:, 1:] != "–").any(axis=1)]
+        of_test = of_test.rename(columns=lambda name: name.partition(": ")[2] or name)
+        parts += [one_line(test), as_markdown(of_test, one_line)]
+    return "\n\n".join(parts)
 
 
 def as_latex(texts: pd.DataFrame) -> str:
