@@ -397,7 +397,7 @@ def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd
     left = contents(cut_off)
     assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=5", "--run.keep=1") == 2
     line = capfd.readouterr().err.splitlines()[-1]
-    assert "--algorithm.surrogate.class_path was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in line
+    assert "--algorithm.surrogate was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in line
     assert "--run.max_steps was 6, is 5" in line  # the learning rate falls with the run's length
     assert contents(cut_off) == left
 
@@ -704,9 +704,7 @@ OTHER = ("--algorithm.surrogate=Clip", "--optimizer.lr=2e-4", "--optimizer.weigh
 def test_a_fork_may_change_anything_but_its_model_and_optimizer(cut_off, capfd):
     assert train("fork", "--run.fork_from=out", *OTHER) == 0
     err = capfd.readouterr().err
-    assert (
-        "changed from step 4 on: --algorithm.surrogate.class_path was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in err
-    )
+    assert "changed from step 4 on: --algorithm.surrogate was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in err
     assert [line["step"] for line in metrics("fork")] == [6, 8]
     lrs = [2e-4 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 6)) for step in (5, 7)]  # the schedule is to step 8
     assert [line["lr"] for line in metrics("fork")] == pytest.approx(lrs)

@@ -1,6 +1,7 @@
 """A configuration from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)`` is the command."""
 
 import re
+import sys
 import time
 from collections.abc import Mapping
 from fractions import Fraction
@@ -53,7 +54,10 @@ def default_output(config: TrainConfig) -> str:
     folder = f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
     if config.run.name is not None:
         folder = "runs/" + re.sub(r"[^\w.+-]+", "-", config.run.name)
-    return next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
+    free = next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
+    if config.run.name is not None and free != folder:
+        print(f"{folder} is there already, and --run.output_dir {folder} resumes it; this is {free}", file=sys.stderr)
+    return free
 
 
 def _resolve(settings: dict[str, Any]) -> tuple[TrainConfig, str]:

@@ -55,9 +55,13 @@ def check(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any]
 
     (first, last), (first_reward, last_reward) = ends(metrics, "zero_advantage_share"), ends(metrics, "reward")
     if first > 0.8 or (last > 0.8 and last_reward < 0.8):  # a run that has learnt its problems ends without signal
-        hard = "problems are too hard, or the format is never met" if last_reward < 0.5 else "problems are too easy"
-        text = f"{max(first, last):.0%} of the completions have no advantage: their group's rewards are equal ({hard})"
-        advice = "--rollout.resample 2, a larger --rollout.group_size, or problems of another difficulty"
+        share, reward = max((first, first_reward), (last, last_reward))
+        why, other = "its completions are too much alike", "a higher --rollout.temperature"
+        if not 0.2 <= reward <= 0.8:
+            hard, other = "problems are too hard, or the format is never met", "problems of another difficulty"
+            why = hard if reward < 0.2 else "problems are too easy"
+        text = f"{share:.0%} of the completions have no advantage: their group's rewards are equal ({why})"
+        advice = f"--rollout.resample 2, a larger --rollout.group_size, or {other}"
         yield Finding(2, text, advice)
 
     _, in_format = ends(metrics, "format_share")

@@ -142,7 +142,7 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
                 rows.append((f"{when}, step {steps[when]}", *(from_record(summary[when], name) for name in names)))
         print(table(rows))
         tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in ("before", "after")]
-        if summary["before"] and all(tests):
+        if summary["before"] and all(tests) and summary["best_step"]:  # step 0's model is the one before
             print(f"\n{changes(*tests, 3, ('before', 'after'))}\n")
     if line := describe_validations(summary.get("validation", {})):
         print(line)
@@ -213,4 +213,11 @@ class CallableModule(ModuleType):
         sections = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "rollout": rollout,
                     "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
         given = {name: section for name, section in sections.items() if section is not None}
-        return run_training(self.train, *config_from_python(**given), on_rollout=on_rollout)
+        try:
+            config, resolved = config_from_python(**given)
+        except ValueError as error:  # whose frames say nothing to the user, and fill a notebook
+            raise error.with_traceback(None) from None
+        try:
+            return run_training(self.train, config, resolved, on_rollout=on_rollout)
+        except (Stopped, RunFailed) as error:
+            raise error.with_traceback(None) from None

@@ -142,7 +142,7 @@ def find_output(config: TrainConfig, settings: records.Settings, resources: cont
         resources.enter_context(claim(output))
         check_changes(output, settings)
         if changed := records.changed_code(output, settings):
-            advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from says so"
+            advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from forks it"
             print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
     if config.run.fork_from and not checkpoints(output):
         fork_parent(config.run, settings)

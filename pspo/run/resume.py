@@ -128,20 +128,39 @@ def changes_since(folder: Path, settings: Settings) -> Changes:
     return {name: pair for name, pair in changes.items() if name not in ("run.output_dir", "run.resume")}
 
 
+def in_words(changes: Changes) -> dict[str, str]:
+    """By switch, such as "--optimizer.lr was 1e-05, is 3e-05"; another class stands for its arguments, too."""
+    words = {}
+    for name, pair in changes.items():
+        paths = tuple(map(without_arguments, pair))
+        old, new = paths if paths[0] != paths[1] else pair
+        owner, _, argument = name.partition(".init_args.")
+        if not argument or f"{owner}.class_path" not in changes:
+            words[name] = f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}"
+    return words
+
+
+def without_arguments(value: Any) -> Any:
+    """A list of classes by their paths alone; any other value as it is."""
+    if not isinstance(value, list):
+        return value
+    return [item["class_path"] if isinstance(item, dict) and "class_path" in item else item for item in value]
+
+
 def allowed_changes(run: Path, settings: Settings) -> set[str]:
     """Switches that changed since the run's config.yaml and may; ValueError names those that may not."""
     constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
-    allowed, refused = set(), []
-    for name, (old, new) in changes_since(run, settings).items():
+    allowed, refused, changes = set(), {}, changes_since(run, settings)
+    for name, (old, new) in changes.items():
         grows = name in LONGER and constant and old is not None and (new is None or new > old)
         if name in FREE | STEERED | ROUNDING or grows:
             allowed.add(name)
         else:
-            refused.append(f"--{name} was {old!r}, is {new!r}")
+            refused[name] = old, new
     if refused:
         raise ValueError(
-            f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another folder, or the "
-            "same switches to resume it"
+            f"--run.output_dir {run} holds another experiment ({'; '.join(in_words(refused).values())}): choose "
+            "another folder, or the same switches to resume it"
         )
     return allowed
 
@@ -172,10 +191,11 @@ def record_changes(run: Path, step: int, changes: Changes) -> None:
     path = run / "changes.jsonl"
     records = [record for record in read_jsonl(path) if record["step"] < step]
     unrecorded = FREE if "run.fork_from" in changes else FREE | LONGER  # which change no number
+    for name, text in in_words(changes).items():
+        if name not in ("run.fork_from", "run.name"):
+            rounding = " (other rounding)" if name in ROUNDING else ""
+            print(f"changed from step {step} on: {text}{rounding}", file=sys.stderr)
     for name, (old, new) in changes.items():
-        rounding = " (other rounding)" if name in ROUNDING else ""
-        if name != "run.fork_from":
-            print(f"changed from step {step} on: --{name} was {old!r}, is {new!r}{rounding}", file=sys.stderr)
         records += [{"step": step, "switch": name, "old": old, "new": new}] if name not in unrecorded else []
     if records or path.exists():
         write_text(path, to_jsonl(records))
@@ -219,6 +239,7 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
     if "run.seed" in changes or ranks != dist.world_size():
         parts["generators"].seed(config.run.seed, steps)
     own_run = settings["run"] | {"output_dir": str(run), "resume": "auto"}  # a path would resume from there again
+    own_run["name"] = own_run["name"] or read_config(run / "config.yaml")["run"].get("name")
     dist.run_on_main(lambda: write_text(run / "config.yaml", to_yaml(settings | {"run": own_run})))
 
 

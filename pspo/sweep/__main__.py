@@ -72,7 +72,7 @@ def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
         print(f"failed: {folder}: {reason} (see {folder.with_suffix('.log')})", file=sys.stderr)
     if workers.failed:
         raise SystemExit("--retry_failed runs them again; a search with failed runs selects nothing")
-    print(f"all runs are finished: {output}")
+    print(f"all runs are finished: {output}\ncompare them: python -m pspo.report {output}")
 
 
 async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None:

@@ -28,7 +28,7 @@ class Row:
         if column not in self.record:
             raise ValueError(
                 f"{self.where}: no column {column!r}, only {', '.join(map(str, self.record))}; "
-                "check --data.name, --data.prompt_column and --data.answer_column"
+                "check --data.name, --data.prompt_column and --data.answer_column (--data.answer_kind none needs none)"
             )
         value = self.record[column]
         if not isinstance(value, str | int | float | Decimal | None):

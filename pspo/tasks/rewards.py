@@ -11,6 +11,7 @@ out of that completion's sum. ``async def`` functions are awaited.
 
 import asyncio
 import contextlib
+import difflib
 import inspect
 import math
 import os
@@ -209,7 +210,9 @@ def _arguments(function: Callable[..., Any], name: str, inputs: Mapping[str, Any
     for key, parameter in parameters.items():
         required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
         if required and key not in inputs:
-            raise RewardError(f"reward {name} asks for {key!r}; there is only {', '.join(sorted(inputs))}")
+            close = difflib.get_close_matches(key, inputs, 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise RewardError(f"reward {name} asks for {key!r}; there is only {', '.join(sorted(inputs))}{meant}")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {key: value for key, value in inputs.items() if takes_all or key in parameters}
     if "completions" in arguments and not isinstance(function, Reward):
