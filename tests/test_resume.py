@@ -393,6 +393,13 @@ def test_a_finished_run_stays_as_it_is(capfd):
     assert train("out", CONSTANT, "--run.max_tokens=1000", "--run.max_steps=4") == 2  # longer, from nothing
 
 
+def test_a_resumed_run_keeps_its_name_unless_it_gets_another(capfd):
+    for steps, given, kept in ((2, ("--run.name=mine",), "mine"), (4, (), "mine"), (6, ("--run.name=other",), "other")):
+        assert train("out", CONSTANT, f"--run.max_steps={steps}", *given) == 0
+        assert yaml.safe_load(Path("out/config.yaml").read_text())["run"]["name"] == kept
+    assert "run.name" not in capfd.readouterr().err
+
+
 def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd):
     left = contents(cut_off)
     assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=5", "--run.keep=1") == 2

@@ -144,7 +144,8 @@ def _draw_row(axes: Axes, of_row: pd.DataFrame, means: pd.DataFrame, marker: str
         axes.fill_between(x, banded["low"], banded["high"], alpha=0.12, linewidth=0, color=color)
     for _, of_seed in of_row.groupby("seed"):
         if banded.empty:
-            axes.plot(of_seed["x"], of_seed["y"], marker=marker, markersize=4, linewidth=0.9, label=label, **style)
+            seen = "o" if len(of_seed) == 1 else marker  # a line of one point is not there
+            axes.plot(of_seed["x"], of_seed["y"], marker=seen, markersize=4, linewidth=0.9, label=label, **style)
         elif marker:
             axes.plot(of_seed["x"], of_seed["y"], ".", markersize=4, alpha=0.6, color=color)
 

@@ -141,9 +141,10 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
             if summary[when]:  # a fork's untrained model was tested on its parent's problems
                 rows.append((f"{when}, step {steps[when]}", *(from_record(summary[when], name) for name in names)))
         print(table(rows))
-        tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in ("before", "after")]
-        if summary["before"] and all(tests) and summary["best_step"]:  # step 0's model is the one before
-            print(f"\n{changes(*tests, 3, ('before', 'after'))}\n")
+        pair = ("before", "after" if summary["best_step"] else "final")  # step 0's model is the one before
+        tests = [read_jsonl(Path(summary["best_model"]).parent / f"test-{when}.jsonl") for when in pair]
+        if summary["before"] and all(tests):
+            print(f"\n{changes(*tests, 3, pair)}\n")
     if line := describe_validations(summary.get("validation", {})):
         print(line)
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"

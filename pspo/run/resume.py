@@ -239,7 +239,8 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
     if "run.seed" in changes or ranks != dist.world_size():
         parts["generators"].seed(config.run.seed, steps)
     own_run = settings["run"] | {"output_dir": str(run), "resume": "auto"}  # a path would resume from there again
-    own_run["name"] = own_run["name"] or read_config(run / "config.yaml")["run"].get("name")
+    if own_run["name"] is None and "run.fork_from" not in changes:
+        own_run["name"], _ = changes.get("run.name", (None, None))
     dist.run_on_main(lambda: write_text(run / "config.yaml", to_yaml(settings | {"run": own_run})))
 
 
