@@ -75,7 +75,7 @@ class Fork:
 
     def __init__(self, run: Run, problems: int, held_out: int, seed: int) -> None:
         self.run, self.policy, self.seed = run, run.learner.policy, seed
-        self.sampler = run.sampler.seeded()
+        self.sampler = run.sampler.decoder
         self.weights = deepcopy(self.policy.state_dict())
         self.optimizer = deepcopy(run.learner.optimizer.state_dict())
         for state in self.optimizer["state"].values():

@@ -83,3 +83,5 @@ def test_a_learner_without_a_schedule_keeps_its_rate_and_is_restored():
     assert restored.steps == 3
     assert learner.scheduler.get_last_lr() == restored.scheduler.get_last_lr() == [0.1]
     assert restored.optimizer.param_groups[0]["lr"] == 0.1
+    restored.optimizer.param_groups[0].update(lr=0.02, initial_lr=0.1)  # as a run's schedule leaves it
+    assert Learner(layer, restored.optimizer).scheduler.get_last_lr() == [0.02]

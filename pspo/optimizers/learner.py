@@ -39,7 +39,10 @@ class Learner:
     record: TokenRecord = field(default_factory=TokenRecord)
 
     def __post_init__(self) -> None:
-        self.scheduler = self.scheduler or torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+        if self.scheduler is None:
+            for group in self.optimizer.param_groups:
+                group["initial_lr"] = group["lr"]  # an optimizer restored from a run has that of the run's schedule
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
