@@ -262,6 +262,7 @@ class RolloutConfig(Section, name="rollout"):
         temperature: sampling temperature, also applied to every log-prob
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
+        min_p: sample no token that is less likely than MIN_P times the most likely one
         repetition_penalty: 1 for none
         max_rows: completions decoded at a time; lower it to save memory; auto for as many as fit the memory
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
@@ -282,6 +283,7 @@ class RolloutConfig(Section, name="rollout"):
     temperature: float = number(0.6, "above 0")
     top_p: float = number(0.85, "in (0, 1]")
     top_k: int = number(0, "at least 0")
+    min_p: float = number(0.0, "in [0, 1)")
     repetition_penalty: float = number(1.0, "above 0")
     max_rows: int | Literal["auto"] = number(256, "above 0")
     decoder: Decoder = "pspo"
@@ -471,8 +473,10 @@ CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
      lambda c: c.algorithm.nucleus != "ignore" and not c.samples_with_logprobs),
     ("algorithm.nucleus", "must be ignore with an engine, which does not tell what it kept",
      lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
-    ("algorithm.nucleus", "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing",
-     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and c.rollout.top_k == 0),
+    ("algorithm.nucleus", "must be ignore with rollout.top_p 1, top_k 0 and min_p 0, which cut nothing",
+     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and c.rollout.top_k == 0 == c.rollout.min_p),
+    ("rollout.min_p", "must be 0 with vllm and top_p below 1: vllm cuts by min_p first, and top_p of what is left",
+     lambda c: c.rollout.engine == "vllm" and c.rollout.min_p > 0 and c.rollout.top_p < 1),
     ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",
      lambda c: c.optimizer.schedule != "constant" and c.optimizer.warmup_steps >= c.run.max_steps),
     ("rollout.max_rows", "must be a number under fsdp2, whose shards no plan counts",

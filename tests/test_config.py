@@ -204,7 +204,8 @@ data.limit=0 data.limit=-1 data.max_prompt_tokens=0 data.holdout=-0.1 data.holdo
 reward.functions=[] reward.weights=[1,1] reward.weights=[] reward.weights=[.nan] reward.timeout=-1 reward.timeout=.inf
 rollout.prompts=0 rollout.group_size=1 rollout.max_completion_tokens=0 rollout.min_completion_tokens=-1
 rollout.min_completion_tokens=129 rollout.temperature=0 rollout.temperature=.nan rollout.temperature=.inf
-rollout.top_p=0 rollout.top_p=1.01 rollout.top_p=.nan rollout.top_k=-1 rollout.repetition_penalty=0 rollout.max_rows=0
+rollout.top_p=0 rollout.top_p=1.01 rollout.top_p=.nan rollout.top_k=-1 rollout.min_p=1 rollout.repetition_penalty=0
+rollout.max_rows=0
 algorithm.epochs=0 algorithm.minibatches=0 algorithm.minibatches=33 algorithm.beta=-0.1 algorithm.beta=.nan
 optimizer.lr=0 optimizer.lr=-1e-6 optimizer.lr=.nan optimizer.lr=.inf optimizer.beta1=1 optimizer.beta2=-0.1
 optimizer.eps=-1e-8 optimizer.eps=.nan optimizer.weight_decay=-0.1 optimizer.weight_decay=.inf optimizer.warmup_steps=-1

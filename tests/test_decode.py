@@ -1,18 +1,20 @@
 """Every decoder against the plain model's argmax and the exact nucleus, whatever the model's folder says."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import reference
 import torch
 from batches import completions
+from transformers import MinPLogitsWarper, TopPLogitsWarper
 
 from pspo.config import SYSTEM_PROMPT
 from pspo.hub.save import save_model
 from pspo.model import stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate
-from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, sample_nucleus
+from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, in_nucleus, sample_nucleus
 from pspo.tasks import load_problems
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]
@@ -173,14 +175,17 @@ def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
 
 @each_decoder
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(0.6, 0.85, 0), (1.0, 1.0, 0), (1.5, 0.98, 0), (0.3, 1.0, 0), (1.0, 0.8, 20)]
-)
-def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, top_k, decoder):
+    ("temperature", "top_p", "top_k", "min_p"),
+    [(0.6, 0.85, 0, 0), (1, 1.0, 0, 0), (1.5, 0.98, 0, 0), (0.3, 1.0, 0, 0), (1, 0.8, 20, 0), (1, 1.0, 0, 0.3),
+     (1, 0.8, 20, 0.2), (1, 0.6, 0, 0.1)],
+)  # fmt: skip
+def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, top_k, min_p, decoder):
     model = tiny_model(initializer_range=0.12, seed=3, vocab_size=100)
     logits = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature
-    exact = reference.nucleus(logits, top_p, top_k)
+    exact = reference.nucleus(logits, top_p, top_k, min_p)
     assert 5 < (exact > 0).sum() <= (top_k or 100)
-    sampling = replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k, max_completion_tokens=1)
+    cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    sampling = replace(SAMPLING, temperature=temperature, max_completion_tokens=1, **cuts)
     rollout = seeded(0, model, tokenizer, PROMPTS[:1], replace(sampling, decoder=decoder), group_size=4000)
     reference.assert_drawn_from(exact, rollout.completion_ids[:, 0])
 
@@ -222,6 +227,19 @@ def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, 
     probs = logits.softmax(dim=0).expand(5000, -1)
     tokens = torch.cat([sampler(probs, top_p if top_p < 1 else float("inf")) for _ in range(4)])
     reference.assert_drawn_from(reference.nucleus(logits, top_p), tokens)
+
+
+@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.001), (1.0, 0.2), (1.0, 0.99), (0.9, 0.1), (0.5, 0.05)])
+def test_min_p_keeps_what_the_librarys_warpers_keep(top_p, min_p):
+    """The same set, bit for bit, after top_p as there; and nothing is drawn outside it."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(200, 300)
+    warped = MinPLogitsWarper(min_p)(None, TopPLogitsWarper(top_p)(None, logits))
+    probs = logits.softmax(dim=1)
+    kept = in_nucleus(probs, top_p, min_p)
+    assert torch.equal(kept, warped.isfinite())
+    for sampler in (_sample_by_rejection, _sample_sorted):
+        assert kept.gather(1, sampler(probs, top_p if top_p < 1 else math.inf, min_p)[:, None]).all()
 
 
 @pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])

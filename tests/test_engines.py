@@ -52,6 +52,7 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, found, what):
         (("--distributed.strategy=fsdp2", "--distributed.rollout=synced"), "distributed.rollout must be gathered"),
         (("--rollout.lag=1", "--algorithm.correction=token_mask"), "algorithm.correction must be none"),
         (("--algorithm.nucleus=replay",), "algorithm.nucleus must be ignore with an engine"),
+        (("--rollout.min_p=0.1",), "rollout.min_p must be 0 with vllm and top_p below 1"),
         (("--rollout.stop_tokens=[<|im_end|>]", "--rollout.min_completion_tokens=2"), "rollout.min_completion_tokens"),
     ],
 )
@@ -272,16 +273,16 @@ def test_logprobs_are_the_policys(served, prompts):
 
 
 @needs_vllm
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.85, 0), (1.0, 6), (1.0, 0)])
-def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, prompts, top_p, top_k):
+@pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.85, 0, 0.0), (1.0, 6, 0.0), (1.0, 0, 0.0), (1.0, 0, 0.2)])
+def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, prompts, top_p, top_k, min_p):
     policy = served.learner.policy
     n, prompt = 4000, prompts.ids[0][:9]
-    how = replace(served.sampling, temperature=2.0, top_p=top_p, top_k=top_k, max_completion_tokens=1)
+    how = replace(served.sampling, temperature=2.0, top_p=top_p, top_k=top_k, min_p=min_p, max_completion_tokens=1)
     torch.manual_seed(1)
     drawn = replace(served, sampling=how).draw(Prompts(prompts.problems[:1], [prompt]), n).completion_ids[:, 0]
     with torch.no_grad():
         logits = policy(torch.tensor([prompt])).logits[0, -1] / 2.0
-    exact = reference.nucleus(logits, top_p, top_k)
+    exact = reference.nucleus(logits, top_p, top_k, min_p)
     assert (n * exact >= 5).sum() >= 4
     reference.assert_drawn_from(exact, drawn, least=1e-3)
 

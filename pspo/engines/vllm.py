@@ -91,7 +91,7 @@ class VLLM:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

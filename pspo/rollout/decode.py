@@ -68,18 +68,20 @@ class BufferedLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
 
-def sample_nucleus(logits: Tensor, top_p: float) -> Tensor:
+def sample_nucleus(logits: Tensor, top_p: float, min_p: float = 0.0) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Takes logits (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the nucleus'
-    edge all belong to it; the library keeps an arbitrary few of them.
+    Those less likely than min_p times the likeliest are not in it. Takes logits (b, V) float32, after temperature;
+    returns tokens (b,) int64. Equally likely tokens at the nucleus' edge all belong to it; the library keeps an
+    arbitrary few of them.
     """
     probs = logits.softmax(dim=1)
     limit = top_p if top_p < 1 else float("inf")
-    return _sample_sorted(probs, limit) if probs.is_cuda else _sample_by_rejection(probs, limit)  # a GPU would wait
+    sample = _sample_sorted if probs.is_cuda else _sample_by_rejection  # a GPU would wait
+    return sample(probs, limit, min_p)
 
 
-def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
+def _sample_by_rejection(probs: Tensor, limit: float, min_p: float = 0.0) -> Tensor:
     """Draw from the whole distribution, again where that is outside the nucleus; what still is, from sorted ones."""
     cdf = probs.cumsum(dim=1, dtype=torch.float64)  # float32 would round a rare token's share by a per cent
     rows = torch.arange(len(probs))
@@ -88,32 +90,33 @@ def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
         u = torch.rand(len(rows), 1, dtype=torch.float64) * cdf[:, -1:]
         drawn = torch.searchsorted(cdf, u, right=True).clamp(max=probs.shape[1] - 1)  # (len(rows), 1)
         tokens[rows] = drawn.squeeze(1)
-        above = (probs * (probs > probs.gather(1, drawn))).sum(dim=1)
-        outside = above >= limit
+        own = probs.gather(1, drawn)
+        above = (probs * (probs > own)).sum(dim=1)
+        outside = (above >= limit) | (own < min_p * probs.amax(dim=1, keepdim=True)).squeeze(1)
         rows, probs, cdf = rows[outside], probs[outside], cdf[outside]
         if not len(rows):
             return tokens
-    tokens[rows] = _sample_sorted(probs, limit)
+    tokens[rows] = _sample_sorted(probs, limit, min_p)
     return tokens
 
 
-def _sample_sorted(probs: Tensor, limit: float) -> Tensor:
+def _sample_sorted(probs: Tensor, limit: float, min_p: float = 0.0) -> Tensor:
     probs, tokens = probs.sort(dim=1, descending=True)
-    kept = probs * (probs >= _edge(probs, limit))
+    kept = probs * (probs >= _edge(probs, limit, min_p))
     # as torch.multinomial, without its check, which aborts the process on a GPU if a logit is NaN
     return tokens.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
+def in_nucleus(probs: Tensor, top_p: float, min_p: float = 0.0) -> Tensor:
     """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V); without impossible tokens."""
-    edge = _edge(probs.sort(dim=1, descending=True).values, top_p if top_p < 1 else float("inf"))
+    edge = _edge(probs.sort(dim=1, descending=True).values, top_p if top_p < 1 else float("inf"), min_p)
     return (probs >= edge) & (probs > 0)
 
 
-def _edge(ordered: Tensor, limit: float) -> Tensor:
+def _edge(ordered: Tensor, limit: float, min_p: float) -> Tensor:
     """The least probability inside the nucleus, (b, 1), of probabilities (b, V) in descending order."""
     inside = ordered.cumsum(dim=1) - ordered < limit
-    return ordered.where(inside, torch.inf).amin(dim=1, keepdim=True)
+    return ordered.where(inside, torch.inf).amin(dim=1, keepdim=True).maximum(min_p * ordered[:, :1])
 
 
 def decode(
@@ -169,15 +172,15 @@ def decode(
         scores = logits_processor(rows[live, :end], logits)
         if sampling.nucleus:
             column, probs = end - prompt_length, (logits / (sampling.temperature or 1.0)).softmax(dim=1)
-            kept = in_nucleus(scores.softmax(dim=1), sampling.top_p)
+            kept = in_nucleus(scores.softmax(dim=1), sampling.top_p, sampling.min_p)
             scores = scores.masked_fill(~kept, -torch.inf)
             mass[live, column] = (probs * kept).sum(dim=1).where(~ended, 0.0)
             kept &= ~ended[:, None]
             counts[live, column] = kept.sum(dim=1)
             row, ids = kept.nonzero(as_tuple=True)
             kept_tokens.append((live[row], ids))
-        top_p = 1.0 if sampling.nucleus else sampling.top_p  # the scores are cut already
-        tokens = sample_nucleus(scores, top_p) if sampling.temperature > 0 else scores.argmax(dim=1)
+        cuts = (1.0, 0.0) if sampling.nucleus else (sampling.top_p, sampling.min_p)  # the scores are cut already
+        tokens = sample_nucleus(scores, *cuts) if sampling.temperature > 0 else scores.argmax(dim=1)
         tokens = tokens.where(~ended, sampling.pad_id)
         rows[live, end] = tokens
         if logprobs is not None:

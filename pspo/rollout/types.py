@@ -35,6 +35,7 @@ class Sampling:
     temperature: float = 0.6  # 0 decodes greedily
     top_p: float = 0.85
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_completion_tokens: int = 128
     min_completion_tokens: int = 0
@@ -61,7 +62,8 @@ class Sampling:
         return GenerationConfig(
             do_sample=not greedy,
             temperature=1.0 if greedy else self.temperature,
-            top_p=self.top_p if self.library and not greedy else 1.0,  # else `sample_nucleus` applies it
+            top_p=self.top_p if self.library and not greedy else 1.0,  # else `sample_nucleus` applies it, and min_p
+            min_p=self.min_p or None if self.library and not greedy else None,
             top_k=50 if greedy else self.top_k,  # 50 is the library's default: any other draws a warning when greedy
             repetition_penalty=self.repetition_penalty,
             num_beams=1,
