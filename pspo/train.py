@@ -37,7 +37,7 @@ def train(run: Run) -> dict[str, Any]:
         with run.phase("train"):
             steps = update(run.learner, experience.rollout, experience.advantages, run.config)  # epochs x minibatches
         run.delay.collect_prefetched()
-        run.recorder.describe(experience, steps)
+        run.recorder.begin_line(experience, steps)
         run.conclude_rollout()  # validate, write, save
         run.tell(experience, steps)
     return run.finish()

@@ -64,7 +64,7 @@ def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, d
                     experience = run.delay.push(draw(run))
                 with run.phase("train"):
                     steps = update(run.learner, experience.rollout, experience.advantages, run.config)
-                run.recorder.describe(experience, steps)
+                run.recorder.begin_line(experience, steps)
                 run.conclude_rollout()
                 policies.append(deepcopy(run.learner.policy.state_dict()))
                 yield done, run, policies

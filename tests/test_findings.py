@@ -22,6 +22,8 @@ HEALTHY = {
 }  # fmt: skip
 SUMMARY = {"best_step": 80, "optimizer_steps": 100, "validation": {
     "best": {"validation_reward": 0.9}, "final": {"validation_reward": 0.89}}}  # fmt: skip
+LATE = SUMMARY | {"best_step": 20, "validation": {
+    "best": {"validation_reward": 0.9}, "final": {"validation_reward": 0.5}}}  # fmt: skip
 FAULTS = {
     "skipped_steps": ({"steps_skipped": [0] * (N - 4) + [2] * 4}, "8 of 100 optimizer steps were skipped"),
     "unknown_rewards": ({"reward_unknown_share": 0.25}, "25.0% of the completions had no reward"),
@@ -67,13 +69,19 @@ def test_each_fault_is_found(name):
 
 
 def test_a_best_model_long_before_the_end_is_found():
-    validation = {"best": {"validation_reward": 0.9}, "final": {"validation_reward": 0.5}}
-    findings = found({}, {"best_step": 20, "optimizer_steps": 100, "validation": validation})
-    assert [finding.text for finding in findings] == ["the best model is step 20's (0.900); step 100's has 0.500"]
+    assert [finding.text for finding in found({}, LATE)] == [
+        "the best model is step 20's (0.900); step 100's has 0.500"
+    ]
 
 
 def test_every_rule_has_a_fault_here():
-    assert inspect.getsource(check).count("yield Finding(") == len(FAULTS) + 1  # and the best model long before the end
+    lines, first = inspect.getsourcelines(check)
+    rules = {first + i for i, line in enumerate(lines) if "yield Finding(" in line}
+    found_here = set()
+    for metrics, summary in [*((metrics, SUMMARY) for metrics, _ in FAULTS.values()), ({}, LATE)]:
+        findings = check(pd.DataFrame(HEALTHY | metrics), CONFIG, summary)
+        found_here |= {findings.gi_frame.f_lineno for _ in findings}  # the line of its rule
+    assert found_here == rules
 
 
 def test_the_worst_comes_first_and_few_rollouts_say_nothing():

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import difflib
 import functools
-import importlib
 import inspect
 import os
 import re
@@ -31,6 +30,7 @@ from pspo.config import require
 from pspo.model import is_out_of_memory
 from pspo.records.escape import one_line, tolerate_output
 from pspo.records.files import Settings, as_argument, flat, own_modules, to_yaml
+from pspo.tasks.environment import import_path
 
 C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
@@ -309,11 +309,6 @@ def resolve(value: Any, base: type, switch: str) -> Any:
     if inspect.isclass(target) and (not issubclass(target, base) or inspect.isabstract(target)):
         raise ValueError(f"--{switch} needs a subclass of {base.__name__} with all its methods, and {value} is none")
     return value
-
-
-def import_path(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def subclasses(base: type) -> list[type]:

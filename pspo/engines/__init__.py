@@ -15,7 +15,7 @@ from pspo.config import TrainConfig
 from pspo.optimizers.learner import Learner
 from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
 from pspo.rollout.types import Nucleus
-from pspo.tasks.environment import import_path
+from pspo.tasks.environment import import_for
 
 BUILT_IN = {"vllm": "pspo.engines.vllm.VLLM"}
 
@@ -84,7 +84,7 @@ class EngineSampler:
 def find_engine(name: str) -> type[Engine]:
     """Import the class of --rollout.engine; raises ValueError if there is none, or its library is not installed."""
     rule = f"give transformers, {', '.join(BUILT_IN)}, or the import path of a class"
-    engine = import_path(BUILT_IN.get(name, name), "rollout.engine", rule)
+    engine = import_for("rollout.engine", BUILT_IN.get(name, name), rule)
     if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
         raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.engines.Engine says what it needs")
     engine.check()

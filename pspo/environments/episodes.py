@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo.config import SpecialTokens
 from pspo.model.chat import encode, render_prompts
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling
+from pspo.rollout import Prompts, Rollout, RolloutSampler, Sampling
 from pspo.tasks.environment import Environment, MakeEnvironment
 
 
@@ -53,7 +53,7 @@ class EnvironmentSampler:
     ``sampling.max_turns``, before the environment ends it is truncated.
     """
 
-    sampler: Sampler
+    sampler: RolloutSampler
     make_environment: MakeEnvironment
     special_tokens: SpecialTokens = "text"  # what they are in observations
 

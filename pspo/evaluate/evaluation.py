@@ -12,7 +12,7 @@ from pspo.cli.progress import Bar
 from pspo.cli.user_code import fail_together
 from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.results import Evaluation
-from pspo.rollout import Prompts, Sampler
+from pspo.rollout import Prompts, RolloutSampler
 from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
@@ -53,7 +53,7 @@ def chunks(
 
 
 def evaluate(
-    sampler: Sampler,
+    sampler: RolloutSampler,
     prompts: Prompts,
     reward: RewardConfig,
     *,
@@ -102,7 +102,9 @@ def evaluate(
     return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])
 
 
-def complete(sampler: Sampler, prompts: Prompts, chunk: Chunk, reward: RewardConfig, step: int) -> list[dict[str, Any]]:
+def complete(
+    sampler: RolloutSampler, prompts: Prompts, chunk: Chunk, reward: RewardConfig, step: int
+) -> list[dict[str, Any]]:
     """Draw and score a chunk's completions, one record each."""
     sampling, rollout = sampler.sampling, sampler.draw(prompts.take(chunk.problems), len(chunk.samples))
     texts, problems = rollout.texts, [prompts.problems[i] for i, _ in chunk.keys]

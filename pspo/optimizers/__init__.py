@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from itertools import compress
 
 import torch
@@ -75,4 +76,13 @@ def make_scheduler(
         progress = (step - config.warmup_steps) / decay
         return max(0.0, 0.5 * (1 + math.cos(math.pi * progress))) if config.schedule == "cosine" else 1.0
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return schedule(optimizer, factor)
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The optimizer's own learning rate times ``factor(step)``, continued after ``steps`` steps."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # LambdaLR would take that of an earlier schedule
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, steps - 1)

@@ -11,6 +11,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.hub.adapters import StartingAdapters
+from pspo.optimizers import schedule
 from pspo.records.tokens import TokenRecord
 
 
@@ -40,9 +41,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         if self.scheduler is None:
-            for group in self.optimizer.param_groups:
-                group["initial_lr"] = group["lr"]  # an optimizer restored from a run has that of the run's schedule
-            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+            self.scheduler = schedule(self.optimizer, lambda _: 1.0)
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
@@ -53,20 +52,15 @@ class Learner:
             "steps": self.steps,
             "microbatch_limit": self.microbatch_limit,  # a resumed run computes in the same shapes
             "optimizer": self._optimizer_state().state_dict(),
-            "scheduler": self.scheduler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and the like stay this optimizer's own."""
         self.steps, self.microbatch_limit = state["steps"], state["microbatch_limit"]
-        peak = self.optimizer.defaults["lr"]
         self._optimizer_state().load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        lr = peak * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
         for group in self.optimizer.param_groups:
             group.update({name: value for name, value in self.optimizer.defaults.items() if name in group})
-            group.update(initial_lr=peak, lr=lr)
-        self.scheduler.base_lrs, self.scheduler._last_lr = [peak], [lr]
+        self.scheduler = schedule(self.optimizer, self.scheduler.lr_lambdas[0], self.steps)
 
     def _optimizer_state(self) -> torch.optim.Optimizer | dist.UnshardedState:
         """The optimizer; of a sharded one what is no shard, which are saved with the weights."""

@@ -4,5 +4,5 @@ from pspo.rollout.advantages import group_relative_advantages
 from pspo.rollout.experience import Drawing, Experience
 from pspo.rollout.generate import as_rollout, check_decoder, generate, inference, left_pad, make_sampling
 from pspo.rollout.prompts import Prompts, encode_prompts, load_prompts, prompt_order
-from pspo.rollout.sampler import Sampler, TransformersSampler
+from pspo.rollout.sampler import RolloutSampler, TransformersSampler
 from pspo.rollout.types import Batch, Rollout, Sampling, to_device

@@ -16,7 +16,7 @@ from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Rollout, Sampling
 
 
-class Sampler(Protocol):
+class RolloutSampler(Protocol):
     """Draws rollouts as its `sampling` says: a frozen dataclass, so that `replace` makes one of another sampling."""
 
     tokenizer: PreTrainedTokenizerBase

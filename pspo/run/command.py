@@ -1,7 +1,6 @@
 """The command ``python -m pspo.train`` around the training loop: what it prints, and how it ends."""
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ from pspo.rollout import Experience, Prompts
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
-from pspo.tasks.datasets import without_duplicates
 from pspo.tasks.failures import user_frames, user_traceback
 
 
@@ -125,9 +123,9 @@ def describe_duplicates(split: str, prompts: dict[str, Prompts]) -> str:
     """Such as " (41 repeated, 3 also in validation or test)", of the training problems; "" if there are none."""
     if split != "train":
         return ""
-    train, *others = (its.problems for its in prompts.values())
-    once, both = without_duplicates(train), without_duplicates(train, itertools.chain(*others))
-    counts = {"repeated": len(train) - len(once), "also in validation or test": len(once) - len(both)}
+    train, *others = ({repr(problem.prompt) for problem in its.problems} for its in prompts.values())
+    repeated, leaked = len(prompts["train"]) - len(train), len(train & set().union(*others))
+    counts = {"repeated": repeated, "also in validation or test": leaked}
     parts = [f"{n:,} {what}" for what, n in counts.items() if n]
     return f" ({', '.join(parts)})" if parts else ""
 

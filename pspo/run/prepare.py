@@ -33,7 +33,7 @@ from pspo.run.delay import Delay
 from pspo.run.generators import Generators
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.run.resume import check_changes, fork_parent, holds_steps, restore, run_to_resume
+from pspo.run.resume import check_or_start_anew, fork_parent, holds_steps, restore, run_to_resume
 from pspo.run.run import Run
 from pspo.run.sampler import Sampler
 from pspo.run.validator import Validator
@@ -140,7 +140,7 @@ def find_output(config: TrainConfig, settings: records.Settings, resources: cont
     check_output(output)
     if resumed:
         resources.enter_context(claim(output))
-        check_changes(output, settings)
+        check_or_start_anew(output, settings)
         if changed := records.changed_code(output, settings):
             advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from forks it"
             print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)

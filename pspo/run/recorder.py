@@ -83,7 +83,7 @@ class Recorder:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def describe(self, experience: Experience, steps: list[dict[str, float]]) -> None:
+    def begin_line(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Count a rollout that was trained on, begin its line (statistics of all ranks' rows), and write its tokens."""
         self.steps, self.first_step = steps, self.learner.steps - len(steps)
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens))

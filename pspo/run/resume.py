@@ -165,7 +165,7 @@ def allowed_changes(run: Path, settings: Settings) -> set[str]:
     return allowed
 
 
-def check_changes(run: Path, settings: Settings) -> None:
+def check_or_start_anew(run: Path, settings: Settings) -> None:
     """Raise ValueError for changes that are not allowed; empty a run that holds no step yet instead: it starts anew."""
     try:
         allowed_changes(run, settings)

@@ -19,8 +19,7 @@ from pspo.engines import EngineError, EngineSampler, find_engine
 from pspo.environments import EnvironmentSampler
 from pspo.optimizers.learner import Learner
 from pspo.records.folders import RunFailed
-from pspo.rollout import Prompts, Rollout, TransformersSampler, check_decoder, make_sampling
-from pspo.rollout import Sampler as AnySampler
+from pspo.rollout import Prompts, Rollout, RolloutSampler, TransformersSampler, check_decoder, make_sampling
 from pspo.run.generators import Generators
 from pspo.tasks.environment import MakeEnvironment
 
@@ -74,11 +73,11 @@ class Sampler:
         sampler.generators = contextlib.nullcontext()
         return sampler
 
-    def greedy(self, policy: transformers.PreTrainedModel) -> AnySampler:
+    def greedy(self, policy: transformers.PreTrainedModel) -> RolloutSampler:
         """Greedy decoding of a policy, never by an engine."""
         return self._in_environment(replace(self.decoder, policy=policy, sampling=self.sampling.greedy()))
 
-    def _in_environment(self, sampler: AnySampler) -> AnySampler:
+    def _in_environment(self, sampler: RolloutSampler) -> RolloutSampler:
         special_tokens = self.config.data.special_tokens
         make = self.make_environment
         return EnvironmentSampler(sampler, make, special_tokens) if make else sampler

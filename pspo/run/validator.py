@@ -18,8 +18,7 @@ from pspo.hub.save import save_model
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.records.files import describe_changes, to_jsonl, write_text
 from pspo.records.folders import writing
-from pspo.rollout import Prompts
-from pspo.rollout import Sampler as AnySampler
+from pspo.rollout import Prompts, RolloutSampler
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
 
@@ -96,7 +95,7 @@ class Validator:
 
         return self.evaluate("test", self.sampler.greedy(policy), f"test {when}", keep)
 
-    def evaluate(self, split: str, sampler: AnySampler, bar: str, use: Callable[[Evaluation], T]) -> T:
+    def evaluate(self, split: str, sampler: RolloutSampler, bar: str, use: Callable[[Evaluation], T]) -> T:
         """Draw one completion of each prompt; ``use`` makes of rank 0's evaluation what all ranks get.
 
         The ranks share the prompts evenly, unless they must decode in step.

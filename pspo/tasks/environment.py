@@ -23,11 +23,16 @@ class Environment(Protocol):
 MakeEnvironment = Callable[[], Environment]
 
 
-def import_path(path: str, switch: str, rule: str) -> Any:
-    """Import the class or function that a switch names; raises ValueError with the rule if there is none."""
+def import_path(path: str) -> Any:
+    """Import a class or function."""
     module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def import_for(switch: str, path: str, rule: str) -> Any:
+    """Import the class or function that a switch names; raises ValueError with the rule if there is none."""
     try:
-        return getattr(importlib.import_module(module), name)
+        return import_path(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--{switch} {path} cannot be imported ({error}): {rule}") from error
 
@@ -37,7 +42,7 @@ def load_environment(path: str | None) -> MakeEnvironment | None:
     if path is None:
         return None
     rule = "give the import path of a class, such as pspo.tasks.calculator.Calculator"
-    environment = import_path(path, "rollout.environment", rule)
+    environment = import_for("rollout.environment", path, rule)
     try:
         example = environment()
     except TypeError as error:

@@ -17,7 +17,7 @@ from scipy.stats import t
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.cli.parse import import_path, resolve, subclasses
+from pspo.cli.parse import resolve, subclasses
 from pspo.evaluate.findings import find
 from pspo.losses import Surrogate, token_weights
 from pspo.records.files import read_json, read_jsonl
@@ -37,6 +37,7 @@ from pspo.report.runs import (
     untrained,
 )
 from pspo.report.tables import SEEDS_FOR_AN_INTERVAL
+from pspo.tasks.environment import import_path
 
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
