@@ -175,6 +175,8 @@ class DataConfig(Section, name="data"):
         holdout: share that becomes the test split if the source has a single split
         deduplicate: train on each prompt once in a pass, and on none that is in the validation or test split
         system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
+        chat_template: arguments of the chat template, such as {enable_thinking: false}; saved in the model's template
+        chat_template_file: Jinja file of a chat template to use, and to save with the model; unset, the model's own
         max_prompt_tokens: drop problems with longer prompts
         special_tokens: in problems and observations, such as <|im_end|>, are encoded as text; allow keeps them tokens
     """
@@ -194,6 +196,8 @@ class DataConfig(Section, name="data"):
     holdout: float = number(0.0, "in [0, 1)")
     deduplicate: bool = False
     system_prompt: str | None = None
+    chat_template: dict[str, Any] | None = None
+    chat_template_file: str | None = None
     max_prompt_tokens: int = number(512, "above 0")
     special_tokens: SpecialTokens = "text"
 

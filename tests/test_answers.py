@@ -95,6 +95,11 @@ def test_numbers_in_a_text(text, values):
         # Several markers: the last counts.
         ("#### 5\n#### 6", 6, True), ("#### 5 #### 6", 6, True), ("#### 5\n#### 6 apples", 6, False),
         ("#### 5\n##### 6", 5, True), ("#### 5\n####", 5, False),
+        # After thoughts, of which the last is closed; R1's template opens the first itself.
+        ("<think>5 or 6\n#### 6</think>\n\n#### 7", 7, True), ("<think>#### 6</think>It is 7.", 7, False),
+        ("<think>\n\n</think>\n\n#### 7", 7, True), ("a</think>b</think>7", 7, False), ("7<think>", None, False),
+        ("<think>so\n#### 6", None, False), ("<think>a</think>\n#### 7\n<think>", None, False),
+        ("<think>6</think>", None, False), ("#### 5\n</think>", None, False), ("<think>a</think>think> 7", 7, False),
         # Nothing to find.
         ("", None, False), ("####", None, False), ("no idea", None, False), ("#### 3/0", None, False),
     ],
@@ -226,6 +231,9 @@ def test_hostile_text_takes_linear_time(text):
         ("anything", None, None, None),
         ("#### 3.0000001", 3, True, True),
         ("3 apples, 4 pears", 3, False, True),
+        ("<think>3 or 4</think>\n#### 4", 3, False, True),
+        ("<think>or hello</think>\n\nolleh", "olleh", True, True),
+        ("<think>olleh", "olleh", False, True),
     ],
 )
 def test_gold_answers_of_every_kind(completion, gold, correct, anywhere):

@@ -107,9 +107,14 @@ def test_the_reward_is_its_weighted_sum():
 def test_the_evaluation_command_measures_the_runs_own_reward():
     reward = RewardConfig(functions=[ExactMatch(ignore_case=True), shlex.quote], weights=[1, 0.2])
     rollout = RolloutConfig(stop_strings=["\n\n", "it's"], stop_tokens=["<|im_end|>"])
-    config = TrainConfig(reward=reward, data=DataConfig(name="letters"), rollout=rollout)
+    data = DataConfig(name="letters", chat_template={"enable_thinking": False}, chat_template_file="/home/me/my.jinja")
+    config = TrainConfig(reward=reward, data=data, rollout=rollout)
+    card = model_card(config, problems=1, step=1, tokens=1, tests={}, validations=[])
+    assert 'Chat template: the saved one, with {"enable_thinking": false}' in card
+    assert "my.jinja" not in card
     words = shlex.split(evaluate_command(config, "runs/mine/best"))
     assert words[:3] == ["python", "-m", "pspo.evaluate"]
     parsed, _ = parse(EvaluateConfig, "pspo.evaluate", words[3:])
     assert parsed.reward == reward
+    assert parsed.data.chat_template == data.chat_template
     assert (parsed.eval.stop_strings, parsed.eval.stop_tokens) == (rollout.stop_strings, rollout.stop_tokens)

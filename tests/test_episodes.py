@@ -4,13 +4,14 @@ import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 
 import pspo.evaluate.__main__
 import pspo.train
-from pspo.config import ModelConfig, RewardConfig, RolloutConfig
+from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.evaluate.evaluation import evaluate
@@ -21,6 +22,7 @@ from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
 from pspo.tasks.calculator import Calculator, calculate
 
+QWEN3 = Path(__file__).with_name("qwen3.jinja")
 CALCULATOR = "pspo.tasks.calculator.Calculator"
 
 
@@ -198,6 +200,23 @@ def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
     assert tokenizer.decode(ids) == "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
     assert observation_ids(tokenizer, "7", after=tokenizer.pad_token_id) == [end, *ids]
     assert tokenizer.decode(observation_ids(tokenizer, "\0 x", after=end)).count("\0 x") == 1
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_what_was_thought_stays_as_it_was_sampled(sampling, thinking):
+    """Under Qwen3's template, which trims thoughts, and leaves out those before the last turn of the user's."""
+    data = DataConfig(chat_template_file=str(QWEN3), chat_template={"enable_thinking": thinking})
+    tokenizer = load_tokenizer(ModelConfig(), data)
+    turns = [["<think>It is\n\n 7 </think>7|"], ["<think>\n8?\n</think>\n\n8|"], ["9|"]]
+    rollout, script, prompts = play(tokenizer, sampling, *turns, group_size=1)
+    (row,) = rows_of(rollout)
+    assert script.calls[2][0] == [prompts[0] + [token for token, _ in row[: -len(tokenizer("9|")["input_ids"])]]]
+    written = [tokenizer(text.replace("|", "<|im_end|>"))["input_ids"] for (text,) in turns]
+    assert [token for token, drawn in row if drawn] == [token for turn in written for token in turn]
+    begin = "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not thinking)
+    observed = "".join(f"\n<|im_start|>user\n{text}<|im_end|>\n{begin}" for text in ("1 and 26", "2 and 22"))
+    assert tokenizer.decode([token for token, drawn in row if not drawn]) == observed
+    assert tokenizer.decode(prompts[0]).endswith(begin)
 
 
 @pytest.mark.parametrize("special_tokens", ["text", "allow"])

@@ -38,6 +38,7 @@ peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
 LORA = ModelConfig("tiny-base", lora=LoraConfig(rank=4))
 SMALL = (
+    "--data.chat_template={messages: []}",
     "--model.lora.rank=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1",
     "--run.max_steps=4", "--run.validate_every=2", "--run.validation_limit=4", "--run.test_limit=2",
     "--run.save_every=1", "--data.limit=9", "--optimizer.lr=1e-2", "--run.keep=9",
@@ -200,6 +201,9 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
         assert all("lora_" in name for name in weights)
         assert not (folder / "model.safetensors").exists()
     assert json.loads((run / "final/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny-base"
+    template = (run / "final/chat_template.jinja").read_text()  # which has the run's arguments
+    assert template != load_tokenizer(ModelConfig()).chat_template
+    assert load_tokenizer(ModelConfig(str(run / "final"))).chat_template == template
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float32)
     theirs, ours = (
         peft.PeftModel.from_pretrained(base, run / "final"),
@@ -211,6 +215,7 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
         merged = tmp_path / "merged"
         pspo.export.__main__.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
         whole = AutoModelForCausalLM.from_pretrained(merged)
+        assert (merged / "chat_template.jinja").read_text() == template
         card = (merged / "README.md").read_text()
         assert "library_name: transformers" in card
         assert "| adapters | rank 4, alpha 32, all-linear |" in card

@@ -5,13 +5,14 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
-from pspo.hub.models import load_tokenizer, room_for_prompts
+from pspo.hub.models import load_tokenizer, room_for_prompts, with_arguments
 from pspo.model.chat import encode, encode_marked, most_tokens, render_prompts
 from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.rollout import prompts as prompts_module
@@ -252,6 +253,41 @@ def test_prompts_with_special_tokens_are_counted(tokenizer, tmp_path, capsys, sp
         advice = "--data.special_tokens allow keeps them"
         assert output == f"{dropped}file test: special tokens in 2 of 3 prompts are text; {advice}\n"
     assert prompts.ids[0] == encode_prompts(tokenizer, ["3 + 4"], SYSTEM_PROMPT, "allow")[0]
+
+
+QWEN3 = Path(__file__).with_name("qwen3.jinja")
+
+
+@pytest.mark.parametrize("arguments", [None, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_arguments_of_the_template_are_those_of_the_library_and_saved(tmp_path, arguments):
+    loaded = load_tokenizer(ModelConfig(), DataConfig(chat_template=arguments, chat_template_file=str(QWEN3)))
+    thought = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nHello"}
+    for chat in ([USER], [SYSTEM, USER, thought, USER]):
+        whole = load_tokenizer(ModelConfig()).apply_chat_template(
+            chat, chat_template=QWEN3.read_text(), tokenize=False, add_generation_prompt=True, **arguments or {}
+        )
+        assert render_prompts(loaded, [chat], "") == [whole]
+        assert whole.endswith("<think>\n\n</think>\n\n") == (arguments == {"enable_thinking": False})
+        assert "Why?" not in whole
+    loaded.save_pretrained(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert render_prompts(saved, [[USER]], "") == render_prompts(loaded, [[USER]], "")
+    for value in (False, True):  # who asks for it has the last word
+        text = saved.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, enable_thinking=value)
+        assert ("</think>" in text) == (not value)
+
+
+def test_arguments_of_any_kind_reach_the_template(tokenizer):
+    values = {"a": 'it\'s {{ "x" }}\n', "b": None, "c": [1, -2.5, {"d": True}], "e": 0}
+    template = "{{ [a, b, c, e] | tojson }}"
+    tokenizer.chat_template = with_arguments(template, values)
+    assert json.loads(render_prompts(tokenizer, ["Hi"])[0]) == list(values.values())
+    with pytest.raises(
+        ValueError, match=r"--data\.chat_template sets enable_thought, which the chat template does not"
+    ):
+        load_tokenizer(ModelConfig(), DataConfig(chat_template={"enable_thought": False}))
+    with pytest.raises(ValueError, match=r"--data\.chat_template_file must be a file, got 'nowhere.jinja'"):
+        load_tokenizer(ModelConfig(), DataConfig(chat_template_file="nowhere.jinja"))
 
 
 def test_fingerprint_covers_prompts_tokenizer_answers_and_fields(tokenizer):

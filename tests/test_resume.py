@@ -402,9 +402,11 @@ def test_a_resumed_run_keeps_its_name_unless_it_gets_another(capfd):
 
 def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd):
     left = contents(cut_off)
-    assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=5", "--run.keep=1") == 2
+    template = "--data.chat_template={messages: []}"
+    assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=5", "--run.keep=1", template) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert "--algorithm.surrogate was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in line
+    assert "--data.chat_template was None, is {'messages': []}" in line
     assert "--run.max_steps was 6, is 5" in line  # the learning rate falls with the run's length
     assert contents(cut_off) == left
 

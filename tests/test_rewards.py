@@ -483,6 +483,8 @@ def test_exact_match():
     problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction(5))]
     completions = ["It is\n#### New  York", "New York", "#### a", "x", "5"]
     assert ExactMatch()(completions, problems) == [1, 0, 0, None, 1]
+    assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
+    assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
 
 
@@ -500,6 +502,7 @@ def test_regex_match_ends_on_hostile_texts():
     ("completion", "letter"),
     [("#### B", "B"), ("(A)\n#### (C).", "C"), (r"\boxed{D}", "D"), (r"\boxed{\text{A}}", "A"), ("Answer: B or", "B"),
      ("The answer is (C).", "C"), ("A? No. **Answer: B**", "B"), ("(A) is wrong, so (B)", "B"), ("E", "E"),
+     ("<think>(A)</think>(B)", "B"), ("<think>(A)", None),
      (" B. ", "B"), ("Because", None), ("", None), ("F", None), ("(" * 100_000, None), ("answer is " * 50_000, None)],
 )  # fmt: skip
 def test_multiple_choice(completion, letter):

@@ -110,6 +110,16 @@ def test_texts_have_no_special_tokens(tokenizer):
     assert rollout.texts == ["So 3 + 4 = 7.\n#### 7", tokenizer.decode(ids[:3]), tokenizer.decode(ids[:2])]
 
 
+def test_a_thought_that_the_prompt_opens_is_open_in_the_text(tokenizer):
+    ids, end = tokenizer("so</think>#### 7")["input_ids"], SAMPLING.stop_ids[0]
+    prompts = [
+        tokenizer(f"<|im_start|>assistant\n{text}")["input_ids"] for text in ("<think>\n", "", "<think>a</think>")
+    ]
+    sampling = replace(SAMPLING, max_completion_tokens=40)
+    rollout = generate(Scripted([[*ids, end]] * 3), tokenizer, prompts, sampling)
+    assert rollout.texts == [f"{text}so</think>#### 7{tokenizer.decode([end])}" for text in ("<think>", "", "")]
+
+
 # ---------------------------------------------------------------- rollouts and their rows
 
 

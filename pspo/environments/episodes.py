@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from pspo.config import SpecialTokens
-from pspo.model.chat import encode, render_prompts
+from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.rollout import Prompts, Rollout, RolloutSampler, Sampling
 from pspo.tasks.environment import Environment, MakeEnvironment
 
@@ -86,7 +86,8 @@ class EnvironmentSampler:
                 episode = episodes[row]
                 room = limit - len(episode.ids)
                 if length > room:  # another row had more
-                    length, ended, text = room, False, tokenizer.decode(ids[:room], skip_special_tokens=True)
+                    context = [*prompts.ids[row // group_size], *episode.ids]
+                    length, ended, [text] = room, False, completion_texts(tokenizer, [context], [ids[:room]])
                 observation = episode.take_turn(ids[:length], text, ended)
                 if observation is not None and turns_left:
                     ids = observation_ids(tokenizer, observation, episode.ids[-1], self.special_tokens)

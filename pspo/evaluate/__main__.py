@@ -56,7 +56,7 @@ def prepare(
     """Load everything, and make the output folder; ValueError if it holds another evaluation."""
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, resolved))
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     make_environment = load_environment(config.eval.environment)

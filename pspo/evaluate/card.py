@@ -79,7 +79,11 @@ def model_card(
         for measure in [name for name in VALIDATION if name in validation]:
             value = as_text(measure, validation[measure])
             measured.append(f"| step {validation['step']:,} | {VALIDATION[measure]} on validation problems | {value} |")
-    data = replace(config.data, path=config.data.path and "path/to/data")  # no path of this machine
+    arguments, file = config.data.chat_template, config.data.chat_template_file
+    template = "\n\nChat template: the saved one" + (f", with {as_argument(arguments)}" if arguments else "")
+    template = template if arguments or file else ""
+    # no path of this machine; the model has the template
+    data = replace(config.data, path=config.data.path and "path/to/data", chat_template_file=None)
     command = evaluate_command(replace(config, data=data), "path/to/this/model")
     parts = [
         f"---\n{front.to_yaml()}\n---",
@@ -87,7 +91,7 @@ def model_card(
         "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in made.items() if value)]),
         "## Evaluation",
         "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
-        f"## Use\n\nSystem prompt: {config.data.system_text or 'none'}",
+        f"## Use\n\nSystem prompt: {config.data.system_text or 'none'}{template}",
         f"```bash\n{command}\n```",
     ]
     return "\n\n".join(parts) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import jinja2
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from pspo.config import ModelConfig
+from pspo.config import DataConfig, ModelConfig, require
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -45,9 +46,18 @@ def from_pretrained(auto_class: Any, model: ModelConfig, /, **options: Any) -> A
         return auto_class.from_pretrained(source, **how, **options)
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer; raises ValueError if the model cannot be found, or lacks what prompts and stopping need."""
-    tokenizer = from_pretrained(AutoTokenizer, config.resolved())
+def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template of --data.chat_template_file or of the adapters, and its arguments in it.
+
+    Raises ValueError if the model cannot be found, or lacks what prompts and stopping need.
+    """
+    model, data = config.resolved(), data or DataConfig()
+    tokenizer, file = from_pretrained(AutoTokenizer, model), Path(model.lora.name_or_path or "", "chat_template.jinja")
+    if data.chat_template_file is not None:
+        file = Path(data.chat_template_file).expanduser()
+        require(file.is_file(), "data.chat_template_file", "must be a file", data.chat_template_file)
+    if data.chat_template_file is not None or (model.lora.name_or_path and file.is_file()):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
         (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
@@ -57,7 +67,21 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
+    if data.chat_template:
+        tokenizer.chat_template = with_arguments(tokenizer.get_chat_template(), data.chat_template)
     return tokenizer
+
+
+def with_arguments(template: str, arguments: dict[str, Any]) -> str:
+    """The chat template with defaults for its arguments, so that the saved model has them; ValueError for unknown ones.
+
+    Who calls `apply_chat_template` with one of them still has the last word.
+    """
+    for name, value in arguments.items():
+        known = re.search(rf"\b{re.escape(name)}\b", template)
+        require(known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
+        template = f"{{%- set {name} = {name} | default({value!r}) %}}{template}"
+    return template
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:

@@ -120,6 +120,15 @@ def marking_copy(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenize
     return marking, ids
 
 
+def completion_texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], completions: list[list[int]]
+) -> list[str]:
+    """Completions as text, without special tokens; with the `<think>` that a template writes at the prompt's end."""
+    ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold it in any vocabulary
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return ["<think>" * end.rstrip().endswith("<think>") + text for end, text in zip(ends, texts, strict=True)]
+
+
 def most_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[float]:
     """Upper bound of each text's number of tokens, without encoding it; infinite where none is known.
 

@@ -21,12 +21,15 @@ from pspo import __version__
 
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
+MAPPINGS = {"data.chat_template", "data.splits"}  # switches whose value is a mapping
+
 
 def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
     """The values of a nested configuration by switch: {"run.seed": 0}."""
     values = {}
     for name, value in config.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        nested = isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS
+        values |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return values
 
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from pspo.config import Decoder, RolloutConfig
 from pspo.hub.models import token_ids
 from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_ids
+from pspo.model.chat import completion_texts
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Nucleus, Rollout, Sampling, join, to_device
 
@@ -98,7 +99,7 @@ def as_rollout(
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
     completion_mask = torch.arange(width, device=device) < lengths[:, None]
     tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens)
     logprobs = logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None
     return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
 

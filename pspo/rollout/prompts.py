@@ -75,7 +75,7 @@ def load_prompts(
     less shows whether it is too long. ``limit`` replaces --data.limit; an ``environment`` makes the prompts of the
     problems. Raises ValueError if none is left, or the split does not exist.
     """
-    prompt_fields = ("system_prompt", "max_prompt_tokens", "special_tokens")
+    prompt_fields = ("system_prompt", "chat_template", "chat_template_file", "max_prompt_tokens", "special_tokens")
     problem_fields = {name: value for name, value in vars(config).items() if name not in prompt_fields}
     problems = load_problems(split=split, **problem_fields | {"limit": config.limit if limit is None else limit})
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]

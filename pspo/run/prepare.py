@@ -58,7 +58,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         if config.rollout.external:
             find_engine(config.rollout.engine)
         make_environment = load_environment(config.rollout.environment)
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.data)
         token_ids(tokenizer, config.rollout.stop_tokens or ())
         prompts = load_splits(config, tokenizer, make_environment)
 

@@ -1,6 +1,13 @@
 """Problems, answers extracted from completions, and rewards."""
 
-from pspo.tasks.answers import contains_answer, extract_answer, extract_text, is_correct, matches_format
+from pspo.tasks.answers import (
+    after_thoughts,
+    contains_answer,
+    extract_answer,
+    extract_text,
+    is_correct,
+    matches_format,
+)
 from pspo.tasks.code import CodeReward
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem

@@ -13,6 +13,7 @@ A *number* is an optional sign (`+`, `-`, U+2212) and one of
   sign may follow it: `-$5` is -5. A leading `.` counts only where no digit, letter or `.` stands before it.
 - What is glued to the digits plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
 - Mixed numbers are not joined: `2\frac{1}{2}` is 2 and 1/2.
+- An answer is read after the thoughts `<think>...</think>`; a completion whose last one is not closed has none.
 
 Arithmetic is on integers and Fractions. Every quantifier below is possessive or short, so parsing takes time linear in
 the text, and no text raises.
@@ -109,6 +110,12 @@ def parse_number(text: str) -> Fraction | None:
     return number.value() if number else None
 
 
+def after_thoughts(completion: str) -> str:
+    """Return what follows the completion's thoughts `<think>...</think>`; "" if the last one is not closed."""
+    answer = completion.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer
+
+
 def _marked_line(completion: str, marker: Marker) -> str | None:
     """Return the rest of the line after the last (or first) `####`; None without a marker."""
     if marker not in ("last", "first"):
@@ -127,6 +134,7 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     It is the first number after the last (or first) marker `####` on the marker's line; without a marker, or with no
     number on that line, the last number of the whole completion. `#####` is no marker.
     """
+    completion = after_thoughts(completion)
     line = _marked_line(completion, marker)
     number = None if line is None else next(find_numbers(line), None)
     if number is None:
@@ -142,7 +150,7 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
     Blanks and tabs around the number and one `.` after it are allowed; units, currency, `%` or boxes are not.
     """
-    line = _marked_line(completion, marker)
+    line = _marked_line(after_thoughts(completion), marker)
     if line is None:
         return False
     line = line.strip(" \t").removesuffix(".").replace("\u2212", "-")
@@ -155,6 +163,7 @@ def extract_text(completion: str, marker: Marker = "last") -> str:
 
     It is the rest of the marker's line; without a marker, the whole completion.
     """
+    completion = after_thoughts(completion)
     line = _marked_line(completion, marker)
     return " ".join((completion if line is None else line).split())
 
@@ -170,7 +179,7 @@ def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | Non
 
 
 def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool | None:
-    """True if gold is anywhere in the completion (the paper's "true accuracy"); None without a gold.
+    """True if gold is anywhere in the completion (the paper's "true accuracy"), thoughts too; None without a gold.
 
     A number counts within 1e-6 of it; a text counts with white space collapsed.
     """

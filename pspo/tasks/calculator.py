@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
+from pspo.tasks.answers import after_thoughts
 from pspo.tasks.arithmetic import APPLY, WORDS, split_of, split_rng
 from pspo.tasks.problem import Problem
 
@@ -41,7 +42,7 @@ class Calculator:
         return problem.prompt
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        call = _CALL.search(text)
+        call = _CALL.search(after_thoughts(text))
         return (calculate(call[1]), 0.0, False) if call else ("", 0.0, True)
 
 

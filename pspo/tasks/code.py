@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from pspo.tasks.answers import after_thoughts
 from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
@@ -24,7 +25,8 @@ MAX_REPORT = 4096  # bytes
 
 
 def extract_code(completion: str) -> str:
-    """Return the last ```python block, or the last ``` block; without any, the whole completion."""
+    """Return the last ```python block, or the last ``` block; without any, all of it; after thoughts."""
+    completion = after_thoughts(completion)
     blocks = [block.partition("\n") for block in completion.split("```")[1::2]]
     python = [code for language, _, code in blocks if language.strip().lower() in ("python", "python3", "py")]
     return (python or [code for _, _, code in blocks] or [completion])[-1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import regex
 
-from pspo.tasks.answers import extract_text
+from pspo.tasks.answers import after_thoughts, extract_text
 from pspo.tasks.failures import RewardError, WorkerError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
@@ -93,6 +93,7 @@ class MultipleChoice(Reward):
 
     def choice(self, completion: str) -> str | None:
         """Return the letter that the completion chooses, or None."""
+        completion = after_thoughts(completion)
         one = f"([{re.escape(self.letters)}])(?![A-Za-z])"
         line = extract_text(completion) if "####" in completion else ""
         for text, pattern in (
@@ -156,7 +157,8 @@ class MathVerifyReward(Reward):
         from pspo.tasks.math_verifier import verify  # needs the extra
 
         golds = [problem.answer for problem in problems]
-        calls = [{"completion": c, "gold": str(g)} for c, g in zip(completions, golds, strict=True) if g is not None]
+        pairs = zip(map(after_thoughts, completions), golds, strict=True)
+        calls = [{"completion": answer, "gold": str(gold)} for answer, gold in pairs if gold is not None]
         results = iter(worker_pool(self.processes, MATH_MEMORY).map(verify, calls, self.seconds, TimeoutError()))
         values = [None if gold is None else next(results) for gold in golds]
         return [0.0 if isinstance(v, WorkerError | TimeoutError) else None if v is None else float(v) for v in values]
