@@ -366,7 +366,7 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
     if number == signal.SIGTERM:
         assert codes == [75, 75]
         assert checkpoints(output)[0].name == "step-000004"
-        assert "SIGTERM: stopping after this rollout" in capfd.readouterr().err
+        assert "SIGTERM: stopping after this pass or update" in capfd.readouterr().err
     else:
         assert codes == [1, -signal.SIGKILL]
         assert checkpoints(output)[0].name == "step-000002"

@@ -34,6 +34,7 @@ from processes import (
     send,
     states,
 )
+from transformers import Qwen2ForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.run.recorder
@@ -318,9 +319,8 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = [  # when, what, the exit code, the newest checkpoint
-    pytest.param(Validator, "validate", 1, [signal.SIGTERM], 75, "step-000000", id="first validation"),
     pytest.param(
-        pspo.train, "draw_prompts", 1, [signal.SIGINT], 75, "step-000002", id="rollout", marks=pytest.mark.nightly
+        pspo.train, "draw_prompts", 1, [signal.SIGINT], 75, "step-000000", id="rollout", marks=pytest.mark.nightly
     ),
     pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
     pytest.param(Checkpointer, "save", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
@@ -330,7 +330,7 @@ TOLD = [  # when, what, the exit code, the newest checkpoint
 
 @pytest.mark.parametrize(("owner", "function", "call", "signals", "code", "saved"), TOLD)
 def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, function, call, signals, code, saved):
-    """Told once, it finishes its rollout; twice, it ends at once and loses nothing that was saved."""
+    """Told once, it saves what it has computed; twice, it ends at once and loses nothing that was saved."""
 
     def action() -> int:
         before(function, at_call(call, lambda: send(*signals)), owner)
@@ -338,17 +338,55 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 
     assert forked(action) == code
     err = capfd.readouterr().err
-    assert f"\n{signals[0].name}: stopping after this rollout" in err
+    assert f"\n{signals[0].name}: stopping after this pass or update" in err
     assert "--run.output_dir out resumes" in err.splitlines()[-1]
     assert "Traceback" not in err
     assert checkpoints(Path("out"))[0].name == saved
     assert train("out") == 0
-    shutil.rmtree("out/checkpoints/step-000000", ignore_errors=True)
     assert_same(whole, Path("out"))
+
+
+DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
+    "first test": (Validator, "test", 1, (), []),
+    "first validation": (Validator, "validate", 1, (), []),
+    "rollout": (pspo.train, "draw_prompts", 2, (), ["step-000002"]),
+    "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
+    "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
+    "lag fills": (pspo.train, "draw_prompts", 2, MODES["lag"], ["step-000000"]),
+    "resampled": (pspo.train, "draw_prompts", 6, MODES["resampled"], ["step-000002"]),
+    "environment": (pspo.train, "draw_prompts", 2, MODES["environment"], ["step-000002"]),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if i < 5 else pytest.mark.nightly) for i, case in enumerate(DRAWING)]
+)
+def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resumes_exactly(capfd, case):
+    """What was being drawn is drawn again; so it is if the resumed run is killed."""
+    owner, function, call, mode, saved = DRAWING[case]
+    args = (*mode, "--run.test_limit=3")
+    assert train("whole", *args) == 0
+
+    def note_passes() -> None:
+        send(signal.SIGTERM)
+        before("forward", lambda *_: Path("a-pass-after-the-signal").touch(), Qwen2ForCausalLM)
+
+    def action() -> int:
+        before(function, at_call(call, lambda: before("forward", at_call(3, note_passes), Qwen2ForCausalLM)), owner)
+        return train("out", *args)
+
+    assert forked(action) == 75
+    assert not Path("a-pass-after-the-signal").exists()
+    assert "Traceback" not in capfd.readouterr().err
+    assert [folder.name for folder in checkpoints(Path("out"))] == saved
+    assert forked(killed_at_step(5, *args)) == (0 if case == "last test" else -signal.SIGKILL)
+    assert train("out", *args) == 0
+    assert_same(Path("whole"), Path("out"))
 
 
 def test_sigterm_from_outside_to_the_command_itself():
     command = [sys.executable, "-m", "pspo.train", *TINY, "--run.output_dir=out", "--run.max_steps=400"]
+    command += ["--run.validate_every=0"]
     path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}) as running:
         while running.poll() is None and not Path("out/metrics.jsonl").exists():
@@ -760,11 +798,11 @@ def test_a_fork_of_a_damaged_or_vanishing_checkpoint(cut_off, whole, capfd, monk
 
 
 def test_a_run_without_a_step_does_not_block_its_folder(capfd):
-    """Killed while the untrained model is tested, or stopped and saved there."""
+    """Killed in the first rollout, or stopped and saved there."""
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
 
         def action(number: signal.Signals = number) -> int:
-            before("validate", at_call(1, lambda: send(number)), Validator)
+            before("draw_prompts", at_call(1, lambda: send(number)))
             return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math")
 
         assert forked(action) == code

@@ -127,11 +127,12 @@ def test_a_run_that_is_stopped_while_its_lag_fills_goes_on_there(monkeypatch):
     complete = pspo.train.draw_prompts
     assert train("whole", "--rollout.lag=3") == 0
 
-    def stopped_in_a_rollout(*args):
+    def stopped_after_a_rollout(*args):
+        drawing = complete(*args)
         send(signal.SIGTERM)
-        return complete(*args)
+        return drawing
 
-    monkeypatch.setattr(pspo.train, "draw_prompts", stopped_in_a_rollout)
+    monkeypatch.setattr(pspo.train, "draw_prompts", stopped_after_a_rollout)
     for start in range(1, 4):
         assert train("out", "--rollout.lag=3") == EXIT_STOPPED
         assert states(Path("out/checkpoints/step-000000/parts.pt"))["stream"]["position"] == 2 * start

@@ -1,21 +1,26 @@
 """Stopping a run by signal."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
+from typing import ClassVar
+
+from torch import nn
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command resumes
 EXIT_INTERRUPTED = 130  # stopped at once
 
 
 class Stopped(Exception):
-    """A run that a signal stopped, after saving."""
+    """A run that a signal stopped, saved."""
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks the run to stop after its rollout, the second raises KeyboardInterrupt."""
+    """SIGTERM and SIGINT: the first asks the run to stop, the second raises KeyboardInterrupt."""
 
-    received: signal.Signals | None = None
+    received: ClassVar[signal.Signals | None] = None  # in this process
 
     def __enter__(self) -> "StopSignals":
         self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -24,10 +29,28 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        StopSignals.received = None
 
     def receive(self, number: int, _: FrameType | None) -> None:
-        self.received = signal.Signals(number)
+        StopSignals.received = signal.Signals(number)
         for other in self.previous:
             signal.signal(other, signal.default_int_handler)
-        line = f"\n{self.received.name}: stopping after this rollout, then saving; a second one stops at once\n"
+        line = f"\n{self.received.name}: stopping after this pass or update, then saving; a second one stops at once\n"
         os.write(2, line.encode())  # the signal may have interrupted a print
+
+
+@contextlib.contextmanager
+def interruptible(model: nn.Module, between_passes: bool = True) -> Iterator[None]:
+    """Raise Stopped in a block that draws, if a signal has come: before the model's next pass, or only at the end."""
+
+    def check(*_: object) -> None:
+        if StopSignals.received is not None:
+            raise Stopped
+
+    hook = model.register_forward_pre_hook(check, prepend=True) if between_passes else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+    check()

@@ -1,9 +1,10 @@
-"""Errors of a user's own code, on all ranks together."""
+"""Errors of a user's own code, and stops, on all ranks together."""
 
 import contextlib
 from collections.abc import Iterator
 
 from pspo import distributed as dist
+from pspo.cli.signals import Stopped
 from pspo.engines import EngineError
 from pspo.model import is_out_of_memory
 from pspo.records.folders import RunFailed
@@ -16,7 +17,7 @@ class UserCodeFailed(RunFailed):
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """If the block raises on any rank, raise UserCodeFailed on every rank, with the first one's traceback."""
+    """If the block raises on any rank, raise on all of them: Stopped, or UserCodeFailed with the first traceback."""
     failure = None
     try:
         yield
@@ -26,6 +27,8 @@ def fail_together() -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         failure = error
-    texts = filter(None, dist.gather_objects(failure and user_traceback(failure)))
-    if text := next(texts, None):
+    failures = dist.gather_objects(failure and (Stopped if type(failure) is Stopped else user_traceback(failure)))
+    if Stopped in failures:
+        raise Stopped from failure
+    if text := next(filter(None, failures), None):
         raise UserCodeFailed(text) from failure

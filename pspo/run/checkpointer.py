@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from pspo import distributed as dist
+from pspo.cli.signals import Stopped
 from pspo.cli.user_code import UserCodeFailed, fail_together
 from pspo.config import TrainConfig
 from pspo.hub.save import write_model
@@ -35,18 +36,13 @@ class Stateful(Protocol):
 
 
 class Checkpointer:
-    """Saves the parts when due, when the run is stopped, and as they were at the last `mark` if user code raises."""
+    """Saves the parts when due, and as they were at the last `mark` if the run is stopped or user code raises."""
 
     def __init__(self, config: TrainConfig, parts: dict[str, Stateful], output: Path) -> None:
         self.config, self.parts, self.output = config, parts, output
-        self.learner, self.stream = parts["learner"], parts["stream"]
-        self.recorder, self.validator = parts["recorder"], parts["validator"]
-        self.saved: tuple[int, int] | None = None  # position of the last checkpoint
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Optimizer steps taken and prompts drawn: under --rollout.lag rollouts are drawn before the first step."""
-        return self.learner.steps, self.stream.position
+        self.learner, self.recorder, self.validator = parts["learner"], parts["recorder"], parts["validator"]
+        self.saved: tuple[int, int, bool] | None = None  # position of the last checkpoint
+        self.marked: States = {}
 
     def states(self) -> States:
         return {name: part.state_dict() for name, part in self.parts.items()}
@@ -61,13 +57,17 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def save_if_raised(self, who: str = "a reward") -> Iterator[None]:
-        """If the user's code raises on any rank, save the run as it was marked, and end it.
+        """If the block is stopped, or the user's code raises, on any rank, save the run as it was marked, and end it.
 
-        Raises UserCodeFailed on every rank. Before the first optimizer step there is nothing to save.
+        Raises Stopped or UserCodeFailed on every rank. Before the first optimizer step a failure has nothing to save.
         """
         try:
             with fail_together():
                 yield
+        except Stopped:
+            if self.marked:  # not in the first test and validation
+                self.save(self.marked)
+            raise
         except UserCodeFailed as error:
             saved = "not saved before its first step: the same command starts anew"
             if self.learner.steps:
@@ -81,9 +81,10 @@ class Checkpointer:
 
         ``states`` are earlier ones to be saved in place of the parts' own.
         """
-        if self.saved == self.position:
+        states = states or self.states()
+        if self.saved == position(states):
             return
-        policy, states, card = self.learner.policy, states or self.states(), self.validator.card()
+        policy, card = self.learner.policy, self.validator.card()
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in trained)
         if dist.max_over_ranks(not finite):
@@ -113,7 +114,7 @@ class Checkpointer:
             prune(self.output, self.config.run.keep)
 
         dist.run_on_main(write)
-        self.saved = self.position
+        self.saved = position(states)
 
     def load(self, folder: Path) -> tuple[States, int]:
         """Load a checkpoint's weights; return its states, and the number of ranks that saved it.
@@ -135,6 +136,11 @@ class Checkpointer:
             with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
                 states |= torch.load(own, map_location=policy.device, weights_only=True)
         return states, ranks
+
+
+def position(states: States) -> tuple[int, int, bool]:
+    """Optimizer steps taken; prompts drawn, under --rollout.lag some before the first step; whether a line is open."""
+    return states["learner"]["steps"], states["stream"]["position"], bool(states["recorder"]["line"])
 
 
 def serialized(value: Any) -> bytes:

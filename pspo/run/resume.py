@@ -19,7 +19,7 @@ from pspo.records.files import Settings, differences, read_config, read_json, re
 from pspo.records.folders import checkpoints, damage, hidden, prune, step_of, tidy
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
 from pspo.records.tokens import FOLDER
-from pspo.run.checkpointer import Checkpointer, States
+from pspo.run.checkpointer import Checkpointer, States, position
 
 OURS = {".lock", "config.yaml", "data", "environment.json", "starts.jsonl"}  # of a run that has computed nothing
 FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
@@ -225,12 +225,13 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
         for name, part in parts.items():
             if name in states:
                 part.load_state_dict(states[name])
-        checkpointer.saved = checkpointer.position
-    validator, steps = parts["validator"], parts["learner"].steps
+        checkpointer.saved = position(checkpointer.states())
+    validator, recorder, steps = parts["validator"], parts["recorder"], parts["learner"].steps
     if validator.best:
         validator.best = best_so_far(run, validator.best["step"], steps)
     tests = ["after", "final"] + ([] if validator.before else ["before"])  # a fork's was on its parent's problems
-    dist.run_on_main(lambda: cut_back(run, steps, config.run.keep, tests))
+    written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
+    dist.run_on_main(lambda: cut_back(run, steps, written, config.run.keep, tests))
     dist.run_on_main(lambda: record_changes(run, steps, changes))
     if ranks != dist.world_size():
         dropped = ", and rollouts that waited for --rollout.lag are dropped" if config.rollout.lag else ""
@@ -285,9 +286,10 @@ def best_so_far(run: Path, step: int, steps: int) -> dict[str, Any]:
     return best if best["step"] <= steps else {}
 
 
-def cut_back(run: Path, steps: int, keep: int, tests: list[str]) -> None:
-    """Remove what came after this step: newer checkpoints, lines of the records, and tests. An old summary is renamed.
+def cut_back(run: Path, steps: int, written: int, keep: int, tests: list[str]) -> None:
+    """Remove what came after this step: newer checkpoints and tests, and lines of the records after step ``written``.
 
+    An old summary is renamed.
     Older checkpoints than it keeps are there if a kill came between saving one and removing another.
     """
     if (summary := run / "summary.json").exists():
@@ -301,4 +303,4 @@ def cut_back(run: Path, steps: int, keep: int, tests: list[str]) -> None:
             rollout.unlink()
     for path in (run / "metrics.jsonl", run / "samples.jsonl"):
         if path.exists():
-            write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= steps))
+            write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= written))

@@ -68,9 +68,9 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; if a reward or an environment raises in it, end the run, saved as it was marked."""
-        who = {"reward": "a reward", "validate": "a reward"}
-        who |= {"generate": "an environment"} if self.config.rollout.environment else {}
+        """Time a phase; if it is stopped, or a reward or an environment raises in it, end the run, saved as marked."""
+        drawer = "an environment" if self.config.rollout.environment else "decoding"
+        who = {"generate": drawer, "reward": "a reward", "validate": "a reward"}
         guard = self.checkpointer.save_if_raised(who[name]) if name in who else contextlib.nullcontext()
         with guard, self.recorder.phase(name):
             yield

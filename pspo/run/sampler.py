@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_engine
+from pspo.cli.signals import interruptible
 from pspo.config import TrainConfig
 from pspo.engines import EngineError, EngineSampler, find_engine
 from pspo.environments import EnvironmentSampler
@@ -22,6 +23,14 @@ from pspo.records.folders import RunFailed
 from pspo.rollout import Prompts, Rollout, RolloutSampler, TransformersSampler, check_decoder, make_sampling
 from pspo.run.generators import Generators
 from pspo.tasks.environment import MakeEnvironment
+
+
+class Decoder(TransformersSampler):
+    """The policy's own decoding; a signal interrupts it between two passes, unless all ranks must take part in them."""
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        with interruptible(self.policy, between_passes=not self.sampling.synced):
+            return super().draw(prompts, group_size)
 
 
 class Sampler:
@@ -43,7 +52,7 @@ class Sampler:
         asked |= {"nucleus": config.algorithm.nucleus == "replay", "synced": config.distributed.rollout == "synced"}
         self.sampling = make_sampling(learner.policy, tokenizer, config.rollout, **asked)
         precision, weights = config.model.autocast, config.distributed.rollout
-        self.decoder = TransformersSampler(learner.policy, tokenizer, self.sampling, precision, weights)
+        self.decoder = Decoder(learner.policy, tokenizer, self.sampling, precision, weights)
         self.engine: EngineSampler | None = None
 
     def start_engine(self, prompts: dict[str, Prompts], resources: contextlib.ExitStack) -> None:
