@@ -332,40 +332,43 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     assert_same(whole["ddp"], tmp_path / "run")
 
 
-def die_in_second_update(rank: int, number: signal.Signals) -> Callable[[], None]:
+def die_in_second(function: str, rank: int, number: signal.Signals) -> Callable[[], None]:
     def fault() -> None:
         if os.environ["RANK"] == str(rank):
-            before("update", at_call(2, lambda: send(number)))
+            before(function, at_call(2, lambda: send(number)))
 
     return fault
 
 
 STALE = ("--rollout.lag=1", "--rollout.resample=2")
 ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
-ENDS = [  # of one rank, with the run's further switches; all but the first nightly
-    ("fsdp2", signal.SIGTERM, ()),
-    ("ddp", signal.SIGTERM, ()),
-    ("ddp", signal.SIGKILL, ()),
-    ("fsdp2", signal.SIGKILL, ()),
-    *((strategy, signal.SIGTERM, STALE) for strategy in STRATEGIES),
-    *((strategy, signal.SIGKILL, ADAPTERS) for strategy in STRATEGIES),
+ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but two nightly
+    ("fsdp2", signal.SIGTERM, (), "update"),
+    ("fsdp2", signal.SIGTERM, (), "draw_prompts"),
+    ("fsdp2", signal.SIGTERM, ("--distributed.rollout=synced", "--rollout.decoder=hf"), "draw_prompts"),
+    ("ddp", signal.SIGTERM, (), "update"),
+    ("ddp", signal.SIGKILL, (), "update"),
+    ("fsdp2", signal.SIGKILL, (), "update"),
+    *((strategy, signal.SIGTERM, STALE, "update") for strategy in STRATEGIES),
+    *((strategy, signal.SIGKILL, ADAPTERS, "update") for strategy in STRATEGIES),
 ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "number", "args"), [ENDS[0], *(pytest.param(*end, marks=pytest.mark.nightly) for end in ENDS[1:])]
+    ("strategy", "number", "args", "function"),
+    [*ENDS[:2], *(pytest.param(*end, marks=pytest.mark.nightly) for end in ENDS[2:])],
 )
 def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exactly(
-    whole, tmp_path, capfd, strategy, number, args
+    whole, tmp_path, capfd, strategy, number, args, function
 ):
     expected, output = whole[strategy], tmp_path / "run"
     if args:
         expected = tmp_path / "whole"
         assert train(expected, strategy, *args) == [0, 0]
-    codes = train(output, strategy, *args, fault=die_in_second_update(1, number))
+    codes = train(output, strategy, *args, fault=die_in_second(function, 1, number))
     if number == signal.SIGTERM:
         assert codes == [75, 75]
-        assert checkpoints(output)[0].name == "step-000004"
+        assert checkpoints(output)[0].name == ("step-000004" if function == "update" else "step-000002")
         assert "SIGTERM: stopping after this pass or update" in capfd.readouterr().err
     else:
         assert codes == [1, -signal.SIGKILL]

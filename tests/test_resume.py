@@ -353,9 +353,11 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
     "lag fills": (pspo.train, "draw_prompts", 2, MODES["lag"], ["step-000000"]),
-    "resampled": (pspo.train, "draw_prompts", 6, MODES["resampled"], ["step-000002"]),
+    "resampled": (
+        pspo.train, "draw_prompts", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), ["step-000000"]
+    ),
     "environment": (pspo.train, "draw_prompts", 2, MODES["environment"], ["step-000002"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
