@@ -17,6 +17,9 @@ def main() -> None:
     text = __doc__.format(version=__version__)
     parser = argparse.ArgumentParser("python -m pspo", description=text, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=__version__)
+    _, words = parser.parse_known_args()
+    if words and f"python -m pspo.{words[0]} " in text:
+        parser.error(f"it is python -m pspo.{words[0]}, with a dot")
     parser.parse_args()
     parser.print_help()
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import pspo.__main__
 import pspo.config
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
@@ -69,6 +70,14 @@ def test_a_stdout_that_lacks_characters_or_is_closed_ends_no_command(here, monke
     monkeypatch.setattr(sys, "stdout", None)
     train([*args, "--run.output_dir=größe"])  # finished: it prints its summary
     sys.stdout.flush()
+
+
+def test_a_command_with_a_space_is_answered_with_the_dot(monkeypatch, capsys):
+    for words, said in ((["train", "--run.seed", "1"], "it is python -m pspo.train, with a dot"), (["tra"], "tra")):
+        monkeypatch.setattr(sys, "argv", ["pspo", *words])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            pspo.__main__.main()
+        assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

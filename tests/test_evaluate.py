@@ -321,6 +321,10 @@ def test_compare_of_several_samples_flips_the_signs_of_the_problems(scripted, tm
     out = capsys.readouterr().out
     assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g}$", out, re.MULTILINE)
     assert "wrong -> right" not in out
+    assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@2", "maj@4"]  # @1 is accuracy
+    assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3$", out, re.MULTILINE)
+    each = [np.array([majority_at_k(4, [(n, True), (4 - n, False)])[4] for n in of]).mean() for of in counts]
+    assert re.search(rf"^maj@4 +{100 * each[0]:.1f}% +{100 * each[1]:.1f}% ", out, re.MULTILINE)
     for name in ("100", "1"):
         one = PROBLEMS.take([0])
         write_evaluation(tmp_path / name, lambda i, _, name=name: f"#### {name}", scripted, problems=one)

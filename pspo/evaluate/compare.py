@@ -12,6 +12,7 @@ from pspo.evaluate.results import (
     MEANS,
     Record,
     as_text,
+    at_k,
     by_problem,
     changes,
     cluster_bootstrap,
@@ -77,9 +78,10 @@ def comparison(first: Path, second: Path) -> str:
         if asked[0] != asked[1]:
             sizes = f"{len(asked[0]):,} and {len(asked[1]):,}"
             raise ValueError(f"--compare: {first} and {second} are not of the same problems ({sizes}, in order)")
-        n, a, b = len(asked[0]), *(measures(one, len(one) // len(asked[0])) for one in pair)
+        n = len(asked[0])
+        a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
         rows = [(f"T = {temperature:g}, {problem_count(n)}", "A", "B", "B - A [95%]", "p", "only A : only B")]
-        for name in [name for name in a if name in b and name not in MEANS]:
+        for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
             if both.any():
                 rows.append(row(name, by_problem(a[name][both]), by_problem(b[name][both])))

@@ -59,20 +59,27 @@ class Evaluation:
         return {"samples": self.samples, **estimates(values), **self.at_k(), **macro, **means, "breakdown": breakdown}
 
     def at_k(self) -> dict[str, Record]:
-        """pass@k and maj@k over the problems with a gold answer, for k = 1, 2, 4, ... and all samples."""
-        n, rows = self.samples, []
-        ks = sorted({2**j for j in range(n.bit_length())} | {n})
-        for i, problem in enumerate(self.problems):
-            if problem.answer is not None:
-                completions = self.completions[i * n : (i + 1) * n]
-                extract = extract_text if isinstance(problem.answer, str) else extract_answer
-                votes = Counter((extract(record["completion"]), record["correct"]) for record in completions)
-                voted = [(count, right) for (answer, right), count in votes.items() if answer not in (None, "")]
-                majority = majority_at_k(n, voted) if n <= MOST_VOTES else []
-                correct = sum(record["correct"] for record in completions)
-                rows.append([*(pass_at_k(n, correct, k) for k in ks), *(majority[k] for k in ks if majority)])
-        names = [f"{name}@{k}" for name in ("pass", "maj") for k in ks]
-        return {name: estimate(np.array(column)) for name, column in zip(names, zip(*rows, strict=True), strict=False)}
+        """`estimate` of each of `at_k`, over the problems with a gold answer."""
+        values = {name: by_problem(every) for name, every in at_k(self.completions, self.samples).items()}
+        return {name: estimate(known) for name, known in values.items() if len(known)}
+
+
+def at_k(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
+    """Values (n, 1) of pass@k and maj@k for k = 1, 2, 4, ... and all samples; NaN without a gold answer."""
+    ks = sorted({2**j for j in range(samples.bit_length())} | {samples})
+    names = [f"{name}@{k}" for name in ("pass", "maj")[: 1 + (samples <= MOST_VOTES)] for k in ks]
+    values = np.full((len(completions) // samples, len(names)), np.nan)
+    for i in range(len(values)):
+        records = completions[i * samples : (i + 1) * samples]
+        if records[0]["gold"] is None:
+            continue
+        extract = extract_text if records[0]["format"] is None else extract_answer
+        votes = Counter((extract(record["completion"]), record["correct"]) for record in records)
+        voted = [(count, right) for (answer, right), count in votes.items() if answer not in (None, "")]
+        majority = majority_at_k(samples, voted) if samples <= MOST_VOTES else []
+        correct = sum(record["correct"] for record in records)
+        values[i] = [*(pass_at_k(samples, correct, k) for k in ks), *(majority[k] for k in ks if majority)]
+    return dict(zip(names, np.hsplit(values, len(names)), strict=True))
 
 
 def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
