@@ -29,7 +29,7 @@ from pspo.records.files import append_jsonl
 from pspo.report import figures
 from pspo.report.__main__ import main
 from pspo.report.paper import ALPHA, NOTE
-from pspo.report.runs import COLOURS, LONG, OTHERS_COLOUR, labels, read_runs
+from pspo.report.runs import COLOURS, LONG, OTHERS_COLOUR, in_sentences, labels, read_runs
 from pspo.report.tables import NOTES, as_markdown, for_terminal, in_words, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
@@ -236,9 +236,8 @@ def test_diagnostics_are_means_over_rollouts(make_run, report):
     cells, _, err = report()
     found = {key[2:]: cell[1] for key, cell in cells.items() if key[1] == "Off-policy diagnostics"}
     expected = {"ess": 0.8, "zero_weight_share": 0.25, "grad_norm": 1.0, "tv": 0.2, "gradients clipped": 0.5}
-    clip, noclip = (f"{method} (max_grad_norm={norm})" for method, norm in (("Clip", 1.0), ("NoClip", 0)))
-    assert {column: value for (row, column), value in found.items() if row == clip} == pytest.approx(expected)
-    assert found[noclip, "gradients clipped"] == 0
+    assert {column: value for (row, column), value in found.items() if row == "Clip"} == pytest.approx(expected)
+    assert found["NoClip (max_grad_norm=0)", "gradients clipped"] == 0
     assert "1 values that were not finite" in err
 
 
@@ -276,6 +275,18 @@ def test_labels_name_only_what_differs(make_run):
     assert sorted(labels(runs.configs)) == [
         "Clip", "Clip (optimizer.name=sgd)", "NoClip (aggregation=grpo)", "NoClip (aggregation=grpo, epochs=1)",
         "PSPO (alpha=0.1)", "PSPO (alpha=0.4)",
+    ]  # fmt: skip
+    assert list(in_sentences(runs.configs)) == [
+        "All have lr=1e-05, functions=MathReward, max_steps=40.",
+        "Unless its name says otherwise, a setting has aggregation=dapo, epochs=2, optimizer.name=adamw.",
+    ]
+
+
+def test_labels_leave_the_default_out(make_run):
+    runs = read_runs([make_run(f"run-{lr}", "Clip", **{"optimizer.lr": lr}) for lr in (3e-5, 1e-4)])
+    assert sorted(labels(runs.configs)) == ["Clip", "Clip (lr=0.0001)"]
+    assert list(in_sentences(runs.configs)) == [
+        "All have functions=MathReward, max_steps=40.", "Unless its name says otherwise, a setting has lr=3e-05.",
     ]  # fmt: skip
 
 
@@ -333,8 +344,8 @@ def test_a_playground_of_sixteen_experiments(make_run, report, saved):
         assert len(axes.get_title()) <= LONG + 1
     validation = next(figure for figure in saved if figure.get_suptitle() == "validation reward")
     assert {axes.get_lines()[0].get_xdata()[0] for axes in validation.axes if axes.get_lines()} == {0}
-    accuracy = text.partition("### Accuracy")[2].splitlines()[2]
-    assert accuracy.index(": accuracy") < accuracy.index(": gold anywhere")
+    accuracy = text.partition("### Accuracy")[2].splitlines()[4]
+    assert accuracy.index("accuracy") < accuracy.index("gold anywhere")
 
 
 def test_the_same_problems_from_python_are_one_task(make_run, make_evaluation, report):
@@ -353,17 +364,29 @@ def test_the_same_problems_from_python_are_one_task(make_run, make_evaluation, r
 
 
 def test_tables_fit_a_terminal():
+    def cells(row, test, **numbers):
+        columns = [f"{test}: {what}" for what in ("accuracy (%)", "gold anywhere (%)", "final accuracy (%)")]
+        return pd.DataFrame([dict(numbers, row=row, column=column) for column in columns])
+
+    usual, long = {"mean": 0.804, "low": 0.777, "high": 0.83, "seeds": 5}, "x" * LONG
     for tests in (["sums"], ["sums", "products", "my own"]):
-        columns = [f"{data} test, n = 500: {what} (%)" for data in tests
-                   for what in ("accuracy", "gold anywhere", "final accuracy")]  # fmt: skip
-        texts = pd.DataFrame("80.4 [77.7, 83.0]", ["PSPO (alpha=0.1, epochs=2)", "x" * LONG], ["seeds", *columns])
-        text = for_terminal(texts.assign(seeds="5"))
+        parts = [cells(row, f"{test} test, n = 500", **usual) for test in tests
+                 for row in ("PSPO (alpha=0.1, epochs=2)", long)]  # fmt: skip
+        text = for_terminal(pd.concat(parts))
         assert max(map(len, text.splitlines())) <= 100
         assert text.count("accuracy (%)") == 2 * len(tests)
         assert "gold" not in text
         assert text.count("sums test, n = 500") == 1
-    texts.iloc[1, 4:] = "–"  # tested on the first problems alone
-    assert [for_terminal(texts).count(name) for name in ("PSPO", "x" * LONG)] == [3, 1]
+    text = for_terminal(pd.concat(parts[:-1]))  # the last one was tested on the first problems alone
+    assert [text.count(name) for name in ("PSPO", long)] == [3, 2]
+
+    parts = [cells(row, "sums test, n = 1,319", **usual | {"mean": 1.0, "high": 1.0}) for row in (long, "/path" * 20)]
+    wide = pd.concat(parts)
+    wide["seeds"] = [10, 10, 9] * 2
+    text = for_terminal(wide)
+    assert text.count("100.0 [77.7, 100.0] (n = 9)") == 2
+    assert "ath/path |" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_evaluation, report, tmp_path):
@@ -557,8 +580,8 @@ def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
         assert "<" not in page
         assert "](" not in page.replace(r"\](", "")
         assert {line.split()[0] for line in page.splitlines() if line} <= {
-            "#", "##", "###", "*", "|", "Unless", "Not", *(note.split()[0] for note in [*NOTES.values(), NOTE, ALPHA]),
-            "Differences",
+            "#", "##", "###", "*", "|", "All", "Unless", "Not", "On", "Differences",
+            *(note.split()[0] for note in [*NOTES.values(), NOTE, ALPHA]),
         }  # fmt: skip
     tex = re.sub(r"^%.*$", "", files["table.tex"], flags=re.MULTILINE)
     tex = re.sub(r"\\text(backslash|asciitilde|asciicircum)( \\space)?|\\[&%$#_{}]", "", tex)

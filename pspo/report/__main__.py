@@ -19,8 +19,8 @@ from pspo.records.escape import in_file_name, in_markdown, one_line, tolerate_ou
 from pspo.records.files import write_text
 from pspo.report.figures import draw_task
 from pspo.report.paper import against_paper
-from pspo.report.runs import DATA, MODEL, SEED, Runs, keyed, labels, pack, read_runs, usual_in_words, warn
-from pspo.report.tables import NOTES, accuracies, as_latex, as_markdown, as_text, for_terminal, in_words, tables
+from pspo.report.runs import DATA, MODEL, SEED, Runs, in_sentences, keyed, labels, pack, read_runs, warn
+from pspo.report.tables import NOTES, accuracies, as_latex, by_test, for_report, for_terminal, in_words, tables
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 
@@ -40,8 +40,7 @@ def report(runs: Runs, output: Path) -> list[Path]:
         finished, (label, key) = of_task.take(of_task.finished()), keyed(labels(of_task.configs))
         tested = set(accuracies(finished, "after")["run"])
         markdown.append(f"## {in_markdown(title)}")
-        if usual := usual_in_words(of_task.configs):
-            markdown.append(in_markdown(f"Unless its name says otherwise, a setting has {usual}."))
+        markdown += map(in_markdown, in_sentences(of_task.configs) if names else ())
         if key:
             markdown.append("\n".join("* " + in_markdown(f"{number} is {text}") for number, text in key.items()))
         for run in names:
@@ -52,15 +51,15 @@ def report(runs: Runs, output: Path) -> list[Path]:
             elif run not in tested:
                 warn(f"{run}: no accuracy, neither in summary.json nor by an evaluation")
         for name, table in tables(finished, label, models).items():
-            text = as_text(table)
             differences = table["p"].count() if "p" in table else 0
-            markdown.append(f"### {name}\n\n{as_markdown(text)}\n\n{NOTES[name].format(n=differences)}")
+            markdown.append(f"### {name}\n\n{for_report(table)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
-                print(f"{one_line(title)}, of the models that the runs returned\n{for_terminal(text)}\n")
+                print(f"{one_line(title)}, of the models that the runs returned\n{for_terminal(table)}\n")
             if name == "Paired differences" and (words := in_words(table)):
                 print("\n".join(words) + "\n")
                 markdown.append("\n".join([f"{words[0]}\n", *(f"* {in_markdown(line)}" for line in words[1:])]))
-            latex.append(f"% {one_line(title)}: {name}\n{as_latex(text)}")
+            for test, text in by_test(table):
+                latex.append(f"% {one_line(f'{title}: {name}, {test}').removesuffix(', ')}\n{as_latex(text)}")
             cells.append(table.assign(task=title, table=name))
         prefix = f"{in_file_name(title)}-" if len(tasks) > 1 else ""
         drawn = draw_task(of_task, finished, label, f"{output}/{prefix}") if names else []

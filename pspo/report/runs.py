@@ -4,6 +4,7 @@ Folder names mean nothing, the configuration everything: runs that differ only i
 seeds of one setting. Whatever cannot be read is named on stderr and left out.
 """
 
+import functools
 import json
 import re
 import sys
@@ -140,8 +141,13 @@ def _read_config(folder: Path) -> Row:
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches[DATA] == "file":  # of which there are many
         switches[DATA] = _own_problems(folder, Path(str(switches["data.path"]))) or switches["data.path"]
+    return _as_row(switches) | {MODEL: str(switches[MODEL]), DATA: str(switches[DATA]), SEED: int(str(switches[SEED]))}
+
+
+def _as_row(switches: Row) -> Row:
+    """Switches with lists as JSON."""
     lists = {name: json.dumps(value, default=str) for name, value in switches.items() if isinstance(value, list | set)}
-    return switches | lists | {MODEL: str(switches[MODEL]), DATA: str(switches[DATA]), SEED: int(str(switches[SEED]))}
+    return switches | lists
 
 
 def _own_problems(folder: Path, path: Path) -> str | None:
@@ -273,20 +279,39 @@ def _differing(configs: pd.DataFrame) -> list[str]:
 
 
 def usual(configs: pd.DataFrame) -> dict[str, Any]:
-    """Values that labels leave out: those of two thirds of the settings; of most methods, where it depends on these."""
-    found, of_methods, each = {}, configs.groupby(methods(configs)), configs[~settings(configs).duplicated()]
+    """Values that labels leave out, by switch.
+
+    Those of two thirds of the settings, of most methods where the value depends on these, or else the default.
+    """
+    found, default, of_methods = {}, defaults(), configs.groupby(methods(configs))
+    each = configs[~settings(configs).duplicated()]
     for name in [name for name in _differing(configs) if not name.startswith(ARGUMENT)]:
         alike = of_methods[name].nunique(dropna=False).max() == 1
         shares = (of_methods.nth(0) if alike else each)[name].value_counts(normalize=True, dropna=False)
         if shares.max() > (0.5 if alike else 2 / 3):
             found[name] = shares.idxmax()
+        elif default.get(name) in shares.index:
+            found[name] = default[name]
     return found
 
 
-def usual_in_words(configs: pd.DataFrame) -> str:
-    """Such as "epochs=2, lr=1e-05"; "" if labels leave nothing out."""
-    short = short_names(configs)
-    return ", ".join(f"{short[name]}={_short(value)}" for name, value in usual(configs).items() if pd.notna(value))
+@functools.cache
+def defaults() -> Row:
+    """The default of every switch, as `Runs.configs` has it."""
+    from pspo.cli.parse import read_config  # slow to import: torch
+    from pspo.config import TrainConfig
+
+    return _as_row(flat(yaml.safe_load(read_config(TrainConfig, "pspo.report", {})[1])))
+
+
+def in_sentences(configs: pd.DataFrame) -> Iterator[str]:
+    """What all share and is no default, their model and data aside, and what labels leave out."""
+    short, (shared, _) = short_names(configs), _shared(configs.drop(columns=[*OF_A_RUN, MODEL, DATA, SURROGATE]))
+    shared = {name: value for name, value in shared.items() if value != defaults().get(name, value)}
+    sentences = {"All have {}.": shared, "Unless its name says otherwise, a setting has {}.": usual(configs)}
+    for sentence, values in sentences.items():
+        if texts := [f"{short[name]}={_short(value)}" for name, value in values.items() if pd.notna(value)]:
+            yield sentence.format(", ".join(texts))
 
 
 def short_names(configs: pd.DataFrame) -> dict[str, str]:

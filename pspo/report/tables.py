@@ -1,7 +1,7 @@
 """The tables of `pspo.report`: the numbers of each run, their means over seeds, and how tables are written."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,12 @@ import pandas as pd
 from scipy.stats import binomtest, t
 
 from pspo.records.escape import in_markdown, one_line
-from pspo.report.runs import SEED, Runs, methods, settings
+from pspo.report.runs import LONG, SEED, Runs, methods, settings
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
+TERMINAL = 100  # characters in a line
 LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
             "best trained validation reward", "final validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
@@ -192,6 +193,13 @@ def with_interval(cell: Any, factor: float, digits: int) -> str:
     return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
 
 
+def by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """A table to read for each test, such as "gsm8k test, n = 1,319", of what was tested there; "" is no test."""
+    names = cells["column"].str.rpartition(": ")
+    for test, of_test in cells.assign(column=names[2]).groupby(names[0], sort=False):
+        yield test, as_text(of_test)
+
+
 def as_text(cells: pd.DataFrame) -> pd.DataFrame:
     """A table to read: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
     seeds = cells.groupby("row", sort=False)["seeds"].max()
@@ -228,15 +236,23 @@ def as_markdown(texts: pd.DataFrame, escape: Callable[[str], str] = in_markdown)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def for_terminal(texts: pd.DataFrame) -> str:
-    """A table for each test, of what was tested there, without where the gold value is anywhere."""
-    names = [name for name in texts.columns[1:] if not name.endswith("gold anywhere (%)")]
+def for_report(cells: pd.DataFrame) -> str:
     parts = []
-    for test in dict.fromkeys(name.partition(": ")[0] for name in names):
-        of_test = texts[["seeds", *(name for name in names if name.partition(": ")[0] == test)]]
-        of_test = of_test[(of_test.iloc[:, 1:] != "–").any(axis=1)]
-        of_test = of_test.rename(columns=lambda name: name.partition(": ")[2] or name)
-        parts += [one_line(test), as_markdown(of_test, one_line)]
+    for test, texts in by_test(cells):
+        parts += [in_markdown(f"On {test}:")] if test else []
+        parts.append(as_markdown(texts))
+    return "\n\n".join(parts)
+
+
+def for_terminal(cells: pd.DataFrame) -> str:
+    """Tables of at most 100 columns, without where the gold value is anywhere; of a model's long path the end."""
+    parts = []
+    for test, texts in by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
+        texts = texts.rename(index=lambda row: row if len(row) <= LONG else f"…{row[1 - LONG :]}")
+        table = as_markdown(texts, one_line)
+        if table.index("\n") > TERMINAL:
+            table = "\n\n".join(as_markdown(texts[["seeds", name]], one_line) for name in texts.columns[1:])
+        parts += [one_line(test), table]
     return "\n\n".join(parts)
 
 
