@@ -14,16 +14,18 @@ import pspo.train
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
+from pspo.environments.tools import parse_calls
 from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
+from pspo.model.chat import drops_thoughts, encode, render_prompts
 from pspo.records.files import read_json, read_jsonl
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts, make_sampling
 from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
-from pspo.tasks.calculator import Calculator, calculate
+from pspo.tasks.calculator import Calculator, ToolCalculator, calculate
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
-CALCULATOR = "pspo.tasks.calculator.Calculator"
+CALCULATOR, TOOL = "pspo.tasks.calculator.Calculator", "pspo.tasks.calculator.ToolCalculator"
 
 
 class Echo:
@@ -217,6 +219,61 @@ def test_what_was_thought_stays_as_it_was_sampled(sampling, thinking):
     observed = "".join(f"\n<|im_start|>user\n{text}<|im_end|>\n{begin}" for text in ("1 and 26", "2 and 22"))
     assert tokenizer.decode([token for token, drawn in row if not drawn]) == observed
     assert tokenizer.decode(prompts[0]).endswith(begin)
+    assert [drops_thoughts(tokenizer, role) for role in ("user", "tool")] == [True, False]
+    assert not drops_thoughts(load_tokenizer(ModelConfig()), "user")
+
+
+def test_tools_are_called_in_the_templates_own_format(sampling):
+    """With thoughts, which Qwen3's template keeps between calls: token for token the chat that it renders."""
+    tokenizer, tools = load_tokenizer(ModelConfig(), DataConfig(chat_template_file=str(QWEN3))), ToolCalculator().tools
+    thoughts, expressions, chat = ["Hm.", "Again:"], ["3 + 4", "7 * 2"], [{"role": "user", "content": "What is 3 + 4?"}]
+    (begin,) = render_prompts(tokenizer, [chat], "", tools=tools)
+    assert '"description": "such as 12 * 7"' in begin
+    for thought, expression, value in zip(thoughts, expressions, ("7", "14"), strict=True):
+        call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": expression}}}
+        content = f"<think>\n{thought}\n</think>\n\nI ask"
+        chat += [{"role": "assistant", "content": content, "tool_calls": [call]}, {"role": "tool", "content": value}]
+    chat.append({"role": "assistant", "content": "<think>\nOh.\n</think>\n\n#### 14"})
+    whole = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
+    turns = [turn.partition("<|im_end|>")[0] for turn in whole.split("<|im_start|>assistant\n")[1:]]
+    long = replace(sampling, max_completion_tokens=999)
+    script = Script(tokenizer, long, deque([[f"{turn}|"] for turn in turns]))
+    prompts = Prompts([Problem("What is 3 + 4?")], encode(tokenizer, [begin]))
+    rollout = EnvironmentSampler(script, ToolCalculator).draw(prompts, 1)
+    (row,) = rows_of(rollout)
+    assert tokenizer.decode(prompts.ids[0] + [token for token, _ in row]) + "\n" == whole
+    assert tokenizer.decode([token for token, drawn in row if drawn]) == "".join(f"{turn}<|im_end|>" for turn in turns)
+    assert rollout.terminated.all()
+    assert rollout.texts == [turns[-1]]
+
+
+LLAMA = """{%- for m in messages -%}<|im_start|>{{ m.role }}\n
+{%- if m.tool_calls -%}{%- set call = m.tool_calls[0].function -%}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' -}}
+{%- else -%}{{- m.content -}}{%- endif -%}<|im_end|>{%- endfor -%}"""
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "x"]}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("template", "text", "calls"), [
+    ("qwen3", CALL, 1), ("qwen3", f"Both:{CALL}\n{CALL}", 2), ("qwen3", f"<think>{CALL}</think>no", 0),
+    ("qwen3", "<tool_call>{bad}</tool_call>" + CALL, 1), ("qwen3", CALL.replace("arguments", "parameters"), 0),
+    ("qwen3", CALL[12:], 0), ("qwen3", '<tool_call>"f"', 0), ("qwen3", "<tool_call>" + "[" * 100_000, 0),
+    ("qwen3", "<tool_call>" + "9" * 100_000, 0), ("qwen3", '<tool_call>{"name": 1, "arguments": {}}', 0),
+    ("llama", CALL[12:].replace("arguments", "parameters"), 1), ("llama", "no call", 0), ("own", CALL, 0),
+])  # fmt: skip
+def test_calls_are_read_in_the_templates_format(template, text, calls):
+    tokenizer = load_tokenizer(ModelConfig())
+    tokenizer.chat_template = {"qwen3": QWEN3.read_text(), "llama": LLAMA, "own": tokenizer.chat_template}[template]
+    assert parse_calls(tokenizer, text) == [("f", {"a": [1, "x"]})] * calls
+
+
+def test_the_tool_calculator_answers_what_the_calculator_does():
+    calculator = ToolCalculator()
+    assert calculator.step("", [("calculate", {"expression": "12 * 7"})]) == ("84", 0.0, False)
+    for call in (("calculate", {}), ("calculate", {"expression": 12}), ("search", {"expression": "12 * 7"})):
+        assert calculator.step("", [call]) == ("error", 0.0, False)
+    for text in ("so <calc>12 * 7</calc>", "#### 84"):
+        assert calculator.step(text, []) == Calculator().step(text)
 
 
 @pytest.mark.parametrize("special_tokens", ["text", "allow"])
@@ -358,6 +415,19 @@ def test_a_run_with_a_calculator(run):
     assert any(re.search(r"^<calc>.*</calc><\|im_end\|>\n<\|im_start\|>user\n", s["completion"]) for s in samples)
     assert not any("<|endoftext|>" in s["completion"] for s in samples)
     assert f"--eval.environment {CALCULATOR}" in (run / "final/README.md").read_text()
+
+
+def test_a_run_with_the_calculator_as_a_tool_is_the_same(run, tmp_path):
+    """Where the template writes a tool's turns as the user's."""
+    template = f"--data.chat_template_file={Path(__file__).parents[1] / 'configs/calculator.jinja'}"
+    switches = [f"--rollout.environment={TOOL}", template, "--run.max_steps=8", f"--run.output_dir={tmp_path / 'run'}"]
+    pspo.train.main([*RUN, *switches])
+    runs = [read_jsonl(folder / "metrics.jsonl") for folder in (run, tmp_path / "run")]
+    for lines in zip(*runs, strict=True):
+        rewards, tokens = ([line[name] for line in lines] for name in ("reward", "tokens"))
+        assert rewards[0] == rewards[1]
+        assert tokens[0] == tokens[1]
+    assert runs[0][-1]["reward"] > 2 * runs[0][0]["reward"]
 
 
 def test_evaluation_with_and_without_the_calculator(run, tmp_path, capsys):

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from pspo.config import SpecialTokens
+from pspo.environments.tools import Call, parse_calls
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.rollout import Prompts, Rollout, RolloutSampler, Sampling
 from pspo.tasks.environment import Environment, MakeEnvironment
@@ -35,10 +36,10 @@ class Episode:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
 
-    def take_turn(self, ids: list[int], text: str, ended: bool) -> str | None:
+    def take_turn(self, ids: list[int], text: str, ended: bool, *calls: list[Call]) -> str | None:
         """Append the model's turn; returns the observation, None if the episode is over."""
         self.extend(ids, sampled=True)
-        observation, reward, done = self.environment.step(text)
+        observation, reward, done = self.environment.step(text, *calls)
         if not math.isfinite(reward):
             raise ValueError(f"{type(self.environment).__name__}.step returned {reward!r} as reward; it must be finite")
         self.text, self.reward, self.terminated = text, self.reward + float(reward), ended and done
@@ -88,9 +89,11 @@ class EnvironmentSampler:
                 if length > room:  # another row had more
                     context = [*prompts.ids[row // group_size], *episode.ids]
                     length, ended, [text] = room, False, completion_texts(tokenizer, [context], [ids[:room]])
-                observation = episode.take_turn(ids[:length], text, ended)
+                calls = [parse_calls(tokenizer, text)] if hasattr(episode.environment, "tools") else []
+                observation = episode.take_turn(ids[:length], text, ended, *calls)
                 if observation is not None and turns_left:
-                    ids = observation_ids(tokenizer, observation, episode.ids[-1], self.special_tokens)
+                    role = getattr(episode.environment, "role", "user")
+                    ids = observation_ids(tokenizer, observation, episode.ids[-1], self.special_tokens, role)
                     if len(episode.ids) + len(ids) < limit:
                         episode.extend(ids, sampled=False)
                         live.append(row)
@@ -100,11 +103,15 @@ class EnvironmentSampler:
 
 
 def observation_ids(
-    tokenizer: PreTrainedTokenizerBase, text: str, after: int, special_tokens: SpecialTokens = "text"
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    after: int,
+    special_tokens: SpecialTokens = "text",
+    role: str = "user",
 ) -> list[int]:
-    """Encode the text as the user's turn between two of the model; the stop token it follows is not repeated."""
-    turns = {"user": "-", "assistant": "\0"}
-    chat = [{"role": role, "content": content} for role, content in (*turns.items(), ("user", text))]
+    """Encode the text as the role's turn between two of the model; the stop token it follows is not repeated."""
+    turns = (("user", "-"), ("assistant", "\0"), (role, text))
+    chat = [{"role": role, "content": content} for role, content in turns]
     (rendered,) = render_prompts(tokenizer, [chat], "", special_tokens)
     (ids,) = encode(tokenizer, [rendered.partition("\0")[2]])
     return ids[1:] if ids[:1] == [after] else ids

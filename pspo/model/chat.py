@@ -23,8 +23,9 @@ def render_prompts(
     prompts: Sequence[str | Messages],
     system_prompt: str = SYSTEM_PROMPT,
     special_tokens: SpecialTokens = "text",
+    tools: list[Any] | None = None,
 ) -> list[str]:
-    """Render prompts with the tokenizer's chat template, up to where the assistant begins.
+    """Render prompts, and tools, with the tokenizer's chat template, up to where the assistant begins.
 
     A text is the user turn after the system prompt, if that is not ""; a chat that has a system turn keeps it. The
     default is the paper's system prompt, which asks for a number. Special tokens in either are marked, for `encode` to
@@ -48,7 +49,7 @@ def render_prompts(
             date = "26 Jul 2024"  # Llama's templates print it if there is no clock
             template = "{% macro strftime_now(format) %}" + date + "{% endmacro %}\n" + template
         rendered = tokenizer.apply_chat_template(
-            conversations, chat_template=template, tokenize=False, add_generation_prompt=True
+            conversations, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''"
@@ -56,6 +57,13 @@ def render_prompts(
     if not all(rendered):
         raise ValueError(f"{what} makes a prompt of nothing")
     return rendered
+
+
+def drops_thoughts(tokenizer: PreTrainedTokenizerBase, role: str) -> bool:
+    """True if the chat template leaves thoughts of the assistant's out once a turn of this role has followed."""
+    turns = (("user", "-"), ("assistant", "<think>\n\0\n</think>\n\n-"), (role, "-"))
+    (rendered,) = render_prompts(tokenizer, [[{"role": role, "content": text} for role, text in turns]], "")
+    return "\0" not in rendered
 
 
 def mark_special_tokens(special: re.Pattern, value: Any) -> Any:

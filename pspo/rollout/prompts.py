@@ -79,7 +79,8 @@ def load_prompts(
     problem_fields = {name: value for name, value in vars(config).items() if name not in prompt_fields}
     problems = load_problems(split=split, **problem_fields | {"limit": config.limit if limit is None else limit})
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
-    texts = render_prompts(tokenizer, prompts, config.system_text, config.special_tokens)
+    tools = getattr(environment(), "tools", None) if environment else None
+    texts = render_prompts(tokenizer, prompts, config.system_text, config.special_tokens, tools)
     longest = min(config.max_prompt_tokens, room)
     lengths = most_tokens(tokenizer, texts)
     unknown = [i for i, length in enumerate(lengths) if length > longest]

@@ -22,6 +22,7 @@ from pspo.config import TrainConfig
 from pspo.engines import find_engine
 from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
+from pspo.model.chat import drops_thoughts
 from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.optimizers.learner import Learner
 from pspo.records import files as records
@@ -109,6 +110,9 @@ def load_splits(
     prompts = {split: load(split, limit) for split, limit in limits.items()}
     for split in prompts:
         check_rewards(config.reward.functions, prompts[split].problems)
+    role = getattr(make_environment(), "role", "user") if make_environment else None
+    if role and drops_thoughts(tokenizer, role) and not config.run.quiet:
+        print(f"thoughts stay in episodes; the chat template leaves them out once a turn of role {role} follows")
     return prompts
 
 

@@ -7,8 +7,9 @@ assistant   #### 784
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from typing import Any
 
 from pspo.tasks.answers import after_thoughts
 from pspo.tasks.arithmetic import APPLY, WORDS, split_of, split_rng
@@ -46,8 +47,29 @@ class Calculator:
         return (calculate(call[1]), 0.0, False) if call else ("", 0.0, True)
 
 
+class ToolCalculator(Calculator):
+    """The same as a tool: called in the chat template's own format, or by `<calc>` where that has none for calls."""
+
+    role = "tool"
+
+    @property
+    def tools(self) -> list[Callable[..., str]]:
+        return [calculate]
+
+    def step(self, text: str, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, float, bool]:
+        if not calls:
+            return super().step(text)
+        name, arguments = calls[0]
+        expression = arguments.get("expression") if name == "calculate" else None
+        return calculate(expression) if isinstance(expression, str) else "error", 0.0, False
+
+
 def calculate(expression: str) -> str:
-    """Value of up to ten whole numbers joined by + - * /, exact, such as "84" or "1/3"; "error" for anything else."""
+    """Value of up to ten whole numbers joined by + - * /, exact, such as "84" or "1/3"; "error" for anything else.
+
+    Args:
+        expression: such as 12 * 7
+    """
     if not _SUM.fullmatch(expression.strip()):
         return "error"
     first, *rest = re.findall(r"\d+|[-+*/]", expression)

@@ -11,6 +11,10 @@ class Environment(Protocol):
     """One object for each row of a rollout, made without arguments; `pspo.tasks.calculator.Calculator` is an example.
 
     Model output is hostile: an environment must not run what the model writes. What it raises ends the training.
+
+    With an attribute ``tools``, functions or JSON schemas, the chat template shows these to the model, and ``step``
+    gets the calls, [(name, arguments), ...], as its second argument. An attribute ``role`` says whose turns the
+    observations are: "user" without it, "tool" for a tool's answers.
     """
 
     def reset(self, problem: Problem) -> str | Messages:
