@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.losses import NoClip, Surrogate
 from pspo.records.files import differences, flat, read_json, read_jsonl
-from pspo.records.folders import checkpoints, describe
+from pspo.records.folders import RunFailed, checkpoints, describe, writing
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.resume import FIXED, find_checkpoint
@@ -314,6 +315,24 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert "cannot write into out: [Errno 28]" in err.splitlines()[-1]
+
+
+def test_a_full_disk_is_named_whatever_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    torchs = RuntimeError("inline_container.cc:664 . unexpected pos 448 vs 342")
+    for error in (torchs, OSError(28, "No space left on device")):
+        said = pytest.raises(RunFailed, match=r"^cannot save: .*No space left on device$")
+        with said, writing("cannot save", tmp_path / "none yet"):
+            raise error
+
+
+def test_a_run_whose_checkpoints_cannot_fit_does_not_start(whole, monkeypatch, capfd):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**10))
+    assert train("out") == 2
+    needed = float(re.search(r"error: --run.keep 2 needs (\S+) GiB .* --run.output_dir$", capfd.readouterr().err)[1])
+    checkpoint = whole / "checkpoints/step-000006"
+    model, moments = ((checkpoint / name).stat().st_size for name in ("model.safetensors", "parts.pt"))
+    assert needed * 2**30 == pytest.approx(3 * (model + moments) + 3 * model, rel=0.1)  # the third is saved first
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import sys
 from bisect import bisect
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
 from pspo.hub.models import without_dropout
-from pspo.model import autocast, casts_to_bf16
+from pspo.model import autocast, casts_to_bf16, has_adapters
 from pspo.model.load import ready, weights_dtype
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
 from pspo.records.files import as_argument
+from pspo.records.folders import nearest
 
 GB = 2**30
 USABLE = 0.9  # of the device's memory: the rest is fragments, buffers and the libraries' own
@@ -234,6 +237,19 @@ def advice(config: TrainConfig, planner: Planner, device: torch.device, now: flo
             if size < now:
                 sizes[f"--{switch} {as_argument(value)} {size:.1f} GB"] = size
     return sorted(sizes, key=sizes.get)
+
+
+def check_disk(config: TrainConfig, policy: nn.Module, output: Path) -> None:
+    """Raise ValueError if the disk has no room for the run's checkpoints and models; an older one is removed last."""
+    run, trained = config.run, [p for p in policy.parameters() if p.requires_grad]
+    model = sum(p.numel() * p.element_size() for p in (trained if has_adapters(policy) else policy.parameters()))
+    checkpoint = model + STATES[config.optimizer.name] * sum(p.numel() for p in trained)
+    saves = 1 + (run.max_steps // run.save_every if run.save_every else 0)
+    held = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    needed = min(run.keep + 1, saves) * checkpoint + 3 * model - held  # the best, a better one, the final one
+    if needed > (free := shutil.disk_usage(nearest(output)).free):
+        what = f"--run.keep {run.keep} needs {needed / GB:.2g} GiB for checkpoints and models"
+        raise ValueError(f"{what}, {output} has {free / GB:.2g} GiB free: lower it, or set another --run.output_dir")
 
 
 def peak_memory_gb(device: torch.device) -> float:

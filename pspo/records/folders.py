@@ -4,6 +4,7 @@ A checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of e
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -33,10 +34,15 @@ def claim(run: Path) -> IO[Any]:
 
 def check_output(folder: Path) -> None:
     """Raise ValueError if the folder cannot be made, before anything expensive happens."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = nearest(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         what = "cannot be written to" if existing.is_dir() else "is a file"
         raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} {what}; choose another folder")
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the first of those above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 @contextlib.contextmanager
@@ -45,8 +51,9 @@ def writing(problem: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
+        full = shutil.disk_usage(nearest(folder)).free < 2**20 and getattr(error, "errno", None) != errno.ENOSPC
         tidy(folder)
-        raise RunFailed(f"{problem}: {error}") from error
+        raise RunFailed(f"{problem}: {os.strerror(errno.ENOSPC) if full else error}") from error
 
 
 def hidden(folder: Path, suffix: str) -> Path:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_exactness
-from pspo.checks.memory import auto_switches, largest_that_fit, replace_switches, say_needs
+from pspo.checks.memory import auto_switches, check_disk, largest_that_fit, replace_switches, say_needs
 from pspo.cli.python import default_output
 from pspo.config import TrainConfig
 from pspo.engines import find_engine
@@ -74,6 +74,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators:
             learner = make_learner(config, device)
+        dist.run_on_main(lambda: check_disk(config, learner.policy, output))
         sampler = Sampler(config, learner, tokenizer, generators, make_environment, output)
         with dist.unsharded(learner.policy, config.distributed.rollout):
             check_exactness(learner.policy, tokenizer, prompts["train"].ids, sampler.sampling, config.model.autocast)
