@@ -121,11 +121,20 @@ def test_what_a_run_says_and_writes(run):
         assert re.search(rf"^{moment} +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
     assert re.search(r"^validation reward 0\.\d+ at step 0 \(untrained", done.stdout, re.MULTILINE)
     assert "python -m pspo.evaluate --model.name_or_path out/best" in done.stdout
-    lines = re.sub(r"(test before|validate|test final|test after) \d+/\d+\n", "", done.stderr)  # if they take long
-    number = r"-?\d+(\.\d+)?(e-\d+)?"
-    status = rf"reward {number}  loss {number}  kl {number}  truncated \d+%  format \d+%(  validation {number})?"
-    status += rf"  {number} s/step"
-    assert re.fullmatch(rf"step 2/4  {status}\nstep 4/4  {status}\n", lines), done.stderr
+    lines = re.sub(r".*  (test|validate) .*\n", "", done.stderr)  # if they take long
+    number, time = r"-?\d+(\.\d+)?(e-\d+)?", r"\d\d:\d\d"
+    of_a_rollout = rf"reward {number}  loss {number}  kl {number}  grad {number}  entropy {number}  tokens \d+"
+    of_a_rollout += rf"  truncated \d+%  format \d+%  lr {number}  best {number} at \d"
+    validation = rf"validation {number}  greedy \d+\.\d%  (best so far|best {number} at \d)"
+    expected = [
+        rf"step 0/4  {validation}",
+        rf"step 2/4  {validation}",
+        rf"step 2/4  {time} elapsed, {time} left  {of_a_rollout}  saved none yet  {number} s/step",
+        rf"step 4/4  {validation}",
+        rf"step 4/4  {time} elapsed  {of_a_rollout}  saved step-000002  {number} s/step",
+    ]
+    for line, pattern in zip(lines.splitlines(), expected, strict=True):
+        assert re.fullmatch(rf"{time}:\d\d  {pattern}", line), done.stderr
 
     assert list(folder.parent.iterdir()) == [folder]
     final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()
@@ -235,8 +244,8 @@ def test_a_log_stays_short(here, capsys):
     fast("--run.max_steps=24", "--rollout.max_completion_tokens=4")
     err = capsys.readouterr().err
     assert "\r" not in err
-    assert err.startswith("step 2/24  reward ")
-    assert re.search(r"^step 24/24  reward .*\n\Z", err, re.MULTILINE)
+    assert re.match(r"\S+  step 2/24  .* left  reward ", err)
+    assert re.search(r"^\S+  step 24/24  .* elapsed  reward .*\n\Z", err, re.MULTILINE)
     assert len(err) < 2000  # of 12 rollouts; 6 KB before
 
 
@@ -256,22 +265,32 @@ def test_quiet_and_tqdm_disable(here, capsys, monkeypatch):
     assert re.search(r"  kl to initial \d", capsys.readouterr().err)
 
 
-def test_a_terminal_gets_a_bar(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with Bar(desc="step", total=400, dynamic_ncols=False, ncols=80) as bar:
-        for _ in range(20):
-            bar.advance(2, "reward 0.50  loss -0.0100  kl 0.0002  truncated 0%  format 95%  validation 0.61")
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_run_of_20_hours_leaves_a_few_hundred_lines(monkeypatch, is_terminal):
+    """Every few seconds at first; on a terminal of 80 columns one row each, above a bar."""
+    shown, now = io.StringIO(), [0.0]
+    shown.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(pspo.cli.progress.time, "monotonic", lambda: now[0])
+    status = "reward 0.50  loss -0.0100  kl 0.0002  grad 0.12  entropy 0.074  tokens 121  truncated 0%  format 95%"
+    with Bar(desc="step", total=8000, dynamic_ncols=False, ncols=80) as bar:
+        for _ in range(1000):
+            now[0] += 18  # seconds
+            bar.advance(2, status)
         bar.set_description_str("step, generate")
-    drawn = terminal.getvalue()
-    said = [line for line in re.split(r"[\r\n]+", drawn) if re.match(r"step \d+/400  ", line)]
+    drawn = shown.getvalue()
+    lines = [line for line in re.split(r"[\r\n]+", drawn) if re.match(r"\d\d:\d\d:\d\d  step \d+/8000  ", line)]
+    assert 100 < len(lines) < 150  # in 5 of 20 hours
+    assert [line.split()[2] for line in lines[:2]] == ["2/8000", "4/8000"]
+    if not is_terminal:
+        assert lines[-1].split("  ", 1)[1].startswith("step 1974/8000  4:56:06 elapsed, 15:03:54 left  reward 0.50")
+        assert lines[-1].endswith("format 95%")
+        return
+    assert {line[10:].partition("/")[2] for line in lines} == {"8000  reward 0.50  loss -0.0100  kl 0.0002  grad 0.12"}
     last = drawn.rstrip("\n").rpartition("\r")[2]
-    bar = re.fullmatch(r"step, generate  10% \|(#+\d? +)\| 40/400 \[00:00<00:\d\d\], reward 0\.50", last)
+    bar = re.fullmatch(r"step, generate  25% \|(#+\d? +)\| 2000/8000 \[00:00<00:\d\d\], reward 0\.50", last)
     assert len(bar[1]) >= 15
     assert len(last) == 80
-    assert [line.split()[1] for line in said] == ["20/400", "40/400"]
-    assert said[0].endswith("validation 0.61")
 
 
 def test_format_share_is_of_answers_that_are_numbers():

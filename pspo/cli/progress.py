@@ -1,48 +1,57 @@
-"""Progress of a long loop: a bar on a terminal, plain lines in a log, nothing if that is asked for."""
+"""Progress of a long loop: a bar on a terminal, and lines, in a log alone; nothing if that is asked for."""
 
 import os
+import shutil
 import sys
 import time
 from typing import Any
 
 from tqdm import tqdm
 
-SECONDS = 5.0  # at least, between two lines
+SECONDS = (10.0, 300.0)  # between two lines, at the beginning and at most; in between a twentieth of the time so far
 FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 
-class Bar(tqdm):
-    """Progress bar on a terminal, with a line of history above it every twentieth; elsewhere a line every few seconds.
+def is_hidden(quiet: bool) -> bool:
+    """True if progress is not to be shown: ``quiet``, or TQDM_DISABLE=1."""
+    return quiet or os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
 
-    ``quiet`` and TQDM_DISABLE=1 hide both.
-    """
+
+def say(text: str, quiet: bool = False) -> None:
+    """Print a line with the time of day, above any bar; a terminal gets those of its parts that fit."""
+    line = f"{time.strftime('%H:%M:%S')}  {text}"
+    if sys.stderr.isatty() and len(line) > (columns := shutil.get_terminal_size().columns):
+        line = line[: columns + 1].rpartition("  ")[0]
+    if not is_hidden(quiet):
+        tqdm.write(line, file=sys.stdout if "ipykernel" in sys.modules else sys.stderr)  # red in a notebook
+
+
+class Bar(tqdm):
+    """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone."""
 
     def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
-        quiet = quiet or os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
-        self.in_lines = not quiet and not sys.stderr.isatty()
-        self.lines = sys.stdout if "ipykernel" in sys.modules else sys.stderr  # a notebook paints the latter red
+        self.quiet, self.in_lines = quiet, not sys.stderr.isatty()
         self.what, self.first = options.get("desc"), options.get("initial", 0)
-        self.started = self.printed = time.monotonic()
+        self.started, self.printed = time.monotonic(), 0.0
         options = {"dynamic_ncols": True, "bar_format": FORMAT} | options
-        super().__init__(*args, disable=quiet or self.in_lines, **options)
+        super().__init__(*args, disable=is_hidden(quiet) or self.in_lines, **options)
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
         """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, its first part next to a bar."""
-        if not self.disable:
-            before, every = self.n, max(1, (self.total or 0) / 20)
+        if self.disable:
+            self.n += n
+        else:
             self.set_postfix_str(status.partition("  ")[0], refresh=False)
             self.update(n)
-            if status and (always or before // every < self.n // every):
-                self.write(f"{self.what} {self.n}/{self.total}  {status}", file=sys.stderr)
-        elif self.in_lines:
-            self.n += n
-            if always or time.monotonic() - self.printed >= SECONDS:
-                line = f"{self.what} {self.n}/{self.total}  {status or self.left()}"
-                print(line.rstrip(), file=self.lines, flush=True)
-                self.printed = time.monotonic()
+        seconds, (first, most) = time.monotonic() - self.started, SECONDS
+        if always or seconds - self.printed >= min(max(first, seconds / 20), most):
+            self.printed = seconds
+            times = self.times(seconds) if self.in_lines else ""  # a bar has its own
+            if status or times:
+                say("  ".join(filter(None, (f"{self.what} {self.n}/{self.total}", times, status))), self.quiet)
 
-    def left(self) -> str:
-        """Such as "04:10 left", at the speed so far; "" at the end."""
-        done, to_do = self.n - self.first, (self.total or 0) - self.n
-        seconds = (time.monotonic() - self.started) * to_do / max(done, 1)
-        return f"{self.format_interval(seconds)} left" if to_do > 0 else ""
+    def times(self, seconds: float) -> str:
+        """Such as "12:10 elapsed, 04:10 left", at the speed so far."""
+        to_do = (self.total or self.n) - self.n
+        left = self.format_interval(seconds * to_do / max(self.n - self.first, 1))
+        return f"{self.format_interval(seconds)} elapsed" + f", {left} left" * (to_do > 0)

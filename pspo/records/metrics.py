@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,30 @@ def known(values: list[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)] or [math.nan]
 
 
-def status(line: dict[str, Any]) -> str:
-    """A rollout's line in a few numbers, for the progress bar or a line of a log."""
+def status(line: dict[str, Any], steps: int, best: dict[str, Any], saved: str) -> str:
+    """A rollout's line in a few numbers, the most telling first, for the progress bar or a line of a log.
+
+    Of its steps the last one's, but all skipped ones; the best validation so far and the newest checkpoint.
+    """
     parts = [f"reward {line['reward']:.2f}", f"loss {line['loss']:.4f}", f"kl {line['kl_old_new']:.2g}"]
     parts += [f"kl to initial {line['kl_reference']:.2g}"] if "kl_reference" in line else []
-    parts += [f"truncated {line['truncated_share']:.0%}"]
+    parts += [f"skipped {line['steps_skipped']:.0f} of {steps}"] if line["steps_skipped"] else []
+    parts += [f"grad {line['grad_norm']:.2g}", f"entropy {line['entropy']:.2g}"]
+    parts += [f"tokens {line['completion_tokens']:.0f}", f"truncated {line['truncated_share']:.0%}"]
     parts += [f"format {line['format_share']:.0%}"] if "format_share" in line else []
-    parts += [f"validation {line['validation_reward']:.2f}"] if "validation_reward" in line else []
-    return "  ".join(parts)
+    parts += [f"lr {line['lr']:.2g}", *describe_best(best), f"saved {Path(saved).name}"]
+    seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
+    return "  ".join([*parts, f"{seconds / steps:.1f} s/step"])
+
+
+def validation_status(validation: dict[str, Any], best: dict[str, Any]) -> str:
+    """A validation in a few numbers, sampled and greedy, and the best so far."""
+    greedy = f"{validation['validation_accuracy']:.1%}" if "validation_accuracy" in validation else ""
+    greedy = greedy or f"{validation['validation_greedy_reward']:.3f}"
+    known = ["best so far"] if best["step"] == validation["step"] else describe_best(best)
+    return "  ".join([f"validation {validation['validation_reward']:.3f}", f"greedy {greedy}", *known])
+
+
+def describe_best(best: dict[str, Any]) -> list[str]:
+    """The best validation, [] without any."""
+    return [f"best {best['validation_reward']:.3f} at {best['step']}"] if best else []

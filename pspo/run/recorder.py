@@ -118,18 +118,17 @@ class Recorder:
         rows |= {f"logged/{name}": values for name, values in experience.logged.items()}
         return rows | ({} if rollout.sampled_mask is None else {"turns": rollout.turns.tolist()})
 
-    def write(self) -> None:
-        """Write the rollout's line and samples; RunFailed after --optimizer.max_skipped skipped steps in a row."""
+    def write(self, best: dict[str, Any]) -> None:
+        """Write and show the rollout's line, and samples; RunFailed after --optimizer.max_skipped skipped in a row."""
         self.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in self.seconds.items()}
         if dist.is_main():
             with writing(f"cannot write into {self.output}", self.output):
                 append_text(self.output / "metrics.jsonl", to_jsonl([self.line]))
                 append_text(self.output / "samples.jsonl", self.samples)
             self.tracker.log(self.line, self.samples)
-            always = self.first_step == self.started_at or self.limit_reached
-            a_step = (self.seconds["generate"] + self.seconds["reward"] + self.seconds["train"]) / len(self.steps)
-            seconds = f"  {a_step:.1f} s/step" if self.bar.in_lines else ""  # a bar has its own
-            self.bar.advance(len(self.steps), status(self.line) + seconds, always)
+            always = self.first_step == self.started_at or self.limit_reached or self.line["steps_skipped"] > 0
+            shown = status(self.line, len(self.steps), best, newest_checkpoint(self.output))
+            self.bar.advance(len(self.steps), shown, always)
         steps = self.steps
         self._clear()
         for step in steps:

@@ -98,7 +98,7 @@ class Run:
             self.checkpointer.mark()
             with self.phase("validate"):
                 self.recorder.line |= self.validator.validate()
-        self.recorder.write()
+        self.recorder.write(self.validator.best)
         self.checkpointer.save_if_due()
 
     def tell(self, experience: Experience, steps: list[dict[str, float]]) -> None:

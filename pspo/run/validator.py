@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import transformers
 
 from pspo import distributed as dist
+from pspo.cli.progress import say
 from pspo.config import TrainConfig
 from pspo.evaluate.card import model_card
 from pspo.evaluate.evaluation import evaluate
@@ -18,6 +19,7 @@ from pspo.hub.save import save_model
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.records.files import describe_changes, to_jsonl, write_text
 from pspo.records.folders import writing
+from pspo.records.metrics import validation_status
 from pspo.rollout import Prompts, RolloutSampler
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
@@ -81,6 +83,8 @@ class Validator:
         if is_better(self.best):
             self.best = self.validated
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
+        status = validation_status(self.validated, self.best)
+        say(f"step {step}/{self.config.run.max_steps}  {status}", self.config.run.quiet or not dist.is_main())
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
@@ -102,8 +106,7 @@ class Validator:
         """
         prompts, bar = self.prompts[split], "" if self.config.run.quiet else bar
         rows = math.inf if sampler.sampling.synced else math.ceil(len(prompts) / dist.world_size())
-        how = {"step": self.learner.steps, "max_rows": rows, "bar": bar}
-        evaluation = evaluate(sampler, prompts, self.config.reward, **how)
+        evaluation = evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
         return dist.run_on_main(lambda: use(evaluation))
 
     def best_policy(self) -> transformers.PreTrainedModel:
