@@ -1,5 +1,7 @@
 """Text environments: episodes of several turns, whose observations are context and not loss."""
 
+import asyncio
+import importlib
 import re
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 import pspo.evaluate.__main__
 import pspo.train
@@ -274,6 +277,45 @@ def test_the_tool_calculator_answers_what_the_calculator_does():
         assert calculator.step("", [call]) == ("error", 0.0, False)
     for text in ("so <calc>12 * 7</calc>", "#### 84"):
         assert calculator.step(text, []) == Calculator().step(text)
+
+
+def test_environments_of_verifiers_play_their_own_rollouts(sampling):
+    """The package's `ToolEnv`, by its own loop with a scripted client, and as an environment of ours."""
+    verifiers = pytest.importorskip("verifiers")
+    if not hasattr(verifiers, "ToolEnv"):
+        pytest.skip("verifiers 0.2 or later has no environments that are stepped")
+    adapted = importlib.import_module("pspo.environments.verifiers")
+    rows, asked = Dataset.from_list([{"question": "What is 12 * 7?", "answer": "84"}]), []
+
+    def right(completion, answer):
+        return 0.5 + sum(answer in message.content for message in completion)
+
+    env = verifiers.ToolEnv(tools=[calculate], dataset=rows, rubric=verifiers.Rubric(funcs=[right]), max_turns=3)
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
+    turns = deque([(call, [("calculate", {"expression": "12 * 7"})]), ("#### 84", [])])
+
+    class Scripted(adapted.Policy):
+        async def get_response(self, prompt, *_, **__):
+            asked.append([message.content for message in prompt])
+            self.asked, self.answered = (asyncio.get_running_loop().create_future() for _ in range(2))
+            self.answered.set_result(adapted.response(*turns.popleft()))
+            return await super().get_response(prompt)
+
+    (row,) = env.get_dataset()
+    theirs = asyncio.run(env.run_rollout(row, Scripted(None), "scripted", {}))
+    assert asked == [["What is 12 * 7?"], ["What is 12 * 7?", call, "84"]]
+    assert theirs["reward"] == 2.5
+
+    tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template_file=str(QWEN3)))
+    long = replace(sampling, max_completion_tokens=999)
+    turns = deque([[f"{call}|"] * 2, ["#### 84|", f"{call}|"], ["84|"]])
+    problem = Problem(row["prompt"], row["answer"], fields={"example_id": 0})
+    sampler = EnvironmentSampler(Script(tokenizer, long, turns), adapted.adapt(env))
+    rollout = sampler.draw(Prompts([problem], encode_prompts(tokenizer, [row["prompt"]], "")), 2)
+    assert rollout.environment_rewards == [theirs["reward"], 3.5]  # the second one called twice
+    assert rollout.terminated.all()
+    turn = "\n<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert [tokenizer.decode([t for t, drawn in row if not drawn]) for row in rows_of(rollout)] == [turn, turn * 2]
 
 
 @pytest.mark.parametrize("special_tokens", ["text", "allow"])
