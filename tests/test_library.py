@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import pspo
+from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
-from pspo.losses import Clip
+from pspo.losses import Clip, Surrogate
 from pspo.records.files import read_config, read_json, read_jsonl
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem
@@ -165,11 +166,42 @@ def test_what_rewards_log_is_in_metrics_and_samples(here):
     assert {len(of["completion"]) % 3 == of["rewards"]["logs"] for of in samples} == {True}
 
 
+class Plain(Surrogate):
+    def __init__(self, width: float = 0.5):
+        self.width = width
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return (-self.width * logprobs * advantages).where(mask, 0.0)
+
+
+class Forgetful(Plain):
+    def __init__(self, width: float = 0.5):
+        pass
+
+
+def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
+    Path("mine.yaml").write_text("data: {limit: 40}\nrun: {max_steps: 9}\nalgorithm: {epochs: 1}\n")
+    run = RUN | {"output_dir": "out"}
+    pspo.train(config="mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=run)
+    assert "method  Plain(width=0.3), 1 epochs" in capsys.readouterr().out
+    config, _ = config_from_python("Dr. GRPO", data="gsm8k", algorithm={"beta": 0.1})
+    algorithm = config.algorithm
+    assert (algorithm.surrogate, algorithm.aggregation, algorithm.beta) == (Clip(0.2), "dr_grpo", 0.1)
+    assert config.data.name == "gsm8k"
+
+
+@pytest.mark.parametrize("call", [{"model": "nowhere/at/all"}, {"data": {"name": "file", "path": "missing"}}])
+def test_an_error_of_the_preparation_has_a_short_traceback(here, call):
+    with pytest.raises(ValueError, match="does not exist") as error:
+        pspo.train(**call)
+    assert len(error.traceback) == 2  # the call here, and pspo.train
+
+
 def test_the_call_tells_its_arguments():
     parameters = inspect.signature(pspo.train).parameters
     sections = {part.name for part in fields(TrainConfig)}
-    assert set(parameters) - {"others", "on_rollout"} == sections
-    assert all(f"            {name}: " in pspo.train.__call__.__doc__ for name in sections)
+    assert set(parameters) - {"others", "on_rollout", "config"} == sections
+    assert all(f"            {name}: " in pspo.train.__call__.__doc__ for name in {*parameters} - {"others"})
 
 
 @pytest.mark.parametrize(
@@ -181,6 +213,9 @@ def test_the_call_tells_its_arguments():
         ({"optimizer": 1}, "--optimizer must be a mapping of fields, got 1"),
         ({"optimizer": {"learning_rat": 1}}, "optimizer.learning_rat is unknown; did you mean"),
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
+        ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
+        ({"algorithm": "GRPO"}, "it is a loss with other settings, --config grpo"),
+        ({"config": "grp"}, "--config grp cannot be read"),
     ],
 )
 def test_wrong_settings_raise(here, call, message):

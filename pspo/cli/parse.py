@@ -37,6 +37,7 @@ USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping",
          Callable: "a function", NoneType: "null"}  # fmt: skip
 IMPORTED = ("algorithm.surrogate", "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")
+PRESETS = Path(__file__).parents[1] / "assets" / "methods"
 set_dumper("yaml", to_yaml)
 
 
@@ -61,11 +62,12 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
 
 def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings | None = None) -> tuple[C, str]:
-    """Read switches and YAML files as `parse` does, or a nested dict; raises ValueError."""
+    """Read switches and YAML files as `parse` does, or a nested dict over its "config" file; raises ValueError."""
     parser, switches = make_parser(config_class, prog)
     files: dict[str, str] = {}  # by switch, the file that set it
     if isinstance(args, dict):
-        words = [config_word(args, switches)]
+        file, own = args.get("config"), {name: value for name, value in args.items() if name != "config"}
+        words = [*read_words(["--config", file] if file else [], switches, {}), config_word(own, switches)]
     else:
         words = read_words(sys.argv[1:] if args is None else args, switches, files)
     try:
@@ -102,7 +104,8 @@ def make_parser(config_class: type, prog: str) -> tuple[ArgumentParser, Switches
     description = (config_class.__doc__ or "").partition("\n")[0]
     options = {"exit_on_error": False, "allow_abbrev": False, "print_config": None, "formatter_class": Help}
     parser = ArgumentParser(prog, usage, description, **options)
-    config_help = "YAML file; later switches override it"
+    presets = ", ".join(sorted(file.stem for file in PRESETS.glob("*"))) if "algorithm.surrogate" in switches else ""
+    config_help = f"YAML file{f', or {presets}' * bool(presets)}; later switches override it"
     parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help=config_help)
     print_help = "print the configuration as YAML and exit"
     parser.add_argument("--print_config", action="store_true", help=print_help)  # jsonargparse's: before defaults
@@ -200,9 +203,9 @@ def config_word(content: Settings, switches: Switches) -> str:
 
 
 def read_file(path: str) -> Settings:
-    """The content of a YAML file of sections; ValueError if it cannot be read."""
+    """The content of a YAML file of sections, or of a preset; ValueError if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = (preset(path) or Path(path)).read_text(encoding="utf-8")
         yaml.compose(text, Loader=UniqueKeys)
         content = get_loader("yaml")(text)  # to which 1e-5 is a number
     except yaml.MarkedYAMLError as error:
@@ -212,6 +215,12 @@ def read_file(path: str) -> Settings:
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold sections with fields, as configs/tiny.yaml does")
     return content
+
+
+def preset(name: str) -> Path | None:
+    """The file of a method that is a loss with other settings, such as GRPO; in any case and punctuation."""
+    files = {file.stem.replace("-", ""): file for file in PRESETS.glob("*.yaml")}
+    return None if Path(name).exists() else files.get(re.sub(r"\W|_", "", name.lower()))
 
 
 def say_imports(file: str, content: Settings) -> None:
@@ -292,10 +301,8 @@ def resolve(value: Any, base: type, switch: str) -> Any:
         known = {cls.__name__.lower(): cls.__name__ for cls in subclasses(base)}
         if value.lower() in known:
             return known[value.lower()]
-        for preset in getattr(base, "presets", ()):
-            if preset.replace("-", "") == re.sub(r"\W|_", "", value.lower()):
-                file = f"--config configs/methods/{preset}.yaml"
-                raise ValueError(f"--{switch} has no {value!r}: it is a loss with other settings, {file}")
+        if switch == "algorithm.surrogate" and (file := preset(value)):
+            raise ValueError(f"--{switch} has no {value!r}: it is a loss with other settings, --config {file.stem}")
         close = difflib.get_close_matches(value.lower(), known, 1)
         names = ", ".join(cls.__name__ for cls in subclasses(base) if cls.__module__.startswith("pspo."))
         choice = f"; did you mean {known[close[0]]}?" if close else f": choose from {names}, or an import path"

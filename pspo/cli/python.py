@@ -1,5 +1,6 @@
 """A configuration from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)`` is the command."""
 
+import inspect
 import re
 import sys
 import time
@@ -19,12 +20,12 @@ ENOUGH = 50  # problems to hold some out
 SPLITS = ("train", "validation", "test")
 
 
-def config_from_python(**sections: Any) -> tuple[TrainConfig, str]:
+def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, str]:
     """The configuration of `pspo.train`'s arguments, and its YAML text, as `pspo.cli.parse.parse` returns them.
 
-    Problems among them are written into the run's folder.
+    The arguments override the YAML file. Problems among them are written into the run's folder.
     """
-    settings = {}
+    settings = {} if file is None else {"config": file}
     for name, value in sections.items():
         value = {SHORT[name]: value} if name in SHORT and not isinstance(value, Mapping) else value
         settings[name] = dict(value) if isinstance(value, Mapping) else value
@@ -74,6 +75,10 @@ def _plain(value: Any) -> Any:
     if callable(value):  # a function, a class, a surrogate or a reward
         if "<" in getattr(value, "__qualname__", type(value).__qualname__):
             raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
+        if not hasattr(value, "__qualname__"):  # an object, which the run makes again from config.yaml
+            parameters = inspect.signature(type(value)).parameters.values()
+            if lost := [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and not hasattr(value, p.name)]:
+                raise ValueError(f"{type(value).__name__} does not keep its argument {lost[0]}: make it a dataclass")
         return _plain(as_setting(value))
     return str(value) if isinstance(value, Path) else value
 

@@ -42,13 +42,12 @@ class Surrogate(ABC):
         return partial(self, step=step) if "step" in inspect.signature(self).parameters else self
 
     def __repr__(self) -> str:  # a dataclass has its own
-        return f"{type(self).__name__}()"
+        arguments = (name for name in inspect.signature(type(self)).parameters if hasattr(self, name))
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in arguments)})"
 
     # Optional hints; leaving them out is always correct. A subclass does not inherit them.
     silent_at_zero_advantage = False  # loss and gradient are exactly 0 where A = 0: such rows are left out
     token_local = False  # a token's loss depends on that token's inputs alone: enables the one-pass head
-
-    presets = ("grpo", "ppo", "dr-grpo", "dapo", "rloo")  # methods that are a loss with other settings: configs/methods
 
     def __init_subclass__(cls) -> None:
         for promise in ("silent_at_zero_advantage", "token_local"):

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -45,7 +46,7 @@ def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
 
 
 def as_setting(value: Any) -> str | dict[str, Any]:
-    """A function, or a surrogate or reward, as configurations name it: its import path, and the values of its fields.
+    """A function, or a surrogate or reward, as configurations name it: its import path, and its arguments.
 
     The path is the shorter one of a room that offers the name, as the commands write it: pspo.losses.Clip.
     """
@@ -53,8 +54,15 @@ def as_setting(value: Any) -> str | dict[str, Any]:
     room, name = named.__module__.rpartition(".")[0], named.__qualname__
     offered = getattr(sys.modules.get(room), name, None) is named
     path = f"{room if offered else named.__module__}.{name}"
-    is_instance = named is not value and is_dataclass(value)
-    return {"class_path": path, "init_args": asdict(value)} if is_instance else path
+    arguments = {} if named is value else kept_arguments(value)
+    return {"class_path": path, "init_args": arguments} if arguments else path
+
+
+def kept_arguments(value: Any) -> dict[str, Any]:
+    """The arguments that an object was made with, as far as it keeps them under their names, as dataclasses do."""
+    if is_dataclass(value):
+        return asdict(value)
+    return {name: getattr(value, name) for name in inspect.signature(type(value)).parameters if hasattr(value, name)}
 
 
 def as_argument(value: Any) -> str:

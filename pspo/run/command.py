@@ -1,6 +1,5 @@
 """The command ``python -m pspo.train`` around the training loop: what it prints, and how it ends."""
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +43,10 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
     with user_errors("pspo.train", once=True):
         dist.init(config.distributed.strategy, config.distributed.timeout)
     try:
-        run_training(train, config, resolved, user_errors("pspo.train"))
+        with user_errors("pspo.train"):
+            run = None if print_if_finished(config, resolved) else prepare(config, resolved)
+        if run:
+            run_training(train, config, run)
     except (Stopped, KeyboardInterrupt) as stopped:
         raise SystemExit(EXIT_STOPPED if isinstance(stopped, Stopped) else EXIT_INTERRUPTED) from None
     except RunFailed as error:
@@ -53,32 +55,21 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
         raise SystemExit(1) from None
 
 
-def run_training(
-    train: Callable[[Run], dict[str, Any]],
-    config: TrainConfig,
-    resolved: str,
-    user_errors: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
-    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None,
-) -> dict[str, Any]:
-    """Prepare the run, train, and print the result; a finished run prints its summary again.
-
-    Args:
-        resolved: the configuration as YAML, for the run's folder.
-        user_errors: entered for the preparation, whose ValueErrors are the user's to mend.
-        on_rollout: `Run.on_rollout`.
-    """
+def print_if_finished(config: TrainConfig, resolved: str) -> dict[str, Any]:
+    """Print the summary of a run that is finished, and return it; {} of any other."""
     settings = yaml.safe_load(resolved)
-    with user_errors:
-        if summary := dist.run_on_main(lambda: finished_summary(config.run, settings)):
-            run = Path(summary["best_model"]).parent
-            print(f"already finished: {run / 'summary.json'}\n")
-            if changed := changed_code(run, settings):
-                advice = "another --run.output_dir trains with it"
-                print(f"WARNING: {', '.join(changed)} has changed since this run: {advice}", file=sys.stderr)
-            print_summary(config, summary)
-            return summary
-        run = prepare(config, resolved)
-    run.on_rollout = on_rollout
+    if summary := dist.run_on_main(lambda: finished_summary(config.run, settings)):
+        run = Path(summary["best_model"]).parent
+        print(f"already finished: {run / 'summary.json'}\n")
+        if changed := changed_code(run, settings):
+            advice = "another --run.output_dir trains with it"
+            print(f"WARNING: {', '.join(changed)} has changed since this run: {advice}", file=sys.stderr)
+        print_summary(config, summary)
+    return summary
+
+
+def run_training(train: Callable[[Run], dict[str, Any]], config: TrainConfig, run: Run) -> dict[str, Any]:
+    """Train, and print the result; returns the summary."""
     if not config.run.quiet:
         print_header(run)
     try:
@@ -176,47 +167,57 @@ class CallableModule(ModuleType):
 
     def __call__(
         self,
-        model: str | dict[str, Any] = "tiny-base",
-        data: Any = "arithmetic",
+        model: str | dict[str, Any] | None = None,
+        data: Any = None,
         reward: Any = None,
         algorithm: Any = None,
         rollout: dict[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
         run: dict[str, Any] | None = None,
         distributed: dict[str, Any] | None = None,
+        config: str | Path | None = None,
         on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None,
         **others: Any,
     ) -> dict[str, Any]:
-        """Train as the command does; returns the summary, as in ``summary.json``.
+        """Train as ``python -m pspo.train`` does; returns the summary, as in ``summary.json``.
 
-        An argument is a section of the configuration, a dict of its switches (`pspo.config.TrainConfig` has them all),
-        or in short its main one. Others than these raise, with the name that may have been meant.
+        Such as ``pspo.train("tiny-base", data=problems, reward=my_reward, run={"max_steps": 50})``. An argument is a
+        section of the configuration: a dict of its switches, or its main one alone. ``--rollout.top_p 0.9`` of the
+        command and of messages is ``rollout={"top_p": 0.9}`` here; `pspo.config.TrainConfig` has them all, with their
+        defaults. A name that is unknown raises, with the one that may have been meant.
 
         Args:
-            model: an embedded model, a local folder or a hub id; {"dtype", "lora": {"rank", ...}, ...}.
-            data: a data set's name; or problems: dicts with ``prompt``, ``answer`` and fields of your own, `Problem`
-                or a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested before and after.
-                {"train": problems, "validation", "test", "limit", "holdout", "system_prompt", ...}.
+            model: an embedded model ("tiny-base" unless given), a local folder or a hub id;
+                {"name_or_path", "dtype", "lora": {"rank", ...}, ...}.
+            data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and
+                fields of your own, `Problem`, or a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested
+                before and after. {"train": problems, "validation", "test", "limit", "holdout", "system_prompt", ...}.
             reward: a reward function, a `Reward` or a name, or a list of them; {"functions", "weights", ...}.
             algorithm: a surrogate, by name or as an instance; {"surrogate", "epochs", "aggregation", "beta", ...}.
             rollout: {"prompts", "group_size", "max_completion_tokens", "temperature", "top_p", ...}.
             optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
             run: {"max_steps", "seed", "name", "output_dir", "validate_every", "test_limit", "tracker", ...}.
             distributed: {"strategy", ...}, under torchrun.
-            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; the run
-                goes on as without it, to the last bit.
+            config: a YAML file, or a method that is a loss with other settings: "grpo", "ppo", "dr-grpo", "dapo" or
+                "rloo". The other arguments override it.
+            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps. It only
+                reads: the run ends with the same bits without it.
 
         Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C has
-        ended, saved; the same call with the same ``run={"output_dir": ...}`` resumes.
+        ended and saved. The same call with the same ``run={"output_dir": ...}`` resumes.
         """
         sections = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "rollout": rollout,
                     "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
         given = {name: section for name, section in sections.items() if section is not None}
         try:
-            config, resolved = config_from_python(**given)
-        except ValueError as error:  # whose frames say nothing to the user, and fill a notebook
+            settings, resolved = config_from_python(config, **given)
+            if summary := print_if_finished(settings, resolved):
+                return summary
+            prepared = prepare(settings, resolved)
+        except (ValueError, OSError, Stopped, RunFailed) as error:  # our frames say nothing, and fill a notebook
             raise error.with_traceback(None) from None
+        prepared.on_rollout = on_rollout
         try:
-            return run_training(self.train, config, resolved, on_rollout=on_rollout)
+            return run_training(self.train, settings, prepared)
         except (Stopped, RunFailed) as error:
             raise error.with_traceback(None) from None
