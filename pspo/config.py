@@ -275,6 +275,7 @@ class RolloutConfig(Section, name="rollout"):
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
+        order: of prompts: shuffled in each pass; or signal, where one rests K passes after K groups of equal rewards
         resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
@@ -296,6 +297,7 @@ class RolloutConfig(Section, name="rollout"):
     environment: str | None = None
     max_turns: int = number(4, "above 0")
     lag: int = number(0, "at least 0")
+    order: Literal["shuffled", "signal"] = "shuffled"
     resample: int = number(0, "at least 0")
 
     def __post_init__(self) -> None:

@@ -75,7 +75,9 @@ def score(run: Run, drawing: Drawing) -> Experience:
         )  # fmt: skip
         rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
         advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
-    return Experience(drawing.prompts, rollout, rewards, by_name, advantages, rewards.tolist(), rollout.tokens, logged)
+    experience = Experience(drawing.prompts, rollout, rewards, by_name, advantages, totals, rollout.tokens, logged)
+    run.stream.note(experience)
+    return experience
 
 
 def resample(run: Run, experience: Experience) -> Experience:

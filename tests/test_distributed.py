@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from processes import assert_same, at_call, before, contents, one_layer, ranks, run_command, send
+from test_update import draw_by_signal
 
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
@@ -190,7 +191,7 @@ def computed(cases, tmp_path_factory) -> dict:
 
     def work() -> None:
         dist.init("ddp", 60)
-        results = {"talk": talk()}
+        results = {"talk": talk(), "order": draw_by_signal(60)}
         for strategy in STRATEGIES:
             for name, config in cases.items():
                 once = strategy == "fsdp2" and "once" in name
@@ -239,6 +240,10 @@ def test_a_sharded_model_is_exported_whole(computed):
     expected = load_policy(ModelConfig("tiny-base"), CPU).state_dict()
     assert computed["exported"].keys() >= dict(load_policy(ModelConfig("tiny-base"), CPU).named_parameters()).keys()
     assert all(torch.equal(value, expected[name]) for name, value in computed["exported"].items())
+
+
+def test_ranks_draw_the_prompts_of_one(computed):
+    assert computed["order"] == draw_by_signal(60)
 
 
 def test_ranks_talk(computed):

@@ -71,6 +71,14 @@ class Noisy(Reward):
         return [random.random() + random.gauss(0, 1) + np.random.rand() for _ in completions]  # noqa: NPY002
 
 
+class Often(Reward):
+    """Equal for all completions of most problems, for a while."""
+
+    def __call__(self, completions, problems, step):
+        pairs = zip(completions, problems, strict=True)
+        return [float(len(text)) if len(problem.prompt) % 3 == step // 2 % 3 else 1.0 for text, problem in pairs]
+
+
 class Counting(Surrogate):
     """NoClip with a weight that depends on the step and on how often it was called."""
 
@@ -125,6 +133,8 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
                    "--optimizer.microbatch_tokens=200", "--model.gradient_checkpointing=true"),
     "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
                   "--algorithm.nucleus=replay"),
+    "order": ("--rollout.order=signal", "--reward.functions=[test_resume.Often]", "--rollout.resample=1",
+              "--rollout.lag=1"),
     "resampled": ("--rollout.resample=3", "--rollout.lag=1"),
     "engine": ("--rollout.engine=test_engines.Copy", "--rollout.lag=1"),  # it draws ahead
     "environment": ("--data.name=sums", "--rollout.environment=pspo.tasks.calculator.Calculator"),
@@ -154,6 +164,10 @@ def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(capfd, mode)
         said = re.findall(r"^resuming out from (\S+)", capfd.readouterr().out, re.MULTILINE)
         assert said == [f"step-{step // 2 * 2:06d}" if step >= 2 else "the" for step in range(6)]  # "the start"
     assert_same(Path("whole"), Path("out"))
+    if mode == "order":
+        assert any(
+            without for without, _ in states(checkpoints(Path("out"))[0] / "parts.pt")["stream"]["rests"].values()
+        )
     if mode == "own loss":  # 6 steps of one microbatch; metrics do not count
         assert states(checkpoints(Path("out"))[0] / "parts.pt")["surrogate"] == {"calls": 6}
 

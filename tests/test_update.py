@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +18,7 @@ from processes import one_layer
 
 import pspo.model.logprobs
 import pspo.update
+from pspo import distributed as dist
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -29,11 +32,12 @@ from pspo.config import (
 )
 from pspo.losses import DPPO, GMPO, GSPO, P3O, PSPO, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate, log_ratio
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate, prompt_order
+from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts, generate, prompt_order
 from pspo.rollout.batching import split_minibatches
 from pspo.run.prepare import prepare
+from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.tasks import load_problems
+from pspo.tasks import Problem, load_problems
 from pspo.update import Learner, update
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
@@ -739,6 +743,46 @@ def test_prompt_order_is_a_permutation_an_epoch():
     assert first(10, 3, 40) == chosen
     assert first(10, 4, 40) != chosen
     assert first(1, 0, 3) == [0, 0, 0]
+
+
+def draw_by_signal(rollouts, order="signal", state=None):
+    """Prompts by rollout of all ranks; of twelve one in four never has a signal, and one in four only at times."""
+    config = TrainConfig(rollout=RolloutConfig(prompts=4, order=order), run=RunConfig(seed=3))
+    stream, drawn = PromptStream(Prompts([Problem(str(i)) for i in range(12)], [[i] for i in range(12)]), config), []
+    if state is not None:
+        stream.load_state_dict(state)
+    for _ in range(rollouts):
+        prompts, _ = stream.next(4)
+        signal = [i % 4 > 1 or (i % 4 == 1 and (i + stream.position // 12) % 3 == 0) for i in prompts]
+        stream.note(SimpleNamespace(prompts=prompts, signal=signal))
+        drawn.append(sorted(chain(*dist.gather_objects(prompts))))
+    return drawn, stream.state_dict()
+
+
+def test_prompts_without_signal_rest_for_as_many_passes():
+    """Against a loop over the passes; a part of it resumed from a state is the same."""
+    order, position, without, back, expected = prompt_order(12, 3), 0, [0] * 12, [0] * 12, []
+    for _ in range(60):
+        drawn = []
+        while len(drawn) < 4:
+            i, position = next(order), position + 1
+            if (position - 1) // 12 >= back[i]:
+                drawn.append(i)
+        for i in drawn:
+            without[i] = 0 if i % 4 > 1 or (i % 4 == 1 and (i + position // 12) % 3 == 0) else without[i] + 1
+            back[i] = position // 12 + 1 + without[i]
+        expected.append(sorted(drawn))
+    drawn, state = draw_by_signal(60)
+    assert drawn == expected
+    assert state["position"] == position
+    counts = Counter(chain(*drawn))
+    assert max(counts[i] for i in (0, 4, 8)) < 0.5 * min(counts[i] for i in range(12) if i % 4 > 1)
+    assert min(counts[i] for i in (0, 4, 8)) > 2  # they come back
+    first, middle = draw_by_signal(25)
+    assert first + draw_by_signal(35, state=middle)[0] == expected
+    plain, state = draw_by_signal(60, "shuffled")
+    assert Counter(chain(*plain)) == dict.fromkeys(range(12), 20)
+    assert state["rests"] == {}
 
 
 def test_a_save_is_due_where_a_multiple_was_crossed():

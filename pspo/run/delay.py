@@ -49,7 +49,7 @@ class Delay:
                 self.prefetched.rollout = self.sampler.engine.collect(prompts, self.config.rollout.group_size)
         except RunFailed:
             self.prefetched = None
-            self.stream.seek(self.stream.position - self.config.rollout.prompts)
+            self.stream.seek(self.stream.previous)
 
     def take_prefetched(self) -> Drawing | None:
         """The rollout that was drawn ahead; None if there is none."""

@@ -1,38 +1,59 @@
 """PromptStream: the training prompts in the order in which a run draws them."""
 
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.rollout import Prompts, prompt_order
+from pspo.rollout import Experience, Prompts, prompt_order
 
 
 class PromptStream:
     """Endless passes over the training prompts, each in a random order of --run.seed.
 
+    With --rollout.order signal, prompts without signal, whose groups have equal rewards, rest: after K such groups in a
+    row they are left out of the next K passes.
+
     Attributes:
-        position: prompts drawn so far, all ranks' together.
+        position: places of the order passed so far, all ranks' together; without rests the prompts drawn.
+        previous: the position before the last prompts were drawn.
+        rests: by prompt, its groups in a row without signal, and the first pass that it is in again.
     """
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
         self.prompts, self.config = prompts, config
         self.fingerprint = prompts.fingerprint()
+        self.rests: dict[int, tuple[int, int]] = {}
         self.seek(0)
 
     def next(self, n: int) -> tuple[list[int], Prompts]:
         """This rank's share of the next n prompts: their indices, and themselves."""
         minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
-        indices = dist.take_rank_share(list(islice(self.order, n)), minibatches)
-        self.position += n
+        self.previous, drawn = self.position, []
+        while len(drawn) < n:
+            index, current = next(self.order), self.position // len(self.prompts)
+            self.position += 1
+            if current >= self.rests.get(index, (0, 0))[1]:
+                drawn.append(index)
+        indices = dist.take_rank_share(drawn, minibatches)
         return indices, self.prompts.take(indices)
 
+    def note(self, experience: Experience) -> None:
+        """Let prompts rest, or come back into every pass, by the signal of all ranks' groups."""
+        if self.config.rollout.order != "signal":
+            return
+        groups = list(zip(experience.prompts, experience.signal, strict=True))
+        for index, signal in chain(*dist.gather_objects(groups)):
+            without = 0 if signal else self.rests.get(index, (0, 0))[0] + 1
+            self.rests[index] = without, self.position // len(self.prompts) + 1 + without
+
     def seek(self, position: int) -> None:
-        self.position = position
+        self.position = self.previous = position
         self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "fingerprint": self.fingerprint}
+        return {"position": self.position, "fingerprint": self.fingerprint, "rests": self.rests.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rests = state["rests"].copy()
         self.seek(state["position"])
