@@ -22,12 +22,13 @@ import copy
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata, util
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -52,18 +53,19 @@ from pspo.losses import (
     Clip,
     Counts,
     Surrogate,
+    add_terms,
     aggregate,
-    correction_weights,
-    kl_estimate,
+    entropy_quantile,
 )
 from pspo.model import token_logprobs
-from pspo.rollout import group_relative_advantages
+from pspo.rollout import gdpo, group_relative_advantages
 
 TOLERANCE, MODEL_TOLERANCE = 1e-6, 1e-5
 ROWS, MICROBATCH, T, LIMIT = 8, 4, 12, 16  # LIMIT: the configured completion limit
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
-CAP = 1.5
+CAP, FLOOR = 1.5, 0.8
+FORMAT = [0.5, -3.0, 0.5, 2.0, 0.5, 0.5, 0.5, 8.0]  # of a second reward function
 VOCABULARY, TEMPERATURE = 97, 0.6  # of the model
 
 Batch = dict[str, Tensor]
@@ -100,15 +102,28 @@ def loss_and_gradient(loss: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS
     return total, leaf.grad
 
 
+def entropies(b: Batch) -> Tensor:
+    """Made up, (B, T), with a gradient: of a distribution over this token and another one."""
+    other = 1 - b["new"].exp()
+    return -b["new"].exp() * b["new"] - other * other.log()
+
+
 def ours(
-    surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3"
-) -> Loss:
+    surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
+    floor: float = 0.0, mask_off_policy: float | None = None, entropy_coef: float = 0.0, entropy_share: float = 1.0,
+) -> Loss:  # fmt: skip
+    algorithm = SimpleNamespace(
+        surrogate=surrogate, beta=beta, kl_estimator=kl, correction=correction, correction_cap=CAP,
+        correction_floor=floor, mask_off_policy=mask_off_policy, entropy_coef=entropy_coef,
+    )  # fmt: skip
+    lowest = entropy_quantile(entropies(BATCH)[BATCH["mask"]], entropy_share)
+
     def loss(b: Batch) -> Tensor:
-        losses = surrogate(b["new"], b["old"], b["advantages"], b["mask"])
-        if correction != "none":
-            losses = losses * correction_weights(b["old"], b["sampler"], b["mask"], correction, CAP)
-        if beta:
-            losses = losses + beta * kl_estimate(b["new"], b["ref"], b["mask"], kl)
+        inputs = (b["old"], b["advantages"], b["mask"])
+        ref, sampler = b["ref"] if beta else None, b["sampler"] if correction != "none" else None
+        kept = None if entropy_share == 1 else entropies(b) >= lowest
+        losses = surrogate(b["new"], *inputs)
+        losses = add_terms(algorithm, losses, b["new"], entropies(b), *inputs, kept, ref, sampler)
         return scale * aggregate(losses, b["mask"], how, COUNTS)
 
     return loss
@@ -140,21 +155,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_trainer(
-    arguments: dict[str, Any], beta: float = 0.0, correction: str = "none", model: Any = None
-) -> GRPOTrainer:
+    arguments: dict[str, Any], beta: float = 0.0, correction: str = "none", model: Any = None,
+    rewards: Sequence[Sequence[float]] = (REWARDS,), microbatch: int = MICROBATCH,
+) -> GRPOTrainer:  # fmt: skip
     own = {"gmpo": (GMPOTrainer, GMPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     kinds = own.get(arguments.get("loss_type"), (GRPOTrainer, GRPOConfig))
     config = kinds[1](
-        output_dir="build/conformance", per_device_train_batch_size=MICROBATCH, num_generations=4, use_cpu=True,
-        gradient_accumulation_steps=ROWS // MICROBATCH, max_completion_length=LIMIT, beta=0.0, bf16=False,
-        report_to="none", **{name: value for name, value in arguments.items() if value not in own},
+        output_dir="build/conformance", per_device_train_batch_size=microbatch, num_generations=4, use_cpu=True,
+        gradient_accumulation_steps=ROWS // microbatch, max_completion_length=LIMIT, beta=0.0, bf16=False,
+        report_to="none", **{name: value for name, value in arguments.items() if str(value) not in own},
     )  # fmt: skip
     trainer = kinds[0](
         model=model or make_model(), args=config, processing_class=make_tokenizer(),
-        reward_funcs=lambda completions, **_: REWARDS[: len(completions)],
+        reward_funcs=[lambda completions, own=own, **_: own[: len(completions)] for own in rewards],
         train_dataset=Dataset.from_dict({"prompt": ["w3 w4"] * ROWS}),
     )  # fmt: skip
-    trainer.beta, trainer.current_gradient_accumulation_steps = beta, ROWS // MICROBATCH
+    trainer.beta, trainer.current_gradient_accumulation_steps = beta, ROWS // microbatch
     trainer.model.train()
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = correction != "none"
     trainer.vllm_importance_sampling_mode, trainer.vllm_importance_sampling_clip_max = correction, CAP
@@ -173,10 +189,12 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
 
 
 def trl(
-    beta: float = 0.0, correction: str = "none", scale: float = 1.0, tokens: int = COUNTS.tokens, **arguments: Any
-) -> Loss:
+    beta: float = 0.0, correction: str = "none", scale: float = 1.0, tokens: int = COUNTS.tokens,
+    floor: float | None = None, microbatch: int = MICROBATCH, **arguments: Any,
+) -> Loss:  # fmt: skip
     """``tokens``: of all minibatches of the rollout."""
-    trainer = make_trainer(arguments, beta, correction)
+    trainer = make_trainer(arguments, beta, correction, microbatch=microbatch)
+    trainer.vllm_importance_sampling_clip_min = floor
     weights = None
     if correction != "none":
         everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}  # TRL knows no empty completion
@@ -185,7 +203,7 @@ def trl(
 
     def loss(b: Batch) -> Tensor:
         nonlocal first
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["new"], torch.zeros_like(b["new"]), None)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["new"], entropies(b), None)
         ids, rows = torch.full_like(b["mask"], 5, dtype=torch.long), len(b["mask"])
         inputs = {
             "prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids,
@@ -240,28 +258,31 @@ CORE, CORRECTIONS = load_verl()
 VERL_HOW = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
-def verl_weights(b: Batch, correction: str) -> Tensor:
+def verl_weights(b: Batch, correction: str, floor: float) -> Tensor:
     level, _, constraint = correction.partition("_")
-    threshold = CAP if constraint == "truncate" else f"1e-30_{CAP}"
+    threshold = CAP if constraint == "truncate" else f"{floor or 1e-30}_{CAP}"
     return CORRECTIONS.compute_rollout_correction_weights(b["old"] - b["sampler"], b["mask"].float(), level, threshold)[
         0
     ]
 
 
 def verl(
-    name: str, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3", **values: Any
-) -> Loss:
+    name: str, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
+    floor: float = 0.0, entropy_coef: float = 0.0, **values: Any,
+) -> Loss:  # fmt: skip
     """``name`` as registered; ``how`` as here, or verl's own name."""
 
     def loss(b: Batch) -> Tensor:
         mask, how_ = b["mask"].float(), VERL_HOW.get(how, how)
         config, advantages = ActorConfig(**values), b["advantages"].expand_as(mask)
-        weights = None if correction == "none" else verl_weights(b, correction)
+        weights = None if correction == "none" else verl_weights(b, correction, floor)
         function = CORE.get_policy_loss_fn(name) if name != "reinforce" else CORE.compute_policy_loss_reinforce
         total, _ = function(b["old"], b["new"], advantages, mask, how_, config, weights)
         if beta:
             estimate = CORE.kl_penalty(b["new"], b["ref"], kl)
             total = total + beta * CORE.agg_loss(estimate, mask, how_, **config.global_batch_info)
+        if entropy_coef:
+            total = total - entropy_coef * CORE.agg_loss(entropies(b), mask, how_, **config.global_batch_info)
         return scale * total
 
     return loss
@@ -293,6 +314,10 @@ def same() -> list[Case]:
              trl(loss_type="dapo", delta=1.5)),
         Case("Clip(0.2), k3, beta 0.1", "grpo", "TRL", "use_bias_correction_kl=False", ours(clip, "grpo", 0.1),
              trl(0.1, loss_type="grpo", use_bias_correction_kl=False)),
+        Case("Clip(0.2), unbiased_k3, beta 0.1", "grpo", "TRL", "use_bias_correction_kl=True",
+             ours(clip, "grpo", 0.1, kl="unbiased_k3"), trl(0.1, loss_type="grpo")),
+        Case("Clip(0.2), mask_off_policy 0.05", "dapo", "TRL", "off_policy_mask_threshold=0.05",
+             ours(clip, "dapo", mask_off_policy=0.05), trl(loss_type="dapo", off_policy_mask_threshold=0.05)),
         Case("SAPO(1, 1.05)", "grpo", "TRL", "loss_type=sapo", ours(SAPO(1.0, 1.05), "grpo"), trl(loss_type="sapo")),
         Case("CISPO(None, 0.2)", "dapo", "TRL", "loss_type=cispo, epsilon_high=1.2", ours(CISPO(None, 0.2), "dapo"),
              trl(loss_type="cispo", epsilon_high=1.2)),
@@ -305,6 +330,9 @@ def same() -> list[Case]:
         Case("VESPO()", "dapo", "TRL", "loss_type=vespo", ours(VESPO(), "dapo"), trl(loss_type="vespo")),
         *(Case(f"Clip(0.2), {mode}", "dapo", "TRL", f"vllm_importance_sampling_mode={mode}",
                ours(clip, "dapo", correction=mode), trl(correction=mode, loss_type="dapo")) for mode in MODES),
+        *(Case(f"Clip(0.2), {mode} in [0.8, 1.5]", "dapo", "TRL", f"{mode}, vllm_importance_sampling_clip_min=0.8",
+               ours(clip, "dapo", correction=mode, floor=FLOOR),
+               trl(correction=mode, loss_type="dapo", floor=FLOOR)) for mode in MODES),
         Case("GSPO(0.1, 0.2), sequence_mask", "grpo", "TRL", "vllm_importance_sampling_mode=sequence_mask",
              ours(GSPO(0.1, 0.2), "grpo", correction="sequence_mask"),
              trl(correction="sequence_mask", loss_type="grpo", **sequence)),
@@ -313,6 +341,9 @@ def same() -> list[Case]:
         *(Case(f"Clip(0.2, delta=3), {kl}, beta 0.1", "dapo", "verl", f"vanilla, {there}",
                ours(Clip(0.2, delta=3.0), "dapo", 0.1, kl=kl), verl("vanilla", "dapo", 0.1, kl=there))
           for kl, there in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3"))),
+        *(Case("Clip(0.2, delta=3), entropy_coef 0.1", how, "verl", f"vanilla, entropy_coeff=0.1, {VERL_HOW[how]}",
+               ours(Clip(0.2, delta=3.0), how, entropy_coef=0.1), verl("vanilla", how, entropy_coef=0.1))
+          for how in three),
         Case("SAPO(1, 1.05)", "grpo", "verl", "sapo", ours(SAPO(1.0, 1.05), "grpo"), verl("sapo", "grpo")),
         *(Case("REINFORCE()", how, "verl", f"gpg, {VERL_HOW[how]}", ours(REINFORCE(), how), verl("gpg", how))
           for how in three),
@@ -333,6 +364,9 @@ def same() -> list[Case]:
                f"{'1.5' if mode.endswith('truncate') else '1e-30_1.5'}",
                ours(Clip(0.2, delta=3.0), "dapo", correction=mode), verl("vanilla", "dapo", correction=mode))
           for mode in MODES),
+        *(Case(f"Clip(0.2, delta=3), {mode} in [0.8, 1.5]", "dapo", "verl", f"rollout_is={mode.partition('_')[0]}, "
+               "threshold 0.8_1.5 (IcePop)", ours(Clip(0.2, delta=3.0), "dapo", correction=mode, floor=FLOOR),
+               verl("vanilla", "dapo", correction=mode, floor=FLOOR)) for mode in ("token_mask", "sequence_mask")),
     ]  # fmt: skip
     return cases
 
@@ -348,6 +382,7 @@ class Namesake:
     settings: str  # with which they agree
     agree: tuple[Loss, Loss]
     bounds: tuple[int, ...] = (0, MICROBATCH, ROWS)
+    agree_bounds: tuple[int, ...] | None = None  # if other ones
 
 
 def namesakes() -> list[Namesake]:
@@ -361,6 +396,7 @@ def namesakes() -> list[Namesake]:
     k1, k3 = (ours(Clip(0.2, delta=3.0), "dapo", 0.5, kl=kl) for kl in ("k1", "k3"))
     bounded, summed = verl("vanilla", "dapo", 0.5), ours(Clip(0.2), "dr_grpo", scale=LIMIT)
     rloo = trl(loss_type="rloo", scale=MICROBATCH / ROWS)
+    bonus, uncertain = (ours(Clip(0.2), "dapo", **how) for how in ({"entropy_coef": 0.5}, {"entropy_share": 0.6}))
 
     def corrected(surrogate: Surrogate, how: str, mode: str, **arguments: Any) -> tuple[Loss, Loss]:
         return ours(surrogate, how, correction=mode), trl(correction=mode, **arguments)
@@ -398,6 +434,13 @@ def namesakes() -> list[Namesake]:
                            verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="token_truncate")),
                  "sequence corrections", (ours(GMPO(0.2), "grpo", correction="sequence_truncate"),
                            verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="sequence_truncate"))),
+        Namesake("entropy_coef, TRL", "the mean of the microbatches' means, whatever the loss_type: the split matters",
+                 (bonus, trl(loss_type="dapo", entropy_coef=0.5)), "one microbatch, `dapo`",
+                 (bonus, trl(loss_type="dapo", entropy_coef=0.5, microbatch=ROWS)), agree_bounds=(0, ROWS)),
+        Namesake("entropy_quantile, TRL", "of each microbatch's tokens, at every step anew: the split matters",
+                 (uncertain, trl(loss_type="dapo", top_entropy_quantile=0.6)), "one microbatch, one epoch",
+                 (uncertain, trl(loss_type="dapo", top_entropy_quantile=0.6, microbatch=ROWS)),
+                 agree_bounds=(0, ROWS)),
         Namesake("token mean, TRL's bnpo", "the mean of the microbatches' means: the split matters",
                  (clip, trl(loss_type="bnpo")), "loss_type=dapo", (clip, trl(loss_type="dapo"))),
         Namesake("token mean, TRL", "divided by the mean number of tokens of a rollout's minibatches (shown: 2, the "
@@ -430,7 +473,9 @@ def differences(mine: Loss, theirs: Loss, bounds: tuple[int, ...] = (0, MICROBAT
     return abs(loss - their_loss) / abs(their_loss), ((gradient - their_gradient).abs().max() / largest).item()
 
 
-def through_model(surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool = False) -> float:
+def through_model(
+    surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool = False, entropy_coef: float = 0.0
+) -> float:
     """Largest difference of loss, or of a parameter's gradient to its largest entry, each side by its own log-probs."""
     generator, their_model = torch.Generator().manual_seed(1), make_model()
     if lora:
@@ -445,9 +490,11 @@ def through_model(surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool 
         now = token_logprobs(plain, *parts, TEMPERATURE)
     old, ref = (now + spread * torch.randn(now.shape, generator=generator) for spread in (0.4, 0.7))
     kl = {"use_bias_correction_kl": False} if beta else {}
-    trainer = make_trainer({"loss_type": how, "temperature": TEMPERATURE} | kl, beta, model=their_model)
+    size = ROWS if entropy_coef else MICROBATCH  # TRL's bonus depends on the split
+    settings = {"loss_type": how, "temperature": TEMPERATURE, "entropy_coef": entropy_coef} | kl
+    trainer = make_trainer(settings, beta, model=their_model, microbatch=size)
     theirs = mine = 0.0
-    for rows in (slice(0, MICROBATCH), slice(MICROBATCH, ROWS)):
+    for rows in (slice(first, first + size) for first in range(0, ROWS, size)):
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         inputs = {name: part[rows].long() for name, part in zip(names, parts, strict=True)} | {
             "advantages": BATCH["advantages"][rows, 0], "old_per_token_logps": old[rows],
@@ -456,9 +503,11 @@ def through_model(surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool 
         loss = trainer._compute_loss(their_model, inputs)
         loss.backward()
         theirs += loss.item()
-        logprobs = token_logprobs(plain, *(part[rows] for part in parts), TEMPERATURE)
+        inputs = (*(part[rows] for part in parts), TEMPERATURE)
+        logprobs, own_entropies = token_logprobs(plain, *inputs, with_entropies=True, entropy_gradient=True)
         b = {"new": logprobs, "old": old, "ref": ref, "advantages": BATCH["advantages"], "mask": BATCH["mask"]}
         loss = ours(surrogate, how, beta)({key: value if key == "new" else value[rows] for key, value in b.items()})
+        loss = loss - entropy_coef * aggregate(own_entropies, BATCH["mask"][rows], how, COUNTS)
         loss.backward()
         mine += loss.item()
     pairs = zip(our_model.parameters(), their_model.parameters(), strict=True)
@@ -480,6 +529,10 @@ def advantage_table() -> list[tuple[str, float]]:
         add(f"`{scale}`: TRL, scale_rewards={scale}", group_relative_advantages(rewards, 4, scale), theirs)
     theirs = trl_scored(make_trainer({"loss_type": "rloo"}), everyone)["advantages"]
     add("`rloo`: TRL, RLOOTrainer", group_relative_advantages(rewards, 4, "rloo"), theirs)
+    by_function, weights = {"a": rewards, "b": torch.tensor(FORMAT)}, [1.0, 0.25]
+    both = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights}
+    theirs = trl_scored(make_trainer(both, rewards=(REWARDS, FORMAT)), everyone)["advantages"]
+    add("`gdpo`: TRL, multi_objective_aggregation=normalize_then_sum", gdpo(rewards, 4, by_function, weights), theirs)
     grpo, rloo = CORE.compute_grpo_outcome_advantage, CORE.compute_rloo_outcome_advantage
     for name, scale, function in (
         ("grpo, norm_adv_by_std_in_grpo=False", "none", partial(grpo, norm_adv_by_std_in_grpo=False)),
@@ -507,13 +560,15 @@ def main() -> int:
         print(f"| {name} | {difference:.1e} |")
     print("\n| name | there | gradients differ by | they agree with | then by |\n|---|---|---|---|---|")
     for each in namesakes():
-        apart, agree = (differences(*pair, each.bounds)[1] for pair in (each.apart, each.agree))
+        apart = differences(*each.apart, each.bounds)[1]
+        agree = differences(*each.agree, each.agree_bounds or each.bounds)[1]
         worst = max(worst, agree)
         print(f"| {each.name} | {each.there} | {apart:.0%} | {each.settings} | {agree:.1e} |")
     print("\n| through a model | difference |\n|---|---|")
     through = {
         **{f"`Clip(0.2)`, `{how}`": through_model(Clip(0.2), how) for how in ("dapo", "grpo", "dr_grpo")},
         "`Clip(0.2), k3, beta 0.1`, `grpo`": through_model(Clip(0.2), "grpo", beta=0.1),
+        "`Clip(0.2), entropy_coef 0.1`, `dapo`": through_model(Clip(0.2), "dapo", entropy_coef=0.1),
         "`Clip(0.2)`, `dapo`, LoRA": through_model(Clip(0.2), "dapo", lora=True),
     }
     for name, difference in through.items():

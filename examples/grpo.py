@@ -5,7 +5,7 @@ prompt, score them, call a completion good if it is better than its group's mean
 ones by PPO's clipped loss. No value model, and here no KL term. The library does the boring parts: it loads the model
 and the problems, decodes, and computes log-probs without holding all logits.
 
-    python -m pspo.train --algorithm.surrogate Clip --algorithm.advantage_scale group --algorithm.aggregation grpo \
+    python -m pspo.train --algorithm.surrogate Clip --algorithm.advantages group --algorithm.aggregation grpo \
         --rollout.prompts 16 --optimizer.one_pass false --run.validate_every 0
 
 ends with the same weights, bit for bit on one thread of a CPU (tests/test_examples.py).

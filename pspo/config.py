@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +20,8 @@ from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.workers import check_importable
 
-AdvantageScale = Literal["none", "group", "batch", "rloo", "maxrl"]
+Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
+ADVANTAGE_INPUTS = ("lengths", "mask", "truncated", "rewards_by_function", "weights", "problems")
 Decoder = Literal["pspo", "graphs", "hf"]
 SpecialTokens = Literal["text", "allow"]
 Strategy = Literal["none", "ddp", "fsdp2"]
@@ -321,43 +322,77 @@ class AlgorithmConfig(Section, name="algorithm"):
         surrogate: PSPO (the default), another class of pspo.losses, or the import path of your own
         epochs: passes over each rollout
         minibatches: optimizer steps per pass
-        aggregation: mean of the loss over tokens (dapo), sequences (grpo) or the token limit (dr_grpo)
-        advantage_scale: divide advantages by the standard deviation of their group or batch, or rloo or maxrl
+        aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
+        advantages: reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function
         beta: weight of the KL penalty to the initial model; 0 loads no reference model
-        kl_estimator: k1, k2 (gradient of KL(policy || reference)) or k3 (gradient of the reverse KL)
+        kl_estimator: k1, k2 (gradient of KL(policy || reference)), k3 (of the reverse KL), unbiased_k3 (k3 times ratio)
+        reference_every: optimizer steps after which the reference moves to the policy; 0 keeps the initial model
+        reference_mix: share of the policy in the reference that moves; 1 copies it
+        entropy_coef: weight of the entropy bonus; with entropy_target, by how much that weight changes in a step
+        entropy_target: raise the bonus's weight, from 0, while the entropy is below it; lower it while above
+        entropy_quantile: share of a minibatch's tokens, the most uncertain, that the surrogate's loss is of
         mask_truncated: exclude completions that hit the token limit from the loss
+        mask_off_policy: leave out completions with A < 0 whose mean log(sampler / policy) is above it; unset, none
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
-        correction: truncate or mask weights old / sampler probability; unset, token_truncate if vllm needs it
+        correction: truncate or mask weights old / sampler probability, or a function; unset, as vllm needs it
         correction_cap: largest correction weight
+        correction_floor: smallest correction weight
     """
 
     surrogate: Surrogate = field(default_factory=PSPO)
     epochs: int = number(2, "above 0")
     minibatches: int = number(1, "above 0")
-    aggregation: Aggregation = "dapo"
-    advantage_scale: AdvantageScale = "none"
+    aggregation: Aggregation | Callable = "dapo"
+    advantages: Advantages | Callable = "none"
     beta: float = number(0.0, "at least 0")
     kl_estimator: KLEstimator = "k3"
+    reference_every: int = number(0, "at least 0")
+    reference_mix: float = number(1.0, "in (0, 1]")
+    entropy_coef: float = number(0.0, "at least 0")
+    entropy_target: float | None = number(None, "above 0")
+    entropy_quantile: float = number(1.0, "in (0, 1]")
     mask_truncated: bool = False
+    mask_off_policy: float | None = number(None, "at least 0")
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    correction: Correction | None = None
+    correction: Correction | Callable | None = None
     correction_cap: float = number(3.0, "above 0")
+    correction_floor: float = number(0.0, "at least 0")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, inputs = type(self.surrogate).__name__, ("logprobs", "old_logprobs", "advantages", "mask")
-        try:
-            inspect.signature(self.surrogate.at(0)).bind(*inputs)
-        except TypeError as error:
-            rule = f"{name} must take {', '.join(inputs)}: {error}"
-            raise ValueError(f"--algorithm.surrogate {rule}") from error
+        for switch, function, inputs, offered in (
+            ("surrogate", self.surrogate.at(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
+            ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
+            ("aggregation", self.aggregation, ("mask", "counts"), ()),
+            ("correction", self.correction, ("old_logprobs", "sampler_logprobs", "mask"), ()),
+        ):
+            check_function(switch, function, inputs, offered)
 
     @property
     def token_local(self) -> bool:
         """True if a token's loss depends on no other token's log-prob."""
-        return self.surrogate.token_local and not (self.correction or "none").startswith("sequence")
+        by_token = self.correction in (None, "none", "token_truncate", "token_mask") and self.mask_off_policy is None
+        return self.surrogate.token_local and by_token
+
+    @property
+    def needs_every_row(self) -> bool:
+        """True if rows with A = 0 have a gradient, or count among the tokens of a quantile."""
+        return self.beta > 0 or self.entropy_coef > 0 or self.entropy_quantile < 1
+
+
+def check_function(switch: str, function: Callable | str | None, inputs: Sequence[str], offered: Sequence[str]) -> None:
+    """Raise ValueError if a function cannot be called with the inputs, and those offered that its signature names."""
+    if not callable(function):
+        return
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*inputs, **{name: None for name in offered if name in signature.parameters})
+    except TypeError as error:
+        may = f", and may ask for {', '.join(offered)}" if offered else ""
+        raise ValueError(f"--algorithm.{switch} {name} must take {', '.join(inputs)}{may}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -465,6 +500,14 @@ NO_LOGPROBS = "with rollout.decoder hf, a repetition_penalty, an environment or 
 CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
     ("algorithm.correction", "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own "
      "log-probs", lambda c: c.ratios_to_engine and c.algorithm.correction != "none"),
+    ("algorithm.correction_floor", "must be below algorithm.correction_cap ({algorithm.correction_cap})",
+     lambda c: c.algorithm.correction_floor >= c.algorithm.correction_cap),
+    ("algorithm.entropy_coef", "must be above 0 with entropy_target: what the bonus's weight changes by in a step",
+     lambda c: c.algorithm.entropy_target is not None and c.algorithm.entropy_coef == 0),
+    ("algorithm.reference_every", "must be 0 without beta, which needs a reference",
+     lambda c: c.algorithm.reference_every > 0 and c.algorithm.beta == 0),
+    ("algorithm.reference_every", "must be 0 under fsdp2, whose checkpoints hold no reference",
+     lambda c: c.algorithm.reference_every > 0 and c.sharded),
     ("algorithm.minibatches", "must not be above rollout.prompts ({rollout.prompts}): groups stay whole",
      lambda c: c.algorithm.minibatches > c.rollout.prompts),
     ("distributed.rollout", "must be gathered with an engine, which needs no weights of the policy's to sample",

@@ -16,7 +16,7 @@ import torch
 
 from pspo import distributed as dist
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, group_relative_advantages
+from pspo.rollout import Drawing, Experience, estimate_advantages
 from pspo.run.command import CallableModule, train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
@@ -65,19 +65,26 @@ def draw_prompts(run: Run, n: int) -> Drawing:
 
 def score(run: Run, drawing: Drawing) -> Experience:
     """Rewards of a rollout, NaN if unknown (--reward.on_error none), and its advantages."""
-    config, group_size, rollout = run.config, run.config.rollout.group_size, drawing.rollout
-    problems = [run.stream.prompts.problems[i] for i in drawing.prompts for _ in range(group_size)]
-    limit, logged = config.rollout.max_completion_tokens, {}
+    config, rollout, logged = run.config, drawing.rollout, {}
+    problems, limit = run.stream.problems(drawing.prompts), config.rollout.max_completion_tokens
     with run.phase("reward"):
         totals, by_name = total_rewards(
             completions=rollout.texts, problems=problems, step=run.learner.steps, max_completion_tokens=limit,
             logged=logged, **vars(config.reward), **rollout.reward_inputs,
         )  # fmt: skip
-        rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
-        advantages = group_relative_advantages(rewards.float(), group_size, config.algorithm.advantage_scale)  # (B,)
-    experience = Experience(drawing.prompts, rollout, rewards, by_name, advantages, totals, rollout.tokens, logged)
+    rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
+    scored = Experience(drawing.prompts, rollout, rewards, by_name, totals, rollout.tokens, logged)
+    experience = with_advantages(run, scored)
     run.stream.note(experience)
     return experience
+
+
+def with_advantages(run: Run, experience: Experience) -> Experience:
+    """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
+    config, problems = run.config, run.stream.problems(experience.prompts)
+    how = (config.algorithm.advantages, config.rollout.group_size, problems, config.reward.weights)
+    with run.phase("reward"):
+        return replace(experience, advantages=estimate_advantages(experience, *how))
 
 
 def resample(run: Run, experience: Experience) -> Experience:
@@ -87,7 +94,7 @@ def resample(run: Run, experience: Experience) -> Experience:
         if missing == 0:
             break
         fresh = score(run, draw_prompts(run, missing * dist.world_size()))
-        experience = experience.refill(fresh, run.config.algorithm.advantage_scale)
+        experience = with_advantages(run, experience.refill(fresh))
     return experience
 
 

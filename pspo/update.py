@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.config import AlgorithmConfig, TrainConfig
-from pspo.losses import Counts, aggregate, check_loss, correction_weights, kl_estimate, token_divisors
+from pspo.config import TrainConfig
+from pspo.losses import Counts, add_terms, aggregate, entropy_quantile, token_divisors
 from pspo.model import autocast, backward_in_one_pass, token_logprobs
 from pspo.optimizers.learner import Learner
 from pspo.rollout.batching import Minibatch, retry_in_halves, split_minibatches
@@ -29,7 +29,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
     Args:
         rollout: B rows, this rank's.
-        advantages: (B,) float32.
+        advantages: (B,) or (B, T) float32.
 
     Returns:
         The metrics of each step over all ranks' rows; ratios and the like are over tokens with A != 0.
@@ -41,6 +41,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
     retry = partial(retry_in_halves, learner, minibatches, config)  # if memory runs out
     retry(add_fixed_logprobs, learner, minibatches, config)
+    retry(keep_uncertain_tokens, learner, minibatches, config)
     gradient = one_pass if learner.one_pass and config.algorithm.token_local else backward
 
     def accumulate(counts: Counts, batches: list[Batch]) -> StepMetrics:
@@ -68,18 +69,20 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     Returns:
         The share, a scalar, and the policy's log-probs and entropies, (b, t); all without gradient.
     """
-    algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
+    algorithm, rollout = learner.adapted(config.algorithm), batch.rollout
+    old_logprobs, advantages, mask, *others = batch.loss_inputs
     with autocast(config.model.autocast, learner.policy.device):
-        inputs = (*rollout.token_ids, config.rollout.temperature, rollout.nucleus_ids)
-        logprobs, entropies = token_logprobs(learner.policy, *inputs, with_entropies=True)  # (b, t)
-    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        inputs = (*rollout.token_ids, config.rollout.temperature, rollout.nucleus_ids, True, algorithm.entropy_coef > 0)
+        logprobs, entropies = token_logprobs(learner.policy, *inputs)  # (b, t)
+    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     surrogate = algorithm.surrogate.at(learner.steps)
-    losses = surrogate(logprobs, old_logprobs, batch.advantages[:, None], mask)  # (b, t)
-    others = (batch.ref_logprobs, rollout.sampler_logprobs)
-    losses = apply_correction_and_kl(algorithm, losses, logprobs, old_logprobs, *others, mask)  # neither by default
+    losses = surrogate(logprobs, old_logprobs, advantages, mask)  # (b, t)
+    losses = add_terms(
+        algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others
+    )  # by default none
     loss = aggregate(losses, mask, algorithm.aggregation, counts)
     loss.backward()
-    return loss.detach(), logprobs.detach(), entropies
+    return loss.detach(), logprobs.detach(), entropies.detach()
 
 
 def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) -> dict[str, float]:
@@ -94,47 +97,27 @@ def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) 
     learner.scheduler.step()
     learner.optimizer.zero_grad()
     learner.steps += 1
+    values |= learner.follow(config.algorithm, values["entropy"])
     learner.record.add(learner.steps, metrics.tokens())
     return values | {"grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(skipped)}
 
 
 def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
-    algorithm, rollout, mask = config.algorithm, batch.rollout, batch.rollout.loss_mask
+    algorithm, rollout = learner.adapted(config.algorithm), batch.rollout
     surrogate = algorithm.surrogate.at(learner.steps)
 
-    def token_losses(logprobs, old_logprobs, advantages, mask, *others):  # (n, 1), of the n tokens of a chunk
+    def token_losses(
+        logprobs, entropies, old_logprobs, advantages, mask, *others
+    ):  # (n, 1), of the n tokens of a chunk
         old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
         losses = surrogate(logprobs, old_logprobs, advantages, mask)
-        return apply_correction_and_kl(algorithm, losses, logprobs, old_logprobs, *others, mask)
+        return add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)
 
-    inputs = (batch.old_logprobs, batch.advantages[:, None], mask, batch.ref_logprobs, rollout.sampler_logprobs)
-    divisors = token_divisors(mask, algorithm.aggregation, counts)
-    how = (config.rollout.temperature, token_losses, inputs, divisors, rollout.nucleus_ids)
+    divisors = token_divisors(rollout.loss_mask, algorithm.aggregation, counts)
+    how = (config.rollout.temperature, token_losses, batch.loss_inputs, divisors, rollout.nucleus_ids)
     with autocast(config.model.autocast, learner.policy.device):
         return backward_in_one_pass(learner.policy, *rollout.token_ids, *how)
-
-
-def apply_correction_and_kl(
-    algorithm: AlgorithmConfig,
-    losses: Tensor,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    sampler_logprobs: Tensor | None,
-    mask: Tensor,
-) -> Tensor:
-    """Check a surrogate's losses, multiply by the correction weights, and add beta times the KL to the reference.
-
-    Result and tensors are (b, t), or (n, 1) in `one_pass`; ``ref_logprobs`` is None without beta.
-    """
-    check_loss(algorithm.surrogate, losses, logprobs)
-    if algorithm.correction != "none":
-        how = (algorithm.correction, algorithm.correction_cap)
-        losses = losses * correction_weights(old_logprobs, sampler_logprobs, mask, *how)
-    if ref_logprobs is not None:
-        losses = losses + algorithm.beta * kl_estimate(logprobs, ref_logprobs, mask, algorithm.kl_estimator)
-    return losses
 
 
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1) -> None:
@@ -149,6 +132,25 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
                 with learner.reference_model() as reference:
                     if reference is not None:
                         batch.ref_logprobs = token_logprobs(reference, *inputs)
+
+
+def keep_uncertain_tokens(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
+    """Find each minibatch's most uncertain tokens, all ranks' together, if --algorithm.entropy_quantile is below 1.
+
+    A pass of its own before any step: they are the same in all epochs, and under any split into microbatches.
+    """
+    if (share := config.algorithm.entropy_quantile) == 1:
+        return
+    for _, batches in minibatches:
+        tokens = []
+        for batch in batches:
+            inputs = (*batch.rollout.token_ids, config.rollout.temperature, batch.rollout.nucleus_ids)
+            with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
+                _, batch.kept = token_logprobs(learner.policy, *inputs, with_entropies=True)  # (b, t)
+            tokens.append(batch.kept[batch.rollout.loss_mask])
+        lowest = entropy_quantile(dist.concat_over_ranks(torch.cat(tokens)), share)
+        for batch in batches:
+            batch.kept = batch.kept >= lowest
 
 
 def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:

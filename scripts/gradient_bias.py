@@ -82,7 +82,7 @@ def gradient(fork: Fork, rollout: Rollout, advantages: Tensor, config: TrainConf
 
 def true_gradient(fork: Fork, config: TrainConfig, rollouts: int, seed: int) -> np.ndarray:
     """(PARTS, D) float64: independent estimates of the target, each from so many rollouts."""
-    config, parts, lengths = with_loss(config, "NoClip:dr_grpo:replay", advantage_scale="none"), [], []
+    config, parts, lengths = with_loss(config, "NoClip:dr_grpo:replay", advantages="none"), [], []
     for part in range(PARTS):
         total = 0.0
         for i in range(rollouts):

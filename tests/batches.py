@@ -24,3 +24,22 @@ def random_batch(lengths, seed=0, spread=0.5, dtype=torch.float64):
 def completions(rollout):
     """The unmasked tokens of each row, a list of lists."""
     return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
+
+
+# Pieces of an algorithm of one's own
+
+
+def by_token(rewards, group_size, mask):
+    """Advantages (B, T): the rewards, more for later tokens."""
+    return rewards[:, None] * (1 + torch.arange(mask.shape[1]) / 4)
+
+
+def by_root(mask, counts):
+    """An aggregation: a completion weighs the root of its length."""
+    return counts.sequences * mask.sum(dim=1).clamp(min=1).sqrt()
+
+
+def row_mean_weights(old_logprobs, sampler_logprobs, mask):
+    """A correction: the mean of a row's ratios."""
+    ratios = (old_logprobs - sampler_logprobs).exp().where(mask, 0.0)
+    return ratios.sum(dim=1) / mask.sum(dim=1).clamp(min=1)

@@ -141,15 +141,27 @@ def surrogate(name, params, logprobs, old_logprobs, advantages, mask):
 # ---------------------------------------------------------------- correction, aggregation, KL, advantages
 
 
-def correction_weights(old_row, sampler_row, mask_row, mode, cap):
+def correction_weights(old_row, sampler_row, mask_row, mode, cap, floor=0.0):
     """Weights of one row, a list."""
     level, _, constraint = mode.partition("_")
     log_r = {t: old_row[t] - sampler_row[t] for t, keep in enumerate(mask_row) if keep}
     weights = [0.0] * len(old_row)
     for t in log_r:
         ratio = math.exp(math.fsum(log_r.values()) if level == "sequence" else log_r[t])
-        weights[t] = ratio if ratio <= cap else {"truncate": cap, "mask": 0.0}[constraint]
+        bounded = cap if ratio > cap else floor if ratio < floor else ratio
+        weights[t] = bounded if constraint == "truncate" or ratio == bounded else 0.0
     return weights
+
+
+def off_policy(log_ratios, mask_row, A, threshold):
+    """True if DeepSeek-V3.2 leaves the row out: A < 0 and a mean of log(sampler / policy) above the threshold."""
+    moved = [-x for x, keep in zip(log_ratios, mask_row, strict=True) if keep]
+    return A < 0 and math.fsum(moved) / max(len(moved), 1) > threshold
+
+
+def uncertain(entropies, share):
+    """The lowest entropy among the most uncertain share of tokens, a list."""
+    return sorted(entropies)[math.ceil((1 - share) * (len(entropies) - 1))]
 
 
 def aggregate(losses, mask, how, tokens, sequences, max_completion_tokens):
@@ -162,8 +174,13 @@ def aggregate(losses, mask, how, tokens, sequences, max_completion_tokens):
     return total / {"dapo": tokens, "grpo": sequences, "dr_grpo": sequences * max_completion_tokens}[how]
 
 
-def kl(logprob, ref_logprob, estimator):
+def kl(logprob, ref_logprob, estimator, old_logprob=None):
     """(value, d value / d logprob) of one token's estimate of KL(policy || reference)."""
+    if estimator == "unbiased_k3":
+        value, slope = kl(logprob, ref_logprob, "k3")
+        log_r = clamp(logprob - old_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        moves = log_r == logprob - old_logprob
+        return math.exp(log_r) * value, math.exp(log_r) * (slope + value * moves)
     raw = ref_logprob - logprob
     x = clamp(raw, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value, slope = {"k1": (-x, -x), "k2": (x * x / 2, -x), "k3": (math.exp(x) - 1 - x, 1 - math.exp(x))}[estimator]
@@ -188,6 +205,13 @@ def group_relative_advantages(rewards, group_size, scale="none", eps=1e-4):
             continue
         advantages += [(reward - mean) / divisor for reward in group]
     return advantages
+
+
+def gdpo(rewards_by_function, weights, group_size, eps=1e-4):
+    """Over all rows' deviation, the weighted sum of each function's rewards, scaled in their groups."""
+    scaled = [group_relative_advantages(rewards, group_size, "group", eps) for rewards in rewards_by_function]
+    total = [math.fsum(w * a for w, a in zip(weights, row, strict=True)) for row in zip(*scaled, strict=True)]
+    return [a / (statistics.stdev(total) + eps) for a in total]
 
 
 # ---------------------------------------------------------------- log-probs of a model

@@ -7,7 +7,9 @@ import pytest
 import reference
 import torch
 
-from pspo.rollout.advantages import group_relative_advantages
+from pspo.losses import SurrogateError
+from pspo.rollout import Experience, Rollout, estimate_advantages
+from pspo.rollout.advantages import gdpo, group_relative_advantages
 
 each_scale = pytest.mark.parametrize("scale", ["none", "group", "batch", "rloo", "maxrl"])
 REWARDS = [0.0, 0.05, 0.1, 1 / 3, 0.7, 1.0]  # most of them have no exact binary form
@@ -67,7 +69,7 @@ def test_nearly_equal_rewards_are_not_taken_for_equal(scale):
 
 
 def test_maxrl_takes_no_negative_rewards():
-    with pytest.raises(ValueError, match=r"--algorithm\.advantage_scale maxrl divides"):
+    with pytest.raises(ValueError, match=r"--algorithm\.advantages maxrl divides"):
         group_relative_advantages(torch.tensor([1.0, -0.5]), 2, "maxrl")
 
 
@@ -101,3 +103,65 @@ def test_group_sizes_that_do_not_fit(group_size):
 def test_unknown_scale(scale):
     with pytest.raises(ValueError, match=f"{scale}.*none, group, batch, rloo or maxrl"):
         group_relative_advantages(torch.zeros(4), 2, scale)
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_gdpo_equals_the_oracle(group_size, seed):
+    """Functions of other scales; one that is unknown leaves its row to the others; an equal group has exactly 0."""
+    rng = random.Random(seed)
+    rewards = [[scale * rng.choice(REWARDS) for _ in range(5 * group_size)] for scale in (1.0, 30.0)]
+    for row in rewards:
+        row[:group_size] = [row[0]] * group_size
+    weights, tensors = [1.0, 0.25], {i: torch.tensor(row, dtype=torch.float64) for i, row in enumerate(rewards)}
+    actual = gdpo(sum(tensors.values()), group_size, tensors, weights)
+    assert actual.tolist() == pytest.approx(reference.gdpo(rewards, weights, group_size), rel=1e-12, abs=1e-15)
+    assert actual[:group_size].tolist() == [0.0] * group_size
+    nothing = {i: torch.full_like(row, NAN) for i, row in tensors.items()}
+    assert not gdpo(sum(nothing.values()), group_size, nothing, weights).any()
+
+
+def make_experience(rewards):
+    """Scored rows of 1, 2, ... tokens, by two functions of which the second gives nothing."""
+    n = len(rewards)
+    mask = torch.arange(n) < torch.arange(1, n + 1)[:, None]
+    ids, by_name = torch.zeros(n, n, dtype=torch.long), {"a": rewards, "b": [0.0] * n}
+    rollout = Rollout(ids, ids == 0, ids, mask, torch.arange(n) > 0, [""] * n)
+    return Experience([0], rollout, torch.tensor(rewards, dtype=torch.float64), by_name, rewards, 0)
+
+
+def test_a_function_gets_what_its_signature_names():
+    seen = {}
+
+    def estimator(rewards, group_size, lengths, mask, truncated, rewards_by_function, weights, problems):
+        seen.update({name: getattr(value, "tolist", lambda value=value: value)() for name, value in locals().items()})
+        return rewards[:, None] * mask
+
+    advantages = estimate_advantages(make_experience([1.0, 2.0, NAN]), estimator, 3, ["p"] * 3, [0.5, 2.0])
+    assert advantages.tolist() == [[1, 0, 0], [2, 2, 0], [0, 0, 0]]
+    assert seen["lengths"] == [1, 2, 3]
+    assert seen["truncated"] == [True, False, False]
+    assert seen["mask"] == [[True, False, False], [True, True, False], [True, True, True]]
+    assert (seen["group_size"], seen["weights"], seen["problems"]) == (3, [0.5, 2.0], ["p"] * 3)
+    assert seen["rewards_by_function"]["b"].tolist() == [0.0] * 3
+
+    experience = make_experience([1.0, 0.0])
+    for how in ("none", "group", "batch", "rloo", "maxrl"):
+        expected = group_relative_advantages(torch.tensor([1.0, 0.0]), 2, how)
+        assert torch.equal(estimate_advantages(experience, how, 2, []), expected)
+    assert estimate_advantages(experience, "gdpo", 2, []).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (torch.zeros(3), r"shape \(3,\); it must return a tensor with a value per row \(B,\) = \(2,\)"),
+        (torch.tensor([1.0, NAN]), "returned nan to nan; every value must be finite"),
+        (torch.tensor([1.0, float("inf")]), "returned 1 to inf; every value must be finite"),
+        ([0.5, -0.5], r"returned \[0.5, -0.5\]"),
+        (None, "returned None"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_told_so_in_one_line(returned, says):
+    with pytest.raises(SurrogateError, match=f"--algorithm.advantages .*{says}"):
+        estimate_advantages(make_experience([1.0, 0.0]), lambda rewards, group_size: returned, 2, [])

@@ -324,11 +324,11 @@ def test_steps_and_tokens_end_a_run(here):
 @pytest.mark.parametrize(
     "args",
     [
-        "algorithm.beta=0.1 algorithm.aggregation=grpo algorithm.advantage_scale=group",
+        "algorithm.beta=0.1 algorithm.aggregation=grpo algorithm.advantages=group",
         "algorithm.mask_truncated=true rollout.max_completion_tokens=3",  # which truncates every completion
         "rollout.max_completion_tokens=1 model.gradient_checkpointing=true",
         "rollout.min_completion_tokens=24 rollout.decoder=graphs model.name_or_path=tiny-math",
-        "model.autocast=bf16 algorithm.aggregation=dr_grpo algorithm.advantage_scale=batch",
+        "model.autocast=bf16 algorithm.aggregation=dr_grpo algorithm.advantages=batch",
         "rollout.temperature=1 rollout.top_p=1 rollout.top_k=5 rollout.repetition_penalty=1.1 rollout.max_rows=3",
         "algorithm.epochs=1 algorithm.minibatches=2 optimizer.microbatch_tokens=1 model.attn_implementation=eager",
         "optimizer.schedule=cosine optimizer.warmup_steps=1 optimizer.max_grad_norm=0",

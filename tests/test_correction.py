@@ -8,19 +8,19 @@ import torch
 from batches import random_batch
 
 from pspo.config import AlgorithmConfig, DistributedConfig, RolloutConfig, TrainConfig
-from pspo.losses import correction_ratios, correction_weights, diagnose_correction
+from pspo.losses import SurrogateError, corrected_tokens, correction_weights, diagnose_correction, on_policy
 
 each_mode = pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 
 
 @each_mode
-@pytest.mark.parametrize("cap", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("cap", "floor"), [(0.5, 0.0), (1.0, 0.0), (3.0, 0.0), (1.5, 0.7), (0.5, 0.5)])
 @pytest.mark.parametrize("seed", range(4))
-def test_equals_the_reference(mode, cap, seed):
+def test_equals_the_reference(mode, cap, floor, seed):
     sampler, old, _, mask = random_batch((6, 1, 4, 0, 3), seed, spread=0.7)
     rows = zip(old.tolist(), sampler.tolist(), mask.tolist(), strict=True)
-    expected = torch.tensor([reference.correction_weights(*row, mode, cap) for row in rows], dtype=torch.float64)
-    actual = correction_weights(old.requires_grad_(), sampler.where(mask, math.nan), mask, mode, cap)
+    expected = torch.tensor([reference.correction_weights(*row, mode, cap, floor) for row in rows], dtype=torch.float64)
+    actual = correction_weights(old.requires_grad_(), sampler.where(mask, math.nan), mask, mode, cap, floor)
     assert not actual.requires_grad
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
@@ -39,13 +39,12 @@ def test_values_worked_by_hand(mode, expected, share):
     sampler = torch.tensor([[0.25, 0.2, 0.1]]).double().log()  # ratios 2 and 4, and a masked one
     mask = torch.tensor([[True, True, False]])
     assert correction_weights(old, sampler, mask, mode, 3.0)[0].tolist() == pytest.approx(expected, rel=1e-12)
-    ratios = correction_ratios(old, sampler, mask, mode)
-    stats = diagnose_correction(old, sampler, ratios, mask, 3.0)
+    corrected = corrected_tokens(old, sampler, mask, mode, 3.0, 0.0)
+    stats = diagnose_correction(old, sampler, corrected, mask)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
     assert stats == pytest.approx({"kl_sampler_old": kl, "sampler_ratio_max": 4, "corrected_share": share}, rel=1e-12)
     assert correction_weights(old, old, mask, mode, 1.0).tolist() == [[1, 1, 0]]  # at the cap
-    assert diagnose_correction(old, old, torch.ones_like(old), mask, 1.0)["corrected_share"] == 0.0
-    nothing = diagnose_correction(old, sampler, ratios, mask & False, 3.0)
+    nothing = diagnose_correction(old, sampler, corrected, mask & False)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 
 
@@ -56,9 +55,30 @@ def test_finite_and_bounded_at_extreme_ratios(mode, distance):
     weights = correction_weights(old, old + distance, old == 0, mode, 3.0)
     assert weights.isfinite().all()
     assert weights.max() <= 3.0
-    ratios = correction_ratios(old, old + distance, old == 0, mode)
-    stats = diagnose_correction(old, old + distance, ratios, old == 0, 3.0)
+    corrected = corrected_tokens(old, old + distance, old == 0, mode, 3.0, 0.0)
+    stats = diagnose_correction(old, old + distance, corrected, old == 0)
     assert stats["corrected_share"] == (distance < 0)  # a product that underflows is below the cap
+
+
+def test_a_function_of_ones_own():
+    sampler, old, _, mask = random_batch((6, 1, 4, 0, 3))
+    by_row = correction_weights(old, sampler, mask, lambda old, sampler, mask: (old - sampler)[:, 0].exp(), 1.0)
+    assert torch.equal(by_row, (old - sampler)[:, :1].exp().where(mask, 0.0))
+    for wrong, says in ((old[:2], r"returned shape \(2, 6\); it must"), (old.log(), "returned nan to nan; .* finite")):
+        with pytest.raises(SurrogateError, match=f"--algorithm.correction .*{says}"):
+            correction_weights(old, sampler, mask, lambda *_, wrong=wrong: wrong, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_off_policy_mask_equals_the_reference(seed):
+    logprobs, sampler, advantages, mask = random_batch((6, 1, 4, 0, 3), seed)
+    kept = on_policy(logprobs.where(mask, math.nan), sampler, advantages, mask, 0.05)
+    for row, keep in enumerate(kept[:, 0].tolist()):
+        log_r = (logprobs - sampler)[row].tolist()
+        assert keep != reference.off_policy(log_r, mask[row].tolist(), advantages[row, 0].item(), 0.05)
+    by_token = torch.linspace(-1, 1, 6, dtype=torch.float64) * torch.ones(5, 1)
+    kept_tokens = on_policy(logprobs, sampler, by_token, mask, 0.05)
+    assert torch.equal(kept_tokens, kept.where(advantages < 0, kept_tokens[:, :1]) | (by_token >= 0))
 
 
 @pytest.mark.parametrize("mode", ["none", "token", "sequence_cap"])

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from batches import by_root, by_token, row_mean_weights
 from processes import assert_same, at_call, before, contents, one_layer, ranks, run_command, send
 from test_update import draw_by_signal
 
@@ -78,6 +79,13 @@ CASES = {
     "DPPO": make_config(DPPO(epsilon=1e-3), "dr_grpo", epochs=2),
     "stale": make_config(GSPO(0.1, 0.2), "grpo", epochs=2, minibatches=2),
     "decoupled": make_config(NoClip(), "dapo", epochs=2, ratio_to="proximal", correction="sequence_truncate"),
+    "own pieces": make_config(GMPO(), by_root, epochs=2, advantages=by_token, correction=row_mean_weights),
+    "entropy": make_config(Clip(), "grpo", epochs=2, entropy_coef=0.2, entropy_target=9.0),
+    "uncertain": make_config(GMPO(), "dapo", epochs=2, minibatches=2, entropy_quantile=0.3, entropy_coef=0.1),
+    "moved": make_config(
+        NoClip(), "dapo", epochs=2, mask_off_policy=0.01, correction="token_mask", correction_floor=0.8
+    ),
+    "unbiased KL": make_config(NoClip(), "grpo", epochs=2, minibatches=2, beta=0.1, kl_estimator="unbiased_k3"),
     "replayed": make_config(Clip(), "dapo", epochs=2, minibatches=2, nucleus="replay", beta=0.1),
 }
 for name in ("stale", "decoupled"):
@@ -120,6 +128,8 @@ def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, f
     torch.manual_seed(7 + dist.rank())  # of adapters; only rank 0's counts
     learner = make_learner(config, CPU)
     rollout, advantages = make_rows()
+    if callable(own := config.algorithm.advantages):
+        advantages = own(advantages, 4, rollout.completion_mask)
     mine = torch.tensor(dist.take_rank_share(list(range(len(rollout))), config.algorithm.minibatches))
     rollout, advantages = rollout.rows(mine), advantages[mine]
     if config.rollout.lag:

@@ -245,7 +245,7 @@ def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
 
 
 def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys):
-    assert train("--reward.weights=[0.0]", "--algorithm.advantage_scale=group") == 0
+    assert train("--reward.weights=[0.0]", "--algorithm.advantages=group") == 0
     for line in metrics():
         assert line["zero_advantage_share"] == 1
         assert line["reward_std"] == line["grad_norm"] == 0

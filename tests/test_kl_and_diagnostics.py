@@ -11,7 +11,7 @@ from batches import SURROGATES, random_batch
 
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, diagnose, kl_estimate, token_weights
 
-each_estimator = pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+each_estimator = pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3"])
 LOSSES = [*SURROGATES, Clip(0.1, 0.4, 1.8), P3O(2.0, kl_coef=0.5), TOPR(0.5, 2.0, 0.25, 1.5, level="token")]
 
 
@@ -29,13 +29,15 @@ def make_batch(seed=0, spread=0.6, dtype=torch.float64):
 def test_value_and_gradient_equal_the_oracle(estimator, seed):
     logprobs, ref, _, mask = make_batch(seed, spread=3.0)
     logprobs[0, :5] = ref[0, :5] + torch.tensor([25, -1e4, -1e30, 1e30, 0.0])  # beyond the clamp, and equal
+    old = logprobs + torch.linspace(-1, 1, logprobs.shape[1])
+    old[1, 0] = logprobs[1, 0] + 30
     logprobs, ref = logprobs.where(mask, math.nan).requires_grad_(), ref.where(mask, math.inf)
-    value = kl_estimate(logprobs, ref, mask, estimator)
+    value = kl_estimate(logprobs, ref, mask, estimator, old)
     (gradient,) = torch.autograd.grad(value.sum(), logprobs)
     assert (value[~mask] == 0).all()
     assert (gradient[~mask] == 0).all()
     for b, t in mask.nonzero().tolist():
-        expected = reference.kl(logprobs[b, t].item(), ref[b, t].item(), estimator)
+        expected = reference.kl(logprobs[b, t].item(), ref[b, t].item(), estimator, old[b, t].item())
         assert (value[b, t].item(), gradient[b, t].item()) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     if estimator == "k3":
         assert torch.equal(kl_estimate(logprobs, ref, mask), value)  # the default
@@ -46,13 +48,18 @@ def test_value_and_gradient_equal_the_oracle(estimator, seed):
 @each_estimator
 @pytest.mark.parametrize("seed", range(5))
 def test_value_and_gradient_in_expectation_over_the_policys_samples(estimator, seed):
-    """By enumeration. The gradient of k1 and k2 is that of KL(policy || reference), k3's of KL(reference || policy)."""
+    """By enumeration; of an older policy's samples for unbiased_k3, whose gradient is exact, too.
+
+    The gradient of k1 and k2 is that of KL(policy || reference), k3's of KL(reference || policy).
+    """
     generator = torch.Generator().manual_seed(seed)
     theta, ref_logits = torch.randn(2, 9, generator=generator, dtype=torch.float64)
     policy, ref = theta.requires_grad_().log_softmax(0), ref_logits.log_softmax(0)
     kl, reverse_kl = (policy.exp() * (policy - ref)).sum(), (ref.exp() * (ref - policy)).sum()
-    estimate = kl_estimate(policy[None], ref[None], torch.ones(1, 9, dtype=torch.bool), estimator)[0]
-    expectation = (policy.detach().exp() * estimate).sum()
+    older = torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0)
+    drawn_by = older if estimator == "unbiased_k3" else policy.detach()
+    estimate = kl_estimate(policy[None], ref[None], torch.ones(1, 9, dtype=torch.bool), estimator, older[None])[0]
+    expectation = (drawn_by.exp() * estimate).sum()
     if estimator == "k2":  # biased; equal only to second order
         assert expectation.item() != pytest.approx(kl.item(), rel=1e-3)
     else:
@@ -72,7 +79,7 @@ def test_k2_and_k3_are_never_negative_in_float32(estimator):
 
 @pytest.mark.parametrize("estimator", ["k4", "K3", ""])
 def test_unknown_estimator(estimator):
-    with pytest.raises(ValueError, match=f"{estimator}.*k1, k2 or k3"):
+    with pytest.raises(ValueError, match=f"{estimator}.*k1, k2, k3 or unbiased_k3"):
         kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), estimator)
 
 

@@ -46,7 +46,9 @@ FILES = {
                 "        raise ValueError('needs a moon')\n    def __call__(self, completions, problems):\n"
                 "        return [0.0] * len(completions)\n"
                 "from pspo.losses import Surrogate\nclass Three(Surrogate):\n"
-                "    def __call__(self, logprobs, old_logprobs, advantages):\n        return -logprobs\n",
+                "    def __call__(self, logprobs, old_logprobs, advantages):\n        return -logprobs\n"
+                "def estimate(rewards, group_size, lengths):\n    return rewards / lengths\n"
+                "def moon(rewards, group_size, phase):\n    return phase * rewards\n",
 }  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def test_a_preset_is_a_name_for_config():
     assert made.pop("Dr. GRPO") == made["dr-grpo"]
     assert made["grpo"].surrogate == made["dr-grpo"].surrogate == made["ppo"].surrogate == Clip(0.2)
     assert made["dapo"].surrogate == Clip(0.2, 0.28)
-    assert {name: (of.advantage_scale, of.aggregation) for name, of in made.items()} == {
+    assert {name: (of.advantages, of.aggregation) for name, of in made.items()} == {
         "grpo": ("group", "grpo"), "dr-grpo": ("none", "dr_grpo"), "dapo": ("group", "dapo"), "ppo": ("none", "dapo"),
         "rloo": ("rloo", "dr_grpo"),
     }  # fmt: skip

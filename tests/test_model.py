@@ -193,11 +193,51 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
             total = token_logprobs(model, *rows).sum()
         with LargestTensor() as backward:
             total.backward()
+        with LargestTensor() as of_entropies:
+            sum(token_logprobs(model, *rows, with_entropies=True, entropy_gradient=True)).sum().backward()
         with LargestTensor() as one_pass:
-            backward_in_one_pass(model, *rows, 1.0, lambda logprobs, _: logprobs, (None,), torch.ones(B, 1))
-        largest[tokens] = (forward.numel, backward.numel, one_pass.numel)
-    assert largest[B * T] == (B * T * V,) * 3  # the meter sees them where they exist
-    assert largest[10] == (V * H,) * 3  # no more than the embedding and its gradient, a third of B T V
+            backward_in_one_pass(model, *rows, 1.0, lambda a, b, _: a + b, (None,), torch.ones(B, 1))
+        largest[tokens] = (forward.numel, backward.numel, of_entropies.numel, one_pass.numel)
+    assert largest[B * T] == (B * T * V,) * 4  # the meter sees them where they exist
+    assert largest[10] == (V * H,) * 4  # no more than the embedding and its gradient, a third of B T V
+
+
+@pytest.mark.parametrize("way", ["plain", "one pass"])
+@pytest.mark.parametrize(("spread", "nucleus"), [(1.0, 0), (30.0, 0), (30.0, 7)])
+def test_the_gradient_of_entropies_by_finite_differences(tiny_model, monkeypatch, way, spread, nucleus):
+    """In chunks, over the whole vocabulary or a nucleus, where tokens are certain too; beside log-probs' own."""
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 5)
+    model, mask = tiny_model("Qwen2", dtype=torch.float64, tie_word_embeddings=False), GROUPS[3]
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(spread)
+    ids = None
+    if nucleus:
+        drawn = GROUPS[2][mask][:, None]
+        ids = (drawn + torch.arange(nucleus)).remainder(model.config.vocab_size).flatten()
+        ids = ids, torch.full(drawn.shape[:1], nucleus)
+    a, b = torch.randn(2, *mask.shape, generator=generator, dtype=torch.float64)
+
+    def value(gradient=False):
+        logprobs, entropies = token_logprobs(model, *GROUPS, 0.7, ids, with_entropies=True, entropy_gradient=gradient)
+        return (a * logprobs + b * entropies).sum()
+
+    if way == "plain":
+        value(gradient=True).backward()
+    else:
+        loss, ones = lambda logprobs, entropies, a, b: a * logprobs + b * entropies, torch.ones(len(mask), 1)
+        total, *_ = backward_in_one_pass(model, *GROUPS, 0.7, loss, (a, b), ones, ids)
+        assert total.item() == pytest.approx(value().item(), rel=1e-9)
+    weight, step = model.get_output_embeddings().weight, 1e-6  # below it the library's norms compute in float32
+    for _ in range(3):
+        direction, ends = torch.randn(weight.shape, generator=generator, dtype=weight.dtype), []
+        for sign in (1, -2, 1):
+            with torch.no_grad():
+                weight.add_(sign * step * direction)
+                ends.append(value().item())
+        slope = (weight.grad * direction).sum().item()
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0])
@@ -207,7 +247,7 @@ def test_entropies_are_over_the_whole_vocabulary(tiny_model, monkeypatch, spread
     model = tiny_model("Qwen2")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(spread)  # 30: some tokens are certain
-    ones, loss = torch.ones(len(GROUPS[0]), 1), lambda logprobs, _: logprobs
+    ones, loss = torch.ones(len(GROUPS[0]), 1), lambda logprobs, *_: logprobs
     with torch.no_grad():
         exact = plain_entropies(model, GROUPS, 0.7)
     _, of_plain = token_logprobs(model, *GROUPS, 0.7, with_entropies=True)
@@ -228,11 +268,11 @@ def test_one_pass_gives_the_log_probs_and_the_gradient_of_the_plain_way(tiny_mod
     coefficients = torch.randn(mask.shape, generator=torch.Generator().manual_seed(5))
     divisors = torch.arange(1.0, len(mask) + 1)[:, None]
 
-    def token_loss(logprobs, coefficients):  # not linear: its slope depends on the log-prob
+    def token_loss(logprobs, entropies, coefficients):  # not linear: its slope depends on the log-prob
         return (0.3 * logprobs).exp() * coefficients
 
     def loss(logprobs):
-        return (token_loss(logprobs, coefficients).where(mask, 0.0) / divisors).sum()
+        return (token_loss(logprobs, None, coefficients).where(mask, 0.0) / divisors).sum()
 
     with autocast(mode, CPU):
         total, actual, entropies = backward_in_one_pass(model, *GROUPS, 0.7, token_loss, (coefficients,), divisors)
@@ -337,7 +377,7 @@ def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_mo
         results = []
         for model in (plain, compiled):
             ones = torch.ones(len(rows[0]), 1)
-            square = (lambda logprobs, _: logprobs.square(), (None,), ones)
+            square = (lambda logprobs, *_: logprobs.square(), (None,), ones)
             _, logprobs, _ = backward_in_one_pass(model, *rows, 0.7, *square)
             results.append((logprobs, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
             model.zero_grad()

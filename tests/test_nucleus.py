@@ -106,7 +106,7 @@ def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, ro
     exact, gradients = (torch.autograd.grad((each * weights).sum(), parameters) for each in (expected, logprobs))
 
     policy.zero_grad()
-    inputs = (policy, *rollout.token_ids, TEMPERATURE, lambda logprobs, weight: logprobs * weight, (weights,))
+    inputs = (policy, *rollout.token_ids, TEMPERATURE, lambda logprobs, _, weight: logprobs * weight, (weights,))
     _, own, own_entropies = backward_in_one_pass(*inputs, torch.ones(len(rollout), 1), kept)
     torch.testing.assert_close(own_entropies, entropies, rtol=0, atol=1e-12)
     assert (entropies <= rollout.nucleus.counts.log().clamp(min=0) + 1e-12).all()  # of as many tokens

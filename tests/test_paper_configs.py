@@ -123,7 +123,7 @@ def test_trls_defaults_are_a_file_over_a_configuration():
     other, _ = parse(TrainConfig, "pspo.train", [*switches("clip"), f"--config={PAPER / 'trl-0.25.1.yaml'}"])
     assert other == replace(
         config,
-        algorithm=replace(config.algorithm, advantage_scale="group"),
+        algorithm=replace(config.algorithm, advantages="group"),
         optimizer=replace(config.optimizer, schedule="linear"),
         run=replace(config.run, max_steps=10_000),
     )

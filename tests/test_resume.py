@@ -135,6 +135,11 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
                   "--algorithm.nucleus=replay"),
     "order": ("--rollout.order=signal", "--reward.functions=[test_resume.Often]", "--rollout.resample=1",
               "--rollout.lag=1"),
+    "own pieces": ("--algorithm.advantages=batches.by_token", "--algorithm.aggregation=batches.by_root",
+                   "--algorithm.correction=batches.row_mean_weights", "--rollout.lag=1"),
+    "entropy": ("--algorithm.entropy_coef=0.1", "--algorithm.entropy_target=3", "--algorithm.entropy_quantile=0.5"),
+    "reference": ("--algorithm.beta=0.1", "--algorithm.reference_every=3", "--algorithm.reference_mix=0.5",
+                  "--algorithm.kl_estimator=unbiased_k3", "--algorithm.mask_off_policy=0.01"),
     "resampled": ("--rollout.resample=3", "--rollout.lag=1"),
     "engine": ("--rollout.engine=test_engines.Copy", "--rollout.lag=1"),  # it draws ahead
     "environment": ("--data.name=sums", "--rollout.environment=pspo.tasks.calculator.Calculator"),

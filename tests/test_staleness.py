@@ -18,7 +18,7 @@ import pspo.update
 from pspo.cli.signals import EXIT_STOPPED
 from pspo.losses import GSPO, PSPO, NoClip
 from pspo.records.files import read_jsonl
-from pspo.rollout import Experience, group_relative_advantages
+from pspo.rollout import Experience, estimate_advantages, group_relative_advantages
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward
 from pspo.update import keep_logprobs, update
@@ -195,7 +195,8 @@ def scored(rollout, rewards, first):
     rewards = torch.tensor(rewards, dtype=torch.float64)
     prompts = list(range(first, first + len(rewards) // G))
     advantages = group_relative_advantages(rewards.float(), G)
-    return Experience(prompts, rollout, rewards, {"r": rewards.tolist()}, advantages, rewards.tolist(), rollout.tokens)
+    row, names = rewards.tolist(), {"r": rewards.tolist()}
+    return Experience(prompts, rollout, rewards, names, row, rollout.tokens, advantages=advantages)
 
 
 def test_groups_without_signal_give_way():
@@ -203,7 +204,9 @@ def test_groups_without_signal_give_way():
     drawn, fresh = with_every_field(groups=4, seed=1), with_every_field(groups=3, seed=2)
     first, second = scored(drawn, flat + mixed + unknown + flat, 10), scored(fresh, mixed + flat + mixed, 20)
     assert (first.signal, second.signal) == ([False, True, False, False], [True, False, True])
-    filled = first.refill(second, "rloo")
+    filled = first.refill(second)
+    assert filled.advantages is None
+    filled = dataclasses.replace(filled, advantages=estimate_advantages(filled, "rloo", G, []))
     assert filled.prompts == [20, 11, 22, 13]
     assert filled.signal == [True, True, True, False]
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from batches import AGGREGATIONS, SURROGATES
+from batches import AGGREGATIONS, SURROGATES, by_root, by_token, row_mean_weights
 from processes import one_layer
 
 import pspo.model.logprobs
@@ -30,7 +30,7 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
-from pspo.losses import DPPO, GMPO, GSPO, P3O, PSPO, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate, log_ratio
+from pspo.losses import DPPO, GMPO, GSPO, P3O, PSPO, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate, adapt_coef, log_ratio
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts, generate, prompt_order
 from pspo.rollout.batching import split_minibatches
@@ -113,9 +113,18 @@ def naive_row(model, rollout, i):
     return reference.row_logprobs(model, rollout.token_ids, i, TEMPERATURE)
 
 
-def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
-    """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns loss and mean KL."""
-    algorithm = config.algorithm
+def naive_entropies(model, rollout, i):
+    """Entropies (t,) of the distributions that row i's completion tokens were drawn from."""
+    logprobs = reference.vocabulary_logprobs(model, rollout.token_ids, i, TEMPERATURE)
+    return -(logprobs.exp() * logprobs).sum(dim=1)
+
+
+def naive_minibatch(model, rollout, advantages, rows, old, ref, certain, weight, config):
+    """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns loss, mean KL, entropy.
+
+    ``certain``: by row, true at tokens that a quantile leaves out; ``weight``: of the entropy bonus.
+    """
+    algorithm, entropy_sum = config.algorithm, 0.0
     name, parameters = type(algorithm.surrogate).__name__, dataclasses.asdict(algorithm.surrogate)
     sampled = rollout.completion_mask if rollout.sampled_mask is None else rollout.sampled_mask
     masks = {i: sampled[i][rollout.completion_mask[i]].tolist() for i in rows}
@@ -126,16 +135,25 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
             continue
         logprobs = naive_row(model, rollout, i)
         values = logprobs.tolist()
-        row = [values], [old[i].tolist()], [[advantages[i].item()]], [masks[i]]
+        row_advantages = advantages[i].reshape(-1)[: len(values)].tolist()
+        row = [values], [old[i].tolist()], [row_advantages], [masks[i]]
         (losses,), (slopes,) = reference.surrogate(name, parameters, *row)
+        sampler = (
+            old[i] if rollout.sampler_logprobs is None else rollout.sampler_logprobs[i][rollout.completion_mask[i]]
+        )
+        moved = [x - y for x, y in zip(values, sampler.tolist(), strict=True)]
+        how = (masks[i], row_advantages[0], algorithm.mask_off_policy)
+        out = algorithm.mask_off_policy is not None and reference.off_policy(moved, *how)
+        losses, slopes = (
+            [0.0 if out or cut else x for x, cut in zip(part, certain[i], strict=True)] for part in (losses, slopes)
+        )
         if algorithm.correction != "none":
-            sampler = rollout.sampler_logprobs[i][rollout.completion_mask[i]].tolist()
-            how = (masks[i], algorithm.correction, algorithm.correction_cap)
-            factors = reference.correction_weights(old[i].tolist(), sampler, *how)
+            how = (masks[i], algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
+            factors = reference.correction_weights(old[i].tolist(), sampler.tolist(), *how)
             losses, slopes = ([x * w for x, w in zip(part, factors, strict=True)] for part in (losses, slopes))
         if ref is not None:
             for t, (value, other) in enumerate(zip(values, ref[i].tolist(), strict=True)):
-                kl, slope = reference.kl(value, other, algorithm.kl_estimator)
+                kl, slope = reference.kl(value, other, algorithm.kl_estimator, old[i][t].item())
                 kl_sum += kl * masks[i][t]
                 losses[t] += algorithm.beta * kl * masks[i][t]
                 slopes[t] += algorithm.beta * slope * masks[i][t]
@@ -143,12 +161,17 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
             "dapo": sum(kept.values()),
             "grpo": len(rows) * length,
             "dr_grpo": len(rows) * config.rollout.max_completion_tokens,
+            by_root: len(rows) * math.sqrt(length),
         }[algorithm.aggregation]
-        total += sum(losses) / denominator
+        entropy = naive_entropies(model, rollout, i)[torch.tensor(masks[i])].sum()
+        entropy_sum += entropy.item()
+        total += sum(losses) / denominator - weight * entropy.item() / denominator
         linear = linear + (logprobs * torch.tensor(slopes, dtype=torch.float64) / denominator).sum()
+        linear = linear - weight * entropy / denominator
     if torch.is_tensor(linear):
         linear.backward()
-    return total, kl_sum / max(sum(kept.values()), 1)
+    n = max(sum(kept.values()), 1)
+    return total, kl_sum / n, entropy_sum / n
 
 
 def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
@@ -166,7 +189,19 @@ def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
     if rollout.behaviour_logprobs is not None:
         old = [rollout.behaviour_logprobs[i][rollout.completion_mask[i]] for i in range(len(rollout))]
     groups = np.array_split(np.arange(len(rollout) // G), algorithm.minibatches)
-    losses, norms = [], []
+    sampled = (
+        rollout.completion_mask if rollout.sampled_mask is None else rollout.sampled_mask & rollout.completion_mask
+    )
+    certain = [[False] * len(row) for row in old]
+    for part in groups if algorithm.entropy_quantile < 1 else ():
+        rows = [G * int(group) + j for group in part for j in range(G)]
+        with torch.no_grad():
+            entropies = {i: naive_entropies(model, rollout, i) for i in rows}
+        tokens = torch.cat([entropies[i][sampled[i][rollout.completion_mask[i]]] for i in rows])
+        lowest = reference.uncertain(tokens.tolist(), algorithm.entropy_quantile) - 1e-9
+        for i in rows:
+            certain[i] = (entropies[i] < lowest).tolist()
+    losses, norms, coef, weight = [], [], 0.0, algorithm.entropy_coef if algorithm.entropy_target is None else 0.0
     for _ in range(algorithm.epochs):
         for part in groups:
             if len(losses) == limit:
@@ -174,7 +209,12 @@ def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             rows = [G * int(group) + j for group in part for j in range(G)]
-            losses.append(naive_minibatch(model, rollout, advantages, rows, old, ref, config))
+            *pair, entropy = naive_minibatch(model, rollout, advantages, rows, old, ref, certain, weight, config)
+            losses.append(tuple(pair))
+            if algorithm.entropy_target is not None:  # Skywork-OR1
+                below = entropy <= algorithm.entropy_target
+                coef = max(0.0, coef + algorithm.entropy_coef * (1 if below else -1))
+                weight = coef if below else 0.0
             norms.append(math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters())))
             if o.max_grad_norm > 0 and norms[-1] > o.max_grad_norm:
                 for parameter in model.parameters():
@@ -213,13 +253,23 @@ OFF_POLICY = {"epochs": 2, "minibatches": 2, "optimizer": {"lr": 3e-3}}
         *((NoClip(), "dapo", {"beta": 0.5, "kl_estimator": estimator}) for estimator in ("k1", "k2")),
         (Clip(), "dapo", {"mask_truncated": True, "beta": 0.5}),
         *((Clip(), aggregation, {"mask_truncated": True}) for aggregation in ("grpo", "dr_grpo")),
+        (Clip(), by_root, {"beta": 0.5}),
+        *((surrogate, "grpo", {"advantages": by_token}) for surrogate in (Clip(), TOPR())),
+        *((surrogate, how, {"entropy_coef": 0.3}) for surrogate in (Clip(), TOPR()) for how in AGGREGATIONS),
+        *((surrogate, "dapo", {"entropy_quantile": 0.3, "beta": 0.5}) for surrogate in (Clip(), GSPO(0.1, 0.2))),
+        (NoClip(), "grpo", {"entropy_coef": 0.2, "entropy_target": 10.0}),
+        (NoClip(), "grpo", {"entropy_coef": 0.2, "entropy_target": 0.1}),
+        *((surrogate, "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3"}) for surrogate in (Clip(), TOPR())),
     ],
     ids=repr,
 )
 def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate, aggregation, switches):
     """Without a correction the sampler's log-probs are not seen; rows with A = 0 stay where a KL term moves them."""
     rollout, advantages = make_rollout()
-    rollout = dataclasses.replace(rollout, sampler_logprobs=torch.full(rollout.completion_ids.shape, math.nan))
+    if "advantages" in switches:
+        switches, advantages = {}, by_token(advantages, G, rollout.completion_mask)
+    if "mask_off_policy" not in switches:
+        rollout = dataclasses.replace(rollout, sampler_logprobs=torch.full(rollout.completion_ids.shape, math.nan))
     config = make_config(surrogate, aggregation=aggregation, **OFF_POLICY, **switches)
     metrics = assert_equals_naive(policy, rollout, advantages, config)
     assert metrics[3]["ratio_max"] > 1.1  # far enough off-policy to tell the surrogates apart
@@ -294,7 +344,8 @@ def with_sampler(rollout, policy, spread, seed=6):
 def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, beta):
     rollout, advantages = make_rollout()
     rollout = with_sampler(rollout, policy, 0.6)
-    algorithm = {"correction": correction, "correction_cap": 1.3, "beta": beta, "aggregation": "grpo"}
+    bounds = {"correction_cap": 1.3, "correction_floor": 0.6 if beta else 0.0}
+    algorithm = {"correction": correction, **bounds, "beta": beta, "aggregation": "grpo"}
     config = make_config(surrogate, **OFF_POLICY, **algorithm)
     metrics = assert_equals_naive(policy, rollout, advantages, config)
     without = run(policy, rollout, advantages, make_config(surrogate, **OFF_POLICY))
@@ -306,7 +357,7 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
             old, sampler = naive_row(policy, rollout, i).tolist(), rollout.sampler_logprobs[i][mask].tolist()
             log_r += [a - b for a, b in zip(old, sampler, strict=True)]
             raw = reference.correction_weights(old, sampler, [True] * len(old), correction, math.inf)
-            corrected += [weight > 1.3 for weight in raw]
+            corrected += [weight > 1.3 or weight < bounds["correction_floor"] for weight in raw]
     assert metrics[0]["kl_sampler_old"] == pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-6)
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(math.exp(max(log_r)), rel=1e-6)
     assert metrics[0]["corrected_share"] == pytest.approx(np.mean(corrected), rel=1e-6)
@@ -338,8 +389,10 @@ def test_a_correction_needs_the_samplers_log_probs(policy):
 def padded(rollout):
     """The rollout with garbage in five more columns on the left and three on the right."""
     pad = torch.nn.functional.pad
+    sampler = rollout.sampler_logprobs
     return dataclasses.replace(
         rollout,
+        sampler_logprobs=None if sampler is None else pad(sampler, (0, 3), value=5.0),
         prompt_ids=pad(rollout.prompt_ids, (5, 0), value=13),
         prompt_mask=pad(rollout.prompt_mask, (5, 0), value=False),
         completion_ids=pad(rollout.completion_ids, (0, 3), value=17),
@@ -347,23 +400,93 @@ def padded(rollout):
     )
 
 
-@pytest.mark.parametrize(("surrogate", "aggregation"), PAIRS, ids=repr)
-def test_a_split_changes_nothing(policy, surrogate, aggregation):
+@pytest.mark.parametrize("surrogate", [Clip(), GSPO(0.1, 0.2)], ids=repr)
+@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+def test_rows_that_the_policy_has_moved_away_from_are_left_out(policy, surrogate, correction):
+    """With a correction from the sampler's log-probs, else from the old ones: from the second step on."""
+    rollout, advantages = make_rollout()
+    if correction != "none":
+        rollout = with_sampler(rollout, policy, 0.6, seed=7)
+    config = make_config(surrogate, mask_off_policy=0.02, correction=correction, beta=0.5, **OFF_POLICY)
+    metrics = assert_equals_naive(policy, rollout, advantages, config)
+    without = run(policy, rollout, advantages, make_config(surrogate, correction=correction, beta=0.5, **OFF_POLICY))[1]
+    assert (metrics[0]["loss"] != without[0]["loss"]) == (correction != "none")
+    assert metrics[2]["loss"] != without[2]["loss"]
+
+
+def test_the_bonus_is_adapted_to_the_target(policy):
+    """The weight rises by the coefficient while the entropy is at most the target; above it there is no bonus."""
+    for target, weights_used in ((10.0, [0.0, 0.2, 0.4, 0.6]), (0.1, [0.0] * 4)):
+        config = make_config(entropy_coef=0.2, entropy_target=target, **OFF_POLICY)
+        learner = make_learner(policy, config)
+        metrics = update(learner, *make_rollout(), config)
+        assert [step["entropy_weight"] for step in metrics] == pytest.approx(weights_used)
+        other = make_learner(policy, config)
+        other.load_state_dict(copy.deepcopy(learner.state_dict()))
+        assert (other.entropy_coef, other.entropy_weight) == (learner.entropy_coef, learner.entropy_weight)
+    assert adapt_coef(0.5, 1.0, 0.9, 0.2) == (0.3, 0.0)
+
+
+@pytest.mark.parametrize("mix", [1.0, 0.3])
+def test_the_reference_follows_the_policy(policy, mix):
+    """Every second step; the KL of a rollout is to the reference at its beginning."""
+    config = make_config(beta=0.5, reference_every=2, reference_mix=mix, **OFF_POLICY)
+    learner, expected = make_learner(policy, config), weights(policy)
+    for seed in range(2):
+        before, states = weights(learner.reference), []
+        learner.optimizer.register_step_post_hook(lambda *_, states=states: states.append(weights(learner.policy)))
+        rollout, advantages = make_rollout(seed=seed)
+        naive = make_learner(policy, config)
+        naive.policy.load_state_dict(learner.policy.state_dict())
+        with torch.no_grad():
+            reference_logprobs = reference.batch_logprobs(learner.reference, rollout.token_ids, TEMPERATURE)
+            own = reference.batch_logprobs(learner.policy, rollout.token_ids, TEMPERATURE)
+        kl = ((reference_logprobs - own).exp() - 1 - (reference_logprobs - own))[:8][rollout.completion_mask[:8]].mean()
+        metrics = update(learner, rollout, advantages, config)
+        assert metrics[0]["kl_reference"] == pytest.approx(kl.item(), rel=1e-5, abs=1e-12)
+        for state in (states[1], states[3]):
+            before = before + mix * (state - before)
+        torch.testing.assert_close(weights(learner.reference), before, rtol=0, atol=1e-12)
+    assert not torch.equal(weights(learner.reference), expected)
+    other = make_learner(policy, config)
+    other.load_state_dict(copy.deepcopy(learner.state_dict()))
+    assert torch.equal(weights(other.reference), weights(learner.reference))
+
+
+SPLIT = [  # with its settings whatever looks at more than one token
+    *((*pair, {}) for pair in PAIRS),
+    (Clip(), by_root, {}),
+    (GMPO(), "grpo", {"advantages": by_token}),
+    (NoClip(), "dapo", {"correction": row_mean_weights}),
+    *((surrogate, "grpo", {"entropy_coef": 0.3}) for surrogate in (Clip(), GMPO())),
+    *((surrogate, "dapo", {"entropy_quantile": 0.3}) for surrogate in (Clip(), GMPO())),
+    (NoClip(), "grpo", {"correction": "token_mask", "mask_off_policy": 0.02}),
+    (NoClip(), "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3", "entropy_coef": 0.2, "entropy_target": 10.0}),
+]
+
+
+@pytest.mark.parametrize(("surrogate", "aggregation", "switches"), SPLIT, ids=repr)
+def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
     """A minibatch in parts, its rows in another order, in wider padding; `test_distributed.py` has it over ranks."""
     rollout, advantages = make_rollout(groups=2, seed=1)
+    if "correction" in switches:
+        rollout = with_sampler(rollout, policy, 0.6)
     advantages[G:] = torch.tensor([0.5, -1.0, 0.0, 0.7])
     order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(7))
     shuffled = rollout.rows(order), advantages[order]
 
     def steps(tokens, rollout, advantages):
         optimizer = {"microbatch_tokens": tokens, "max_grad_norm": 0.0}
-        config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer)
+        config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer, **switches)
+        if "advantages" in switches:
+            advantages = by_token(advantages, G, rollout.completion_mask)
         ((_, batches),) = split_minibatches(rollout, advantages, config)
         return len(batches), *run(policy, rollout, advantages, config, sgd=0.1)
 
     _, expected, expected_metrics = steps(1000, rollout, advantages)
     parts = [steps(tokens, rollout, advantages) for tokens in (60, 20, 1)]
-    assert [number for number, *_ in parts] == [2, 4, 7]  # the last without the row with A = 0
+    every_row = make_config(surrogate, **switches).algorithm.needs_every_row
+    assert [number for number, *_ in parts] == [2, 4, 8 if every_row else 7]  # the last without the row with A = 0
     for _, end, metrics in (*parts, steps(1000, *shuffled), steps(1000, padded(rollout), advantages)):
         move = (expected - weights(policy)).abs().max().item()
         assert move > 1e-3
@@ -540,10 +663,14 @@ def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     assert torch.equal(weights(holder[0].policy), expected)
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
-def test_the_one_pass_step_is_the_plain_one(policy, surrogate):
+@pytest.mark.parametrize(
+    ("surrogate", "switches"),
+    [*((surrogate, {}) for surrogate in SURROGATES), (Clip(), {"entropy_coef": 0.3, "entropy_quantile": 0.3})],
+    ids=repr,
+)
+def test_the_one_pass_step_is_the_plain_one(policy, surrogate, switches):
     rollout, advantages = make_rollout()
-    config = make_config(surrogate, beta=0.1, **OFF_POLICY)
+    config = make_config(surrogate, beta=0.1, **switches, **OFF_POLICY)
     ends, metrics = [], []
     for one_pass in (False, True):
         learner = make_learner(policy, config)
@@ -681,7 +808,7 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
         rows = range(start, start + size * G)
         seen = [int(text) for batch in batches for text in batch.rollout.texts]
         assert sorted(seen) == list(rows)
-        assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[seen])
+        assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[seen, None])
         assert (counts.sequences, counts.max_completion_tokens) == (size * G, T_MAX)
         assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
         for batch in batches:

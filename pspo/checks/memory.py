@@ -244,6 +244,7 @@ def check_disk(config: TrainConfig, policy: nn.Module, output: Path) -> None:
     run, trained = config.run, [p for p in policy.parameters() if p.requires_grad]
     model = sum(p.numel() * p.element_size() for p in (trained if has_adapters(policy) else policy.parameters()))
     checkpoint = model + STATES[config.optimizer.name] * sum(p.numel() for p in trained)
+    checkpoint += model if config.algorithm.reference_every else 0
     saves = 1 + (run.max_steps // run.save_every if run.save_every else 0)
     held = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     needed = min(run.keep + 1, saves) * checkpoint + 3 * model - held  # the best, a better one, the final one

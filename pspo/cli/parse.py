@@ -36,7 +36,8 @@ C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping",
          Callable: "a function", NoneType: "null"}  # fmt: skip
-IMPORTED = ("algorithm.surrogate", "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")
+IMPORTED = ("algorithm.surrogate", "algorithm.advantages", "algorithm.aggregation", "algorithm.correction",
+            "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")  # fmt: skip
 PRESETS = Path(__file__).parents[1] / "assets" / "methods"
 set_dumper("yaml", to_yaml)
 
@@ -288,6 +289,8 @@ def normal(value: Any, hint: Any, switch: str) -> Any:
                 return int(number) if number.is_integer() and abs(number) < 2**53 else value
         if inspect.isabstract(option) and option is not Callable:
             return resolve(loaded, option, switch)
+        if option is Callable and "." in str(value):
+            return resolve(loaded, object, switch)
     return value
 
 

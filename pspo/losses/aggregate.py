@@ -4,11 +4,14 @@ Denominators are counts of the whole optimizer minibatch, so that its loss is th
 is split.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from pspo.losses.surrogates import token_values
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 
@@ -28,20 +31,24 @@ class Counts:
     max_completion_tokens: int
 
 
-def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
+def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation | Callable, counts: Counts) -> Tensor:
     """Sum a microbatch's per-token loss (B, T) into its share of the minibatch's loss, a scalar.
 
     * ``dapo`` (Yu et al. 2025): sum(m l) / counts.tokens
     * ``grpo`` (Shao et al. 2024): sum_i [sum_t(m l) / max(sum_t m, 1)] / counts.sequences
     * ``dr_grpo`` (Liu et al. 2025): sum(m l) / (counts.sequences * counts.max_completion_tokens)
+    * a function of your own: sum(m l / d), d = function(mask, counts), (B,) or (B, T) above 0. What it makes of a row
+      must depend on that row and the counts alone: then no split changes the loss.
 
     A minibatch without a single unmasked token has loss 0.
     """
     return (per_token_loss.where(mask, 0.0) / token_divisors(mask, how, counts)).sum()
 
 
-def token_divisors(mask: Tensor, how: Aggregation, counts: Counts) -> Tensor:
-    """Number that `aggregate` divides each row's token losses by, (B, 1) float32."""
+def token_divisors(mask: Tensor, how: Aggregation | Callable, counts: Counts) -> Tensor:
+    """Number that `aggregate` divides token losses by, (B, 1) float32; a function of one's own may give (B, T)."""
+    if callable(how):
+        return token_values(how(mask, counts), mask, "aggregation", how, above_0=True)
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if how == "dapo":
         return torch.full_like(lengths, max(counts.tokens, 1))

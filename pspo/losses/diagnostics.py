@@ -75,21 +75,21 @@ def diagnose(
 
 @torch.no_grad()
 def diagnose_correction(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, ratios: Tensor, mask: Tensor, cap: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, corrected: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """Statistics of one optimizer step's correction over its unmasked tokens.
 
     Args:
-        old_logprobs, sampler_logprobs, ratios, mask: any one shape; ratios are `correction_ratios`'.
+        old_logprobs, sampler_logprobs, corrected, mask: any one shape; ``corrected`` as of `corrected_tokens`.
 
     Returns:
         * ``kl_sampler_old``: KL(sampler || old) in nats, the mean of r - 1 - log r, r = exp(old - sampler)
         * ``sampler_ratio_max``: the largest r; 1 for an empty mask
-        * ``corrected_share``: share of the tokens whose ratio is above the cap: truncated or masked
+        * ``corrected_share``: share of the tokens whose weight is not their ratio: truncated or masked
     """
     if not mask.any():
         return {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)[mask]
     kl, ratio_max = (torch.expm1(log_r) - log_r).mean(), log_r.max().exp()
-    share = (ratios[mask] > cap).to(log_r.dtype).mean()
+    share = (corrected[mask] != 0).to(log_r.dtype).mean()
     return {"kl_sampler_old": kl.item(), "sampler_ratio_max": ratio_max.item(), "corrected_share": share.item()}

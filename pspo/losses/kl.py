@@ -2,7 +2,8 @@
 divergence"). With x = ref_logprob - logprob: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.
 
 A good value does not make a good gradient. In expectation the gradient of k2 is that of KL(policy || reference), k3's
-is that of KL(reference || policy), and k1's is 0. So k1 comes with k2's gradient here.
+is that of KL(reference || policy), and k1's is 0. So k1 comes with k2's gradient here. Times the ratio r, k3 has an
+unbiased value and gradient, from an older policy's samples, too.
 """
 
 from typing import Literal
@@ -12,16 +13,24 @@ from torch import Tensor
 
 from pspo.losses.surrogates import log_ratio
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: KLEstimator = "k3",
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
     """Estimate KL(policy || reference) at every token.
 
     Args:
         logprobs: (B, T), the policy's, with gradient.
         ref_logprobs: (B, T), the reference model's at the same temperature.
-        estimator: "k1" (unbiased, signed, k2's gradient), "k2" (biased, low variance) or "k3" (unbiased, at least 0).
+        estimator: "k1" (unbiased, signed, k2's gradient), "k2" (biased, low variance), "k3" (unbiased, at least 0) or
+            "unbiased_k3" (r k3, r = exp(logprob - old_logprob) with its gradient: DeepSeek-V3.2, 2512.02556).
+        old_logprobs: (B, T), for "unbiased_k3".
 
     Returns:
         (B, T), in nats, 0 where masked; the log-ratio is clamped to +-20 as in the surrogates.
@@ -34,4 +43,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator:
         return k2
     if estimator == "k3":
         return torch.expm1(x) - x
-    raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")
+    if estimator == "unbiased_k3":
+        return log_ratio(logprobs, old_logprobs, mask).exp() * (torch.expm1(x) - x)
+    raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2, k3 or unbiased_k3")

@@ -55,7 +55,7 @@ class Surrogate(ABC):
 
 
 class SurrogateError(ValueError):
-    """A surrogate that does not return the loss of every token."""
+    """A surrogate, or another function of the user's, that does not return what every token needs."""
 
 
 def check_loss(surrogate: Surrogate, loss: Tensor, logprobs: Tensor) -> None:
@@ -69,6 +69,29 @@ def check_loss(surrogate: Surrogate, loss: Tensor, logprobs: Tensor) -> None:
         raise SurrogateError(f"{name} returned {loss.dtype}; it must return torch.float32 or wider: use .float()")
     if logprobs.requires_grad and not loss.requires_grad:
         raise SurrogateError(f"{name} returned a loss without gradient; it must depend on logprobs, not detached")
+
+
+def token_values(
+    values: Tensor, mask: Tensor, switch: str, function: Callable[..., Tensor], above_0: bool = False
+) -> Tensor:
+    """Check what a function of the user's returned, (B,), (B, 1) or (B, T); returns (B, 1) or (B, T), without gradient.
+
+    Masked tokens have 0, or 1 with ``above_0``. Raises SurrogateError for another shape, NaN, inf, or one not above 0.
+    """
+    name = f"--algorithm.{switch} {getattr(function, '__name__', type(function).__name__)}"
+    rows, shape = len(mask), tuple(mask.shape)
+    if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        rule = f"a tensor with a value per row (B,) = ({rows},) or per token (B, T) = {shape}"
+        raise SurrogateError(f"{name} returned {got}; it must return {rule}")
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    values = values.detach().to(mask.device, dtype).view(rows, -1)
+    known = mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True)
+    values = values.where(known, float(above_0))
+    if not (values.isfinite().all() and (not above_0 or (values > 0).all())):
+        rule = "finite and above 0" if above_0 else "finite"
+        raise SurrogateError(f"{name} returned {values.min():g} to {values.max():g}; every value must be {rule}")
+    return values
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

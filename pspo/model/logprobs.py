@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pspo import distributed as dist
+from pspo.losses import token_entropies
 from pspo.model.shared_prompts import hidden_states_of_shared_prompts
 
 CHUNK_BYTES = 2**24  # of float32 logits held at a time,
@@ -26,6 +27,7 @@ def token_logprobs(
     temperature: float = 1.0,
     nucleus_ids: tuple[Tensor, Tensor] | None = None,
     with_entropies: bool = False,
+    entropy_gradient: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(completion token | everything before it).
 
@@ -39,16 +41,17 @@ def token_logprobs(
         nucleus_ids: tokens (M,), one unmasked token's after the other, and how many are each's, (N,): log-probs are
             renormalised over them, the nucleus that the token was drawn from. None for all tokens.
         with_entropies: also return the entropies of the distributions that the log-probs are of.
+        entropy_gradient: these have a gradient, too.
 
     Returns:
-        (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these, the second without
-        gradient.
+        (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these.
     """
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
     chunk = chunk_tokens(model)
     states, targets = hidden.split(chunk), completion_ids[completion_mask].split(chunk)
+    how = (with_entropies, entropy_gradient)
     pieces = [
-        checkpoint(_chunk_logprobs, model, h, target, temperature, nucleus, with_entropies, use_reentrant=False)
+        checkpoint(_chunk_logprobs, model, h, target, temperature, nucleus, *how, use_reentrant=False)
         for h, target, nucleus in zip(states, targets, nucleus_by_chunk(nucleus_ids, chunk, len(states)), strict=True)
     ]
     logprobs, *entropies = (unflatten(torch.cat(parts), completion_mask) for parts in zip(*pieces, strict=True))
@@ -81,6 +84,7 @@ def _chunk_logprobs(
     temperature: float,
     nucleus_ids: tuple[Tensor, Tensor] | None,
     with_entropies: bool,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, ...]:
     """log pi(target) from hidden states (n, H) and targets (n,), and on request entropies: (n,), float32 or wider."""
     logits = head_logits(model, hidden, temperature)
@@ -88,7 +92,9 @@ def _chunk_logprobs(
     if nucleus_ids is not None:
         logits = logits.masked_fill(outside(*nucleus_ids, logits), -torch.inf)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-    return (logprobs, torch.special.entr(logits.detach().softmax(dim=1)).sum(dim=1)) if with_entropies else (logprobs,)
+    return (
+        (logprobs, token_entropies(logits if entropy_gradient else logits.detach())) if with_entropies else (logprobs,)
+    )
 
 
 def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:

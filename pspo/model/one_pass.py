@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from pspo import distributed as dist
+from pspo.losses.entropy import entropy_slopes
 from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, nucleus_by_chunk, outside, unflatten
 
 CACHED = 2**16  # logits that stay in a CPU's cache
@@ -31,13 +32,14 @@ def backward_in_one_pass(
     divisors: Tensor,
     nucleus_ids: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accumulate the gradient of a loss that is a sum over tokens, each term a function of its own log-prob.
+    """Accumulate the gradient of a loss that is a sum over tokens, each term one of its own log-prob and entropy.
 
     Each chunk of logits is turned into its own gradient, in place; then one backward pass goes through the body.
 
     Args:
         prompt_ids ... temperature, nucleus_ids: as for `token_logprobs`.
-        token_loss: maps log-probs (n, 1) of some unmasked tokens, and those tokens' ``inputs``, to their losses (n, 1).
+        token_loss: maps log-probs and entropies (n, 1) of some unmasked tokens, and those tokens' ``inputs``, to their
+            losses (n, 1).
         inputs: tensors that broadcast to (B, T), each handed to ``token_loss`` as (n, 1); None stays None.
         divisors: (B, 1), of every token's loss before the sum (`pspo.losses.token_divisors`).
 
@@ -61,16 +63,18 @@ def backward_in_one_pass(
         peak = probs.amax(dim=1, keepdim=True)
         weighted = exp_(probs.sub_(peak))  # (n, 1), sum of p log p of the unnormalised p
         total = probs.sum(dim=1, keepdim=True)
-        entropy = total.log() - weighted / total
+        entropies = (total.log() - weighted / total).requires_grad_()
         logprobs = (logprobs - (total.log() + peak)).requires_grad_()
-        chunk_loss = (token_loss(logprobs, *chunk_inputs) / divisor).sum()
-        (slopes,) = torch.autograd.grad(chunk_loss, logprobs)
+        chunk_loss = (token_loss(logprobs, entropies, *chunk_inputs) / divisor).sum()
+        slopes, entropy_weights = torch.autograd.grad(chunk_loss, (logprobs, entropies), allow_unused=True)
+        bonus = None if entropy_weights is None else entropy_weights * entropy_slopes(probs / total, entropies.detach())
         # dlogprob / dlogits = one-hot of the target - probs
         d_logits = probs.mul_(-slopes / total).scatter_add_(1, target, slopes.to(probs.dtype))
+        d_logits = d_logits if bonus is None else d_logits.add_(bonus)
         with torch.autocast(h.device.type, enabled=False):
             logits.backward(d_logits.to(logits.dtype))
         loss = loss + chunk_loss.detach()
-        pieces.append(torch.cat([logprobs.detach(), entropy], dim=1))
+        pieces.append(torch.cat([logprobs, entropies], dim=1).detach())
         gradients.append(h.grad)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden.backward(torch.cat(gradients))

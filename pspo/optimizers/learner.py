@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
 
 from pspo import distributed as dist
+from pspo.config import AlgorithmConfig
 from pspo.hub.adapters import StartingAdapters
+from pspo.losses import adapt_coef
 from pspo.optimizers import schedule
 from pspo.records.tokens import TokenRecord
 
@@ -26,6 +28,8 @@ class Learner:
         reference: None if beta is 0.
         one_pass: where the loss allows, form gradients while the logits are there; False for the plain step.
         steps: optimizer steps taken.
+        entropy_coef, entropy_weight: under --algorithm.entropy_target, the coefficient and the next step's weight.
+        reference_moved: the reference is not the initial model any more.
         microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
         record: gets what every step computes at tokens.
     """
@@ -36,6 +40,9 @@ class Learner:
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
     one_pass: bool = True
     steps: int = 0
+    entropy_coef: float = 0.0
+    entropy_weight: float = 0.0
+    reference_moved: bool = False
     microbatch_limit: int | None = None
     record: TokenRecord = field(default_factory=TokenRecord)
 
@@ -47,17 +54,48 @@ class Learner:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
         return self.reference if isinstance(self.reference, StartingAdapters) else nullcontext(self.reference)
 
+    def adapted(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
+        """The configuration with the weight that the entropy bonus has at this step."""
+        return algorithm if algorithm.entropy_target is None else replace(algorithm, entropy_coef=self.entropy_weight)
+
+    def follow(self, algorithm: AlgorithmConfig, entropy: float) -> dict[str, float]:
+        """After a step of this mean entropy, adapt the bonus's weight and move the reference; returns metrics."""
+        metrics = {}
+        if algorithm.entropy_target is not None:
+            metrics = {"entropy_weight": self.entropy_weight}
+            how = (algorithm.entropy_target, algorithm.entropy_coef)
+            self.entropy_coef, self.entropy_weight = adapt_coef(self.entropy_coef, entropy, *how)
+        if algorithm.reference_every and self.steps % algorithm.reference_every == 0:
+            self.reference_moved = True
+            with torch.no_grad():
+                for weight, own in self._reference_weights():
+                    weight.lerp_(own, algorithm.reference_mix)
+        return metrics
+
+    def _reference_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The reference's weights, or adapters, and the policy's."""
+        if isinstance(self.reference, StartingAdapters):
+            return list(zip(self.reference.start, self.reference.adapters, strict=True))
+        return list(zip(self.reference.parameters(), self.policy.parameters(), strict=True))
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "microbatch_limit": self.microbatch_limit,  # a resumed run computes in the same shapes
             "optimizer": self._optimizer_state().state_dict(),
+            "entropy": (self.entropy_coef, self.entropy_weight),
+            "reference": [weight for weight, _ in self._reference_weights()] if self.reference_moved else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and the like stay this optimizer's own."""
         self.steps, self.microbatch_limit = state["steps"], state["microbatch_limit"]
         self._optimizer_state().load_state_dict(state["optimizer"])
+        self.entropy_coef, self.entropy_weight = state.get("entropy", (0.0, 0.0))
+        if state.get("reference") is not None and self.reference is not None:
+            self.reference_moved = True
+            for (weight, _), saved in zip(self._reference_weights(), state["reference"], strict=True):
+                weight.data.copy_(saved)
         for group in self.optimizer.param_groups:
             group.update({name: value for name, value in self.optimizer.defaults.items() if name in group})
         self.scheduler = schedule(self.optimizer, self.scheduler.lr_lambdas[0], self.steps)

@@ -1,6 +1,6 @@
 """From problems to rollouts and advantages."""
 
-from pspo.rollout.advantages import group_relative_advantages
+from pspo.rollout.advantages import estimate_advantages, gdpo, group_relative_advantages
 from pspo.rollout.experience import Drawing, Experience
 from pspo.rollout.generate import as_rollout, check_decoder, generate, inference, left_pad, make_sampling
 from pspo.rollout.prompts import Prompts, encode_prompts, load_prompts, prompt_order

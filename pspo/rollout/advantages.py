@@ -1,15 +1,50 @@
-"""Group-relative advantages."""
+"""Advantages: group-relative ones, and those of a function of one's own, by its import path."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.config import AdvantageScale
+from pspo.config import ADVANTAGE_INPUTS, Advantages
+from pspo.losses.surrogates import token_values
+from pspo.rollout.experience import Experience
+from pspo.tasks import Problem
 
 
-def group_relative_advantages(
-    rewards: Tensor, group_size: int, scale: AdvantageScale = "none", eps: float = 1e-4
+def estimate_advantages(
+    experience: Experience,
+    how: Advantages | Callable[..., Tensor],
+    group_size: int,
+    problems: Sequence[Problem],
+    weights: Sequence[float] | None = None,
 ) -> Tensor:
+    """Advantages of a scored rollout's B rows, (B,) or (B, T) float32, 0 where the reward is unknown.
+
+    Args:
+        how: a scale of `group_relative_advantages`, "gdpo", or a function of your own. It is called with the rewards
+            (B,), NaN if unknown, the group size, and what its signature names of: ``lengths`` (B,), tokens in the loss;
+            ``mask`` (B, T), which they are; ``truncated`` (B,) bool; ``rewards_by_function``, by name (B,), unweighted;
+            their ``weights``; ``problems``, B of them. Under several ranks it gets this rank's rows, whole groups.
+        weights: of the reward functions; None for all 1.
+
+    Raises SurrogateError if a function returns another shape, NaN or inf.
+    """
+    rollout, rewards, mask = experience.rollout, experience.rewards.float(), experience.rollout.loss_mask
+    by_name = {name: rewards.new_tensor(values) for name, values in experience.rewards_by_name.items()}
+    others = [1.0] * (len(by_name) - len(weights or ()))  # an environment's, or all
+    inputs = (mask.sum(dim=1), mask, ~rollout.terminated, by_name, [*(weights or ()), *others], problems)
+    offered: dict[str, Any] = dict(zip(ADVANTAGE_INPUTS, inputs, strict=True))
+    function = gdpo if how == "gdpo" else how if callable(how) else partial(group_relative_advantages, scale=how)
+    asked = inspect.signature(function).parameters
+    values = function(rewards, group_size, **{name: offered[name] for name in offered if name in asked})
+    return token_values(values, mask & ~rewards.isnan()[:, None], "advantages", function).squeeze(1)
+
+
+def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:
     """A = R - mean of its group (Dwyer et al. 2026, section 2), optionally scaled.
 
     Args:
@@ -44,11 +79,30 @@ def group_relative_advantages(
         advantages = advantages * (known / (known - 1).clamp(min=1))
     elif scale == "maxrl":
         if (groups < 0).any():
-            raise ValueError("--algorithm.advantage_scale maxrl divides by mean rewards: they must be at least 0")
+            raise ValueError("--algorithm.advantages maxrl divides by mean rewards: they must be at least 0")
         advantages = advantages / mean
     elif scale != "none":
         raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
     return torch.where(all_equal | unknown, 0.0, advantages).flatten()
+
+
+def gdpo(
+    rewards: Tensor,
+    group_size: int,
+    rewards_by_function: dict[str, Tensor],
+    weights: Sequence[float],
+    eps: float = 1e-4,
+) -> Tensor:
+    """Sum of the weighted "group" advantages of each reward function, divided by their deviation over all rows (B,).
+
+    GDPO (2601.05242): functions of other scales and variances weigh alike. The mean that the source subtracts last is
+    0, because each group's sum is.
+    """
+    scaled = [group_relative_advantages(values, group_size, "group", eps) for values in rewards_by_function.values()]
+    total = sum(weight * values for weight, values in zip(weights, scaled, strict=True))
+    known = total.where(~rewards.isnan(), torch.nan)[:, None]
+    deviation = _std(dist.concat_over_ranks(known).T).squeeze() + eps
+    return torch.where(total == 0, 0.0, total / deviation)
 
 
 def _std(rewards: Tensor) -> Tensor:

@@ -33,16 +33,17 @@ def split_minibatches(
 ) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
-    Rows with zero gradient (no unmasked token; A = 0 if the surrogate is silent then and beta is 0) are left out but
-    counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
+    Rows with zero gradient (no unmasked token; A = 0 if the surrogate is silent then, without a KL or entropy term) are
+    left out but counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
     minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
     --optimizer.microbatch_tokens.
     """
     algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.distributed.strategy == "fsdp2"
+    advantages = advantages.reshape(len(rollout), -1)  # (B, 1) or (B, T)
     whole = Batch(prepare_rollout(rollout, algorithm), advantages)
     rollout, limit = whole.rollout, min(limit or math.inf, config.optimizer.microbatch_tokens)
-    silent = algorithm.beta == 0 and algorithm.surrogate.silent_at_zero_advantage
-    contributes = (rollout.loss_mask.any(dim=1) & ((advantages != 0) | (not silent))).tolist()  # by row
+    silent = algorithm.surrogate.silent_at_zero_advantage and not algorithm.needs_every_row
+    contributes = (rollout.loss_mask.any(dim=1) & (advantages.any(dim=1) | (not silent))).tolist()  # by row
     masks = (rollout.prompt_mask, rollout.completion_mask, rollout.loss_mask)
     prompt_lengths, lengths, loss_tokens = (mask.sum(dim=1).tolist() for mask in masks)
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pspo.rollout.advantages import AdvantageScale, group_relative_advantages
 from pspo.rollout.types import Rollout, join
 
 
@@ -32,28 +31,36 @@ class Experience:
         rollout: B rows.
         rewards: (B,) float64, NaN if unknown.
         rewards_by_name: each reward function's own, B of them.
-        advantages: (B,) float32.
         drawn_rewards: those of all completions drawn for it, groups that were replaced included.
         drawn_tokens: prompt and completion tokens of these, padding excluded.
         logged: by name B values that reward functions logged, None where there is none.
+        advantages: (B,) or (B, T) float32; None until they are estimated.
     """
 
     prompts: list[int]
     rollout: Rollout
     rewards: Tensor
     rewards_by_name: dict[str, list[float]]
-    advantages: Tensor
     drawn_rewards: list[float]
     drawn_tokens: int
     logged: dict[str, list[Any]] = field(default_factory=dict)
+    advantages: Tensor | None = None
 
     @property
     def signal(self) -> list[bool]:
-        """By group, True if its rewards differ: only then an advantage is not 0."""
+        """By group, True if an advantage is not 0: with group-relative ones, if its rewards differ."""
         return self.advantages.view(len(self.prompts), -1).any(dim=1).tolist()
 
-    def refill(self, fresh: "Experience", scale: AdvantageScale) -> "Experience":
-        """Replace groups without signal by those of ``fresh`` that have one, until none is left."""
+    @property
+    def row_advantages(self) -> list[float]:
+        """B numbers: a row's advantage, or the mean over its tokens."""
+        if self.advantages.dim() == 1:
+            return self.advantages.tolist()
+        lengths = self.rollout.loss_mask.sum(dim=1).clamp(min=1)
+        return (self.advantages.sum(dim=1) / lengths).tolist()
+
+    def refill(self, fresh: "Experience") -> "Experience":
+        """Replace groups without signal by those of ``fresh`` that have one, until none is left; without advantages."""
         signal, n = self.signal + fresh.signal, len(self.prompts)
         group_size, spare = len(self.rewards) // n, (group for group in range(n, len(signal)) if signal[group])
         groups = [group if signal[group] else next(spare, group) for group in range(n)]
@@ -71,7 +78,6 @@ class Experience:
             join([self.rollout, fresh.rollout]).rows(torch.tensor(rows, device=rewards.device)),
             rewards,
             chosen(self.rewards_by_name, fresh.rewards_by_name),
-            group_relative_advantages(rewards.float(), group_size, scale),
             self.drawn_rewards + fresh.drawn_rewards,
             self.drawn_tokens + fresh.drawn_tokens,
             chosen(self.logged, fresh.logged),

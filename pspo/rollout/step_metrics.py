@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
-from pspo.losses import Counts, correction_ratios, diagnose, diagnose_correction, kl_estimate, token_weights
+from pspo.losses import Counts, corrected_tokens, diagnose, diagnose_correction, kl_estimate, token_weights
 from pspo.rollout.types import Batch, Rollout
 
 
@@ -28,17 +28,17 @@ class StepMetrics:
         algorithm, mask, old = self.algorithm, batch.rollout.loss_mask, batch.old_logprobs  # (b, t)
         self.loss += loss
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator)
+            kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator, old)
             self.kl_reference += kl.sum() / max(self.counts.tokens, 1)
-        advantages = batch.advantages[:, None]  # (b, 1)
         surrogate = deepcopy(algorithm.surrogate).at(self.step)  # metrics change no state
-        weights = token_weights(surrogate, logprobs, old, advantages, mask)
+        weights = token_weights(surrogate, logprobs, old, batch.advantages, mask)
         sampler, position = batch.rollout.sampler_logprobs, torch.arange(mask.shape[1], device=mask.device)
-        values = {"logprob": logprobs, "old_logprob": old, "advantage": advantages, "weight": weights,
+        values = {"logprob": logprobs, "old_logprob": old, "advantage": batch.advantages, "weight": weights,
                   "entropy": entropies, "sampler_logprob": sampler, "reference_logprob": batch.ref_logprobs,
                   "row": batch.indices[:, None], "position": position}  # fmt: skip
         if algorithm.correction != "none":
-            values["correction_ratio"] = correction_ratios(old, sampler, mask, algorithm.correction)
+            how = (algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
+            values["corrected"] = corrected_tokens(old, sampler, mask, *how).to(old.dtype)
         self.parts.append({name: value.expand_as(mask)[mask] for name, value in values.items() if value is not None})
 
     def tokens(self) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class StepMetrics:
         """
         corrected = self.algorithm.correction != "none"
         names = ["logprob", "old_logprob", "advantage", "weight", "entropy"]
-        names += ["sampler_logprob", "correction_ratio"] if corrected else []
+        names += ["sampler_logprob", "corrected"] if corrected else []
         tokens = self.tokens()
         values = dist.gather_columns(torch.stack([tokens[name] for name in names]))  # on rank 0 all ranks'
         loss, kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
@@ -63,7 +63,7 @@ class StepMetrics:
             metrics = diagnose(logprobs, old, advantages, weights, active)
             metrics["entropy"] = (entropies.sum() / max(len(entropies), 1)).item()
             if corrected:
-                metrics |= diagnose_correction(old, *correction, active, self.algorithm.correction_cap)
+                metrics |= diagnose_correction(old, *correction, active)
             return metrics, bool(torch.isfinite(loss + logprobs.sum()))
 
         metrics, finite = dist.run_on_main(on_main)

@@ -213,9 +213,10 @@ class Batch:
 
     Attributes:
         rollout: B rows.
-        advantages: (B,) float32.
+        advantages: (B, 1) or (B, T) float32.
         old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until the first visit.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
+        kept: (B, T) bool, the tokens in the surrogate's loss under --algorithm.entropy_quantile; None for all.
         indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
     """
 
@@ -223,15 +224,22 @@ class Batch:
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    kept: Tensor | None = None
     indices: Tensor | None = None
 
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
-        old, ref = (None if part is None else part[indices, :width] for part in (self.old_logprobs, self.ref_logprobs))
-        taken = indices if self.indices is None else self.indices[indices]
-        return Batch(rollout, self.advantages[indices], old, ref, taken)
+        parts = (self.advantages, self.old_logprobs, self.ref_logprobs, self.kept)
+        parts = (None if part is None else part[indices, :width] for part in parts)
+        return Batch(rollout, *parts, indices if self.indices is None else self.indices[indices])
+
+    @property
+    def loss_inputs(self) -> tuple[Tensor | None, ...]:
+        """What the loss takes besides the policy's log-probs and entropies, in the order of `pspo.losses.add_terms`."""
+        others = (self.kept, self.ref_logprobs, self.rollout.sampler_logprobs)
+        return (self.old_logprobs, self.advantages, self.rollout.loss_mask, *others)
 
     def masked_row(self) -> "Batch":
         """One row without an unmasked token: a microbatch whose gradient is 0."""

@@ -6,6 +6,7 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.rollout import Experience, Prompts, prompt_order
+from pspo.tasks import Problem
 
 
 class PromptStream:
@@ -46,6 +47,10 @@ class PromptStream:
         for index, signal in chain(*dist.gather_objects(groups)):
             without = 0 if signal else self.rests.get(index, (0, 0))[0] + 1
             self.rests[index] = without, self.position // len(self.prompts) + 1 + without
+
+    def problems(self, indices: list[int]) -> list[Problem]:
+        """The problem of each row of these prompts' groups."""
+        return [self.prompts.problems[i] for i in indices for _ in range(self.config.rollout.group_size)]
 
     def seek(self, position: int) -> None:
         self.position = self.previous = position

@@ -111,7 +111,7 @@ class Recorder:
         rows = {
             "index": [i for i in experience.prompts for _ in range(group_size)],
             "text": rollout.texts, "episode": transcripts(self.tokenizer, rollout),
-            "reward": experience.rewards.tolist(), "advantage": experience.advantages.tolist(),
+            "reward": experience.rewards.tolist(), "advantage": experience.row_advantages,
             "tokens": rollout.loss_mask.sum(dim=1).tolist(), "truncated": (~rollout.terminated).tolist(),
         }  # fmt: skip
         rows |= {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}

@@ -70,7 +70,8 @@ class Run:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase; if it is stopped, or a reward or an environment raises in it, end the run, saved as marked."""
         drawer = "an environment" if self.config.rollout.environment else "decoding"
-        who = {"generate": drawer, "reward": "a reward", "validate": "a reward"}
+        estimator = " or --algorithm.advantages" if callable(self.config.algorithm.advantages) else ""
+        who = {"generate": drawer, "reward": f"a reward{estimator}", "validate": "a reward"}
         guard = self.checkpointer.save_if_raised(who[name]) if name in who else contextlib.nullcontext()
         with guard, self.recorder.phase(name):
             yield

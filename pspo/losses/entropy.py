@@ -1,0 +1,56 @@
+"""Entropy of the policy's distribution over the whole vocabulary, from the logits of a chunk of tokens.
+
+A bonus keeps the policy from becoming certain too soon; a token's entropy also says whether it is a choice at all.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def token_entropies(logits: Tensor) -> Tensor:
+    """H = -sum_v p_v log p_v in nats, (n,), of logits (n, V); exact, with its gradient, logits of -inf included."""
+    return _Entropy.apply(logits)
+
+
+def entropy_slopes(probs: Tensor, entropies: Tensor) -> Tensor:
+    """dH / dlogits = -p (log p + H), (n, V), of probabilities (n, V) and their entropies (n, 1)."""
+    return torch.special.entr(probs) - probs * entropies
+
+
+class _Entropy(torch.autograd.Function):
+    """`token_entropies`; autograd's own gradient is NaN where a probability is 0."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        probs = logits.softmax(dim=1)
+        entropies = torch.special.entr(probs).sum(dim=1)
+        ctx.save_for_backward(probs, entropies)
+        return entropies
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        probs, entropies = ctx.saved_tensors
+        return gradient[:, None] * entropy_slopes(probs, entropies[:, None])
+
+
+def entropy_quantile(entropies: Tensor, share: float) -> Tensor:
+    """Entropy that the most uncertain ``share`` of tokens (N,) reach, a scalar: of rank (1 - share) (N - 1) or higher.
+
+    "Beyond the 80/20 Rule" (2506.01939) trains on the tokens that reach it alone; ties belong to them.
+    """
+    if len(entropies) == 0:
+        return entropies.new_zeros(())
+    return entropies.sort().values[math.ceil((1 - share) * (len(entropies) - 1))]
+
+
+def adapt_coef(coef: float, entropy: float, target: float, change: float) -> tuple[float, float]:
+    """Coefficient after a step of this mean entropy, and the weight of the next step's bonus (Skywork-OR1, 2505.22312).
+
+    The coefficient rises by ``change`` while the entropy is at most the target, and falls, to 0 at least, while it is
+    above, when there is no bonus.
+    """
+    below = entropy <= target
+    coef = max(0.0, coef + (change if below else -change))
+    return coef, coef if below else 0.0
