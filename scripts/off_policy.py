@@ -281,16 +281,15 @@ def draw_heat(study: Study, model: str, path: Path) -> None:
             panel = cells[cells["grid"] == grid]
             values = panel.pivot(index="method", columns="lag", values="mean").reindex(METHODS, columns=LAGS)
             around = {"cmap": "RdBu", "vmin": untrained - reach, "vmax": untrained + reach}
-            axes.pcolormesh(values, edgecolors="face", linewidth=0.1, **around)
-            for of in panel.itertuples():
-                x, y = LAGS.index(of.lag) + 0.5, METHODS.index(of.method) + 0.5
-                color = "white" if abs(of.mean - untrained) > 0.7 * reach else "black"
-                axes.text(x, y, f"{of.mean:.2f}", ha="center", va="center", fontsize=7, color=color)
+            mesh = axes.pcolormesh(values, edgecolors="face", linewidth=0.1, **around)
             axes.set(title=grid, xticks=np.arange(len(LAGS)) + 0.5, yticks=np.arange(len(METHODS)) + 0.5)
             axes.set(xticklabels=LAGS, yticklabels=METHODS)
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
         figure.axes[0].invert_yaxis()
+        bar = figure.colorbar(mesh, ax=figure.axes, label="mean final reward; the line: untrained")
+        bar.ax.set_ylim(cells["mean"].min(), cells["mean"].max())
+        bar.ax.axhline(untrained, color=INK, linewidth=1)
 
 
 def fill(page: Path, blocks: dict[str, str]) -> None:

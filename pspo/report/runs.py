@@ -310,7 +310,8 @@ def in_sentences(configs: pd.DataFrame) -> Iterator[str]:
     shared = {name: value for name, value in shared.items() if value != defaults().get(name, value)}
     sentences = {"All have {}.": shared, "Unless its name says otherwise, a setting has {}.": usual(configs)}
     for sentence, values in sentences.items():
-        if texts := [f"{short[name]}={_short(value)}" for name, value in values.items() if pd.notna(value)]:
+        texts = {short[name]: _short(value) for name, value in values.items() if pd.notna(value)}
+        if texts := [f"{name}={text if len(text) <= LONG else f'{text[: LONG - 1]}…'}" for name, text in texts.items()]:
             yield sentence.format(", ".join(texts))
 
 
