@@ -283,8 +283,9 @@ def test_labels_name_only_what_differs(make_run):
 
 
 def test_labels_leave_the_default_out(make_run):
-    runs = read_runs([make_run(f"run-{lr}", "Clip", **{"optimizer.lr": lr}) for lr in (3e-5, 1e-4)])
-    assert sorted(labels(runs.configs)) == ["Clip", "Clip (lr=0.0001)"]
+    settings = {"optimizer.lr": 3e-5}, {"optimizer.lr": 1e-4, "algorithm.of_an_older_version": 1}
+    runs = read_runs([make_run(f"run-{i}", "Clip", **switches) for i, switches in enumerate(settings)])
+    assert sorted(labels(runs.configs)) == ["Clip", "Clip (of_an_older_version=1, lr=0.0001)"]
     assert list(in_sentences(runs.configs)) == [
         "All have functions=MathReward, max_steps=40.", "Unless its name says otherwise, a setting has lr=3e-05.",
     ]  # fmt: skip

@@ -290,7 +290,7 @@ def usual(configs: pd.DataFrame) -> dict[str, Any]:
         shares = (of_methods.nth(0) if alike else each)[name].value_counts(normalize=True, dropna=False)
         if shares.max() > (0.5 if alike else 2 / 3):
             found[name] = shares.idxmax()
-        elif default.get(name) in shares.index:
+        elif name in default and default[name] in shares.index:
             found[name] = default[name]
     return found
 
