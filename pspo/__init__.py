@@ -2,9 +2,19 @@
 
 import importlib
 import importlib.util
-from types import ModuleType
+import sys
+from types import ModuleType, TracebackType
 
 __version__ = "0.1.0"
+
+
+def _show_error(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, frames)
+
+
+if sys.argv[:1] == ["-m"]:  # python -m pspo.train: Ctrl-C, while it imports, too, ends it without a traceback
+    sys.excepthook = _show_error
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,6 +11,7 @@ import copy
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
 import sys
@@ -209,9 +210,10 @@ def read_file(path: str) -> Settings:
         text = (preset(path) or Path(path)).read_text(encoding="utf-8")
         yaml.compose(text, Loader=UniqueKeys)
         content = get_loader("yaml")(text)  # to which 1e-5 is a number
+        json.dumps(content, skipkeys=True, default=str)  # raises ValueError for an anchor inside itself
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"--config {path}, line {error.problem_mark.line + 1}: {error.problem}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold sections with fields, as configs/tiny.yaml does")

@@ -8,7 +8,7 @@ from pspo.cli.signals import Stopped
 from pspo.engines import EngineError
 from pspo.model import is_out_of_memory
 from pspo.records.folders import RunFailed
-from pspo.tasks.failures import user_traceback
+from pspo.tasks.failures import end_forks, user_traceback
 
 
 class UserCodeFailed(RunFailed):
@@ -20,7 +20,8 @@ def fail_together() -> Iterator[None]:
     """If the block raises on any rank, raise on all of them: Stopped, or UserCodeFailed with the first traceback."""
     failure = None
     try:
-        yield
+        with end_forks():
+            yield
     except (RunFailed, EngineError):  # no fault of the user's code, or on all ranks already
         raise
     except Exception as error:  # a user's code may raise anything

@@ -6,6 +6,7 @@ In a single process every function here returns what it was given.
 import atexit
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -75,6 +76,11 @@ def run_main(main: Callable[[], None]) -> None:
             dist.destroy_process_group()
     except SystemExit as ended:
         code = ended.code or 0
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        reason = re.sub(r"^\[.*?\] ", "", str(error)).partition(". ")[0].partition("\n")[0]
+        code = f"rank {rank()} lost another one ({reason}): the same command resumes from the last checkpoint"
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from textwrap import indent
 
 from huggingface_hub import ModelCardData
 
@@ -12,6 +13,7 @@ from pspo import __version__
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.hub.models import ASSETS
+from pspo.records.escape import in_markdown
 from pspo.records.files import as_argument, as_setting
 from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
@@ -80,18 +82,19 @@ def model_card(
             value = as_text(measure, validation[measure])
             measured.append(f"| step {validation['step']:,} | {VALIDATION[measure]} on validation problems | {value} |")
     arguments, file = config.data.chat_template, config.data.chat_template_file
-    template = "\n\nChat template: the saved one" + (f", with {as_argument(arguments)}" if arguments else "")
+    given = f", with {in_markdown(as_argument(arguments))}" if arguments else ""
+    template = f"\n\nChat template: the saved one{given}"
     template = template if arguments or file else ""
     # no path of this machine; the model has the template
     data = replace(config.data, path=config.data.path and "path/to/data", chat_template_file=None)
     command = evaluate_command(replace(config, data=data), "path/to/this/model")
     parts = [
         f"---\n{front.to_yaml()}\n---",
-        f"# {name}, trained with {method}",
-        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in made.items() if value)]),
+        f"# {in_markdown(name)}, trained with {method}",
+        "\n".join(["| | |", "|---|---|", *(f"| {key} | {in_markdown(text)} |" for key, text in made.items() if text)]),
         "## Evaluation",
         "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
-        f"## Use\n\nSystem prompt: {config.data.system_text or 'none'}{template}",
+        f"## Use\n\nSystem prompt:\n\n{indent(config.data.system_text or 'none', '    ')}{template}",  # as code
         f"```bash\n{command}\n```",
     ]
     return "\n\n".join(parts) + "\n"

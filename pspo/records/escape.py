@@ -26,6 +26,11 @@ def in_markdown(text: str) -> str:
     return MARKDOWN.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", text)
 
 
+def in_cell(text: str) -> str:
+    """Text as a cell of a spreadsheet, which would compute what looks like a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
 def in_file_name(text: str) -> str:
     """Text as a file's name; a long one is cut, and ends in its CRC-32."""
     name = re.sub(r"[^\w.+]+", "-", text)

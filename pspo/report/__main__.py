@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.records.escape import in_file_name, in_markdown, one_line, tolerate_output
+from pspo.records.escape import in_cell, in_file_name, in_markdown, one_line, tolerate_output
 from pspo.records.files import write_text
 from pspo.report.figures import draw_task
 from pspo.report.paper import against_paper
@@ -72,7 +72,7 @@ def report(runs: Runs, output: Path) -> list[Path]:
         write_text(output / name, "\n\n".join(parts) + "\n")
     table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
     table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
-    table[["task", "row", "column"]] = table[["task", "row", "column"]].map(one_line)
+    table[["task", "row", "column"]] = table[["task", "row", "column"]].map(lambda text: in_cell(one_line(text)))
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
     return [*(output / name for name in (*written, "table.csv")), *pictures]
 

@@ -4,10 +4,12 @@ A resumed run continues the same experiment, so only some switches may change on
 the state of its parent.
 """
 
+import contextlib
 import math
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo.config import LoraConfig, RunConfig, TrainConfig
+from pspo.model import is_out_of_memory
 from pspo.records.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, to_yaml, write_text
 from pspo.records.folders import checkpoints, damage, hidden, prune, step_of, tidy
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
@@ -217,14 +220,16 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
     else:
         print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
     if checkpoint is not None:
-        (states, ranks), fresh = checkpointer.load(checkpoint), checkpointer.states()
+        with holding_states(checkpoint):
+            (states, ranks), fresh = checkpointer.load(checkpoint), checkpointer.states()
         changes = changes_since(checkpoint, settings)
         if "run.fork_from" in changes:  # the checkpoint is the parent's
             states = fork_states(states, fresh, changes)
         check_problems(run, states, fresh)
-        for name, part in parts.items():
-            if name in states:
-                part.load_state_dict(states[name])
+        with holding_states(checkpoint):
+            for name, part in parts.items():
+                if name in states:
+                    part.load_state_dict(states[name])
         checkpointer.saved = position(checkpointer.states())
     validator, recorder, steps = parts["validator"], parts["recorder"], parts["learner"].steps
     if validator.best:
@@ -243,6 +248,20 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
     if own_run["name"] is None and "run.fork_from" not in changes:
         own_run["name"], _ = changes.get("run.name", (None, None))
     dist.run_on_main(lambda: write_text(run / "config.yaml", to_yaml(settings | {"run": own_run})))
+
+
+@contextlib.contextmanager
+def holding_states(checkpoint: Path) -> Iterator[None]:
+    """Raise ValueError if a checkpoint is whole by its manifest, and holds something else than the parts' states."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # what is not ours raises anything
+        if is_out_of_memory(error):
+            raise
+        kind = type(error).__name__
+        raise ValueError(f"{checkpoint} does not hold what a run saves ({kind}): choose another folder") from error
 
 
 def copy_parent(parent: Path, run: Path) -> Path:

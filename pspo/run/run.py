@@ -26,7 +26,7 @@ from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
 from pspo.run.validator import Validator
-from pspo.tasks.failures import FIRST_FAILURES, RewardError
+from pspo.tasks.failures import FIRST_FAILURES, RewardError, end_forks
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Run:
         drawer = "an environment" if self.config.rollout.environment else "decoding"
         estimator = " or --algorithm.advantages" if callable(self.config.algorithm.advantages) else ""
         who = {"generate": drawer, "reward": f"a reward{estimator}", "validate": "a reward"}
-        guard = self.checkpointer.save_if_raised(who[name]) if name in who else contextlib.nullcontext()
+        guard = self.checkpointer.save_if_raised(who[name]) if name in who else end_forks()
         with guard, self.recorder.phase(name):
             yield
 
@@ -106,7 +106,8 @@ class Run:
         """Call ``on_rollout`` with a rollout and its steps' metrics; the run is bit for bit the same without it."""
         if self.on_rollout is not None:
             generators = self.generators.state_dict()
-            self.on_rollout(experience, steps)
+            with end_forks():
+                self.on_rollout(experience, steps)
             self.generators.load_state_dict(generators)
 
     def warn(self) -> bool:

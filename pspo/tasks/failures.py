@@ -1,8 +1,11 @@
 """Failures of a user's own code: what is shown of them."""
 
+import contextlib
+import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -39,6 +42,17 @@ def user_traceback(error: BaseException) -> str:
     if error.__cause__ is not None:
         lines.insert(0, f"{user_traceback(error.__cause__)}\n\nthe cause of:\n\n")
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+@contextlib.contextmanager
+def end_forks() -> Iterator[None]:
+    """End a process that the user's code has forked in the block: two trainers would write one folder."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
 
 
 def note_failure(name: str, error: Exception) -> None:

@@ -103,7 +103,10 @@ def is_saved(path: Path) -> bool:
 def _read_saved(path: Path) -> list[dict[str, Any]]:
     import datasets  # slow to import
 
-    return datasets.load_from_disk(str(path)).to_list()
+    try:
+        return datasets.load_from_disk(str(path)).to_list()
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"state.json or dataset_info.json is not what datasets writes ({error!r})") from error
 
 
 def _parse_json(text: str) -> Any:

@@ -14,7 +14,6 @@ import contextlib
 import difflib
 import inspect
 import math
-import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
-from pspo.tasks.failures import RewardError, note_failure
+from pspo.tasks.failures import RewardError, end_forks, note_failure
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
@@ -312,9 +311,9 @@ def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any],
         values = [value.item() if hasattr(value, "item") else value for value in values]
         logs[column] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
 
-    offered, process = {"log_metric": log_metric, "log_extra": log_extra}, os.getpid()
+    offered = {"log_metric": log_metric, "log_extra": log_extra}
     try:
-        with contextlib.chdir("."):
+        with end_forks(), contextlib.chdir("."):
             values = function(**arguments | {name: offered[name] for name in offered if name in arguments})
             if inspect.isawaitable(values):
                 values = _await(values)
@@ -323,9 +322,6 @@ def _call(function: Callable[..., Any], /, **arguments: Any) -> tuple[list[Any],
     except BaseException as error:
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {error!r}"
         raise RewardError(f"reward {reward_name(function)} {what}") from error
-    finally:
-        if os.getpid() != process:  # two trainers would write one folder
-            os._exit(1)
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {reward_name(function)} returned {values!r}; it must return a list of numbers")

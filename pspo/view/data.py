@@ -21,7 +21,7 @@ from pspo.cli.parse import resolve, subclasses
 from pspo.evaluate.findings import find
 from pspo.losses import Surrogate, token_weights
 from pspo.records.files import read_json, read_jsonl
-from pspo.records.tokens import FOLDER
+from pspo.records.tokens import COLUMNS, FOLDER
 from pspo.report.runs import (
     ARGUMENT,
     COLOURS,
@@ -202,7 +202,10 @@ def completion(sample: Record, sequences: dict[tuple[int, int], list[Record]]) -
 
 def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[int, int], list[Record]]:
     """By problem and sample the completions that a rollout's file has: their tokens, and every visit to them."""
-    table = pd.read_parquet(file)
+    try:
+        table = pd.read_parquet(file)[[*COLUMNS]]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{file} is not what a run records ({error})") from error
     keys = ["step", "problem", "sample"]
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
     table["sequence"] = begins.cumsum()
