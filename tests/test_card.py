@@ -99,6 +99,12 @@ def test_only_what_was_measured_is_there():
     assert text.count("greedy reward on validation problems") == 1
 
 
+def test_values_of_the_configuration_are_shown_and_do_nothing():
+    text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading")
+    assert cells(text)["data"] == "a\\|b\\](http://c)&lt;img&gt;, 7,000 problems"
+    assert "System prompt:\n\n    # no\n    ```\n    <b>heading\n" in text  # a block of code
+
+
 def test_the_reward_is_its_weighted_sum():
     described = describe_rewards(RewardConfig([MathReward(format_bonus=0.0), FormatReward()], [1.0, -0.5]))
     assert re.fullmatch(r"1 x MathReward\(.*format_bonus=0.0.*\) \+ -0.5 x FormatReward\(\)", described)

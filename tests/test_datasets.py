@@ -525,6 +525,14 @@ def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name
     assert all(part in str(error.value) for part in named), error.value
 
 
+@pytest.mark.parametrize("state", ["{}", "[1]", '{"_data_files": [], "_format_kwargs": {"x": 1}}'])
+def test_a_crafted_saved_data_set_is_named(tmp_path, state):
+    datasets.Dataset.from_list([{"prompt": "p", "answer": 1}]).save_to_disk(tmp_path / "train")
+    (tmp_path / "train/state.json").write_text(state)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "train"))):
+        load_problems("file", "train", tmp_path)
+
+
 def test_malformed_folders_and_arguments(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()

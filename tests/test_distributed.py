@@ -339,6 +339,19 @@ def test_both_strategies_are_one_run(whole):
             assert len(own) > 0 or sample["advantage"] == 0
 
 
+class OfRows(NoClip):
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return super().__call__(logprobs, old_logprobs, advantages, mask).sum(dim=1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_surrogate_s_wrong_shape_is_named_on_every_rank(tmp_path, capfd, strategy):
+    assert train(tmp_path / "run", strategy, "--algorithm.surrogate=test_distributed.OfRows") == [1, 1]
+    err = capfd.readouterr().err
+    assert "surrogate OfRows returned a loss of shape (" in err
+    assert "Traceback" not in err
+
+
 def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     job = torchrun(tmp_path / "run", "ddp", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}")
     done = subprocess.run(**job, capture_output=True, text=True, timeout=240, check=False)
@@ -388,6 +401,10 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
     else:
         assert codes == [1, -signal.SIGKILL]
         assert checkpoints(output)[0].name == "step-000002"
+        err = capfd.readouterr().err
+        assert "rank 0 lost another one (" in err.splitlines()[-1]
+        assert err.endswith("): the same command resumes from the last checkpoint\n")
+        assert "Traceback" not in err
     assert train(output, strategy, *args) == [0, 0]
     assert_same(expected, output)
 

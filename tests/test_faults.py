@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -24,6 +25,7 @@ from pspo.records.folders import RunFailed, checkpoints
 from pspo.records.metrics import rollout_metrics
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
+from pspo.tasks.calculator import Calculator
 from pspo.tasks.failures import FIRST_FAILURES
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -242,6 +244,41 @@ def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
     assert ("your code" in err) == (returns == "raises")
     assert "site-packages" not in err
     assert not Path("out/metrics.jsonl").exists()
+
+
+def forks_once() -> None:
+    if not Path("forked").exists():
+        Path("forked").touch()
+        os.fork()
+
+
+class ForkingLoss(NoClip):
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        forks_once()
+        return super().__call__(logprobs, old_logprobs, advantages, mask)
+
+
+class ForkingCalculator(Calculator):
+    def step(self, text):
+        forks_once()
+        return super().step(text)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": ForkingLoss},
+        {"data": "sums", "rollout": {"environment": "test_faults.ForkingCalculator"}},
+        {"on_rollout": lambda *_: forks_once()},
+    ],
+    ids=["surrogate", "environment", "on_rollout"],
+)
+def test_user_code_that_forks_makes_no_second_trainer(sections):
+    rollout = {"prompts": 2, "max_completion_tokens": 8, "temperature": 1} | sections.pop("rollout", {})
+    run = {"output_dir": "out", "max_steps": 4, "validate_every": 0, "test_limit": 0}
+    pspo.train(one_layer(), rollout=rollout, run=run, **sections)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    assert [line["step"] for line in metrics()] == [2, 4]
 
 
 def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys):

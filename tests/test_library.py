@@ -119,6 +119,13 @@ def test_problems_and_functions_of_python(here, capsys):
     assert "already finished" in capsys.readouterr().out
 
 
+def test_half_a_character_in_a_problem_is_named(here):
+    problems = [{"prompt": "p", "answer": 1}, {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1}]
+    with pytest.raises(ValueError, match=r"^data: test record 2 holds half a character"):
+        pspo.train(data={"train": problems[:1], "test": problems}, run={"output_dir": "half"})
+    assert not Path("half").exists()
+
+
 def test_of_a_list_of_problems_a_fifth_is_held_out(here):
     problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(60)]
     summary = pspo.train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "name": "Tom's"})

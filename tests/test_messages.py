@@ -34,6 +34,7 @@ FILES = {
     "scalar.yaml": "rollout: 4\n",
     "empty.yaml": "rollout:\nrun:\n  seed: 1\n",
     "twice.yaml": "run: {seed: 1, seed: 2}\n",
+    "itself.yaml": "run: &a {seed: *a}\n",
     "sections.yaml": "run: {seed: 1}\ndata: {}\nrun: {max_steps: 3}\n",
     "nothing.yaml": "# run: {seed: 1}\n",
     "text.yaml": "hello\n",

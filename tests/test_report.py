@@ -623,6 +623,14 @@ def test_a_comparison_prints_no_control_characters(tmp_path, capsys):
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))
 
 
+def test_a_spreadsheet_computes_no_name(make_run, report):
+    """A file of a table with `=HYPERLINK(...)` as a run's switch opens as text."""
+    make_run("a", "Clip", **{"data.name": "=1+1"})
+    cells, _, _ = report()
+    assert not [text for key in cells for text in key if text.startswith(("=", "+", "-", "@"))]
+    assert [text for key in cells for text in key if text.startswith("'=1+1")]
+
+
 def test_a_configuration_that_is_no_text_is_left_out(make_run, report):
     make_run("half", "Clip", **{"run.name": "half of a pair: \ud800"})
     make_run("whole", "NoClip")

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pickle
 import random
 import re
 import resource
@@ -262,18 +261,25 @@ def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     assert_same(whole, cut_off)
 
 
-def test_a_pickle_in_a_checkpoint_is_not_executed(cut_off):
-    class Payload:
-        def __reduce__(self):
-            return Path.touch, (Path("executed"),)
+class Payload:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
 
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [({"learner": Payload()}, "UnpicklingError"), ({"learner": {}}, "KeyError"), ([1], "TypeError")],
+)
+def test_a_crafted_checkpoint_is_refused_in_one_line_and_not_executed(cut_off, capfd, content, error):
     newest = cut_off / "checkpoints/step-000004"
-    torch.save({"learner": Payload()}, newest / "parts.pt")
+    torch.save(content, newest / "parts.pt")
     manifest = json.loads((newest / "manifest.json").read_text())
     manifest["parts.pt"] = describe(newest / "parts.pt")
     (newest / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(pickle.UnpicklingError):
-        train("out")
+    capfd.readouterr()
+    assert train("out") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f"{newest} does not hold what a run saves ({error}): choose another folder")
     assert not Path("executed").exists()
 
 
@@ -435,6 +441,17 @@ def test_sigterm_from_outside_to_the_command_itself():
         assert running.wait(timeout=60) == 75
     steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert checkpoints(Path("out"))[0].name == f"step-{steps[-1]:06d}"
+
+
+@pytest.mark.parametrize("seconds", [0.7, 2.5])
+def test_ctrl_c_while_a_command_imports_and_loads_shows_no_traceback(seconds):
+    command = [sys.executable, "-m", "pspo.train", *TINY[:-1], "--run.output_dir=out", "--run.max_steps=400"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        time.sleep(seconds)
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert running.returncode in (-signal.SIGINT, 130, 75)  # the first is a shell's 130, the last a quick machine's
 
 
 # --- which run is resumed ---------------------------------------------------------------------------------------------

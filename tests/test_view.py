@@ -147,6 +147,14 @@ def test_events_are_those_of_the_run_s_files(runs, tmp_path):
     assert "--optimizer.lr 0.0003 -> 0.0001" in [event["text"] for event in about["events"]]
 
 
+def test_a_foreign_file_of_tokens_is_named(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    file = max((run / "tokens.parquet").iterdir())
+    pd.DataFrame({"step": [2]}).to_parquet(file)
+    with pytest.raises(ValueError, match=f"{file} is not what a run records"):
+        make_page([run])
+
+
 def test_a_run_that_trains_and_one_from_before_have_pages(runs, tmp_path):
     """Without summary and checkpoints; and without tokens, starts and whole groups."""
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))

@@ -222,11 +222,10 @@ def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer)
     if checkpoint is not None:
         with holding_states(checkpoint):
             (states, ranks), fresh = checkpointer.load(checkpoint), checkpointer.states()
-        changes = changes_since(checkpoint, settings)
-        if "run.fork_from" in changes:  # the checkpoint is the parent's
-            states = fork_states(states, fresh, changes)
-        check_problems(run, states, fresh)
-        with holding_states(checkpoint):
+            changes = changes_since(checkpoint, settings)
+            if "run.fork_from" in changes:  # the checkpoint is the parent's
+                states = fork_states(states, fresh, changes)
+            check_problems(run, states, fresh)
             for name, part in parts.items():
                 if name in states:
                     part.load_state_dict(states[name])
