@@ -613,7 +613,8 @@ def test_a_changed_learning_rate_scales_its_schedule_as_if_set_by_hand(cut_off, 
     assert same_weights("out", "hand")
     assert not same_weights("out", str(whole))
     assert changes("out") == [(4, "optimizer.lr", 1e-3, 2e-4)]
-    assert "| changed on the way | optimizer.lr 0.001 -> 0.0002 at step 4 |" in Path("out/final/README.md").read_text()
+    card = Path("out/final/README.md").read_text()
+    assert "| changed on the way | optimizer.lr 0.001 -&gt; 0.0002 at step 4 |" in card
     assert yaml.safe_load(Path("out/config.yaml").read_text())["optimizer"]["lr"] == 2e-4
 
 
