@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.plan.shapes import QWEN
-from pspo.checks.memory import GB, Planner
+from pspo.checks.memory import GIB, Planner
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 
@@ -26,20 +26,20 @@ PLANS = [  # recipe, size, GPU in GB, switches beyond the file's
     ("qwen2.5-1.5b-lora", "1.5B", 80, {"optimizer.microbatch_tokens": 20480}),
     ("qwen2.5-7b-lora", "7B", 24, {}),
     ("qwen2.5-7b-lora", "7B", 40, {"optimizer.microbatch_tokens": 16384, "rollout.max_rows": 128}),
-    ("qwen2.5-7b-lora", "7B", 80, {"optimizer.microbatch_tokens": 8192, "rollout.max_rows": 128,
+    ("qwen2.5-7b-lora", "7B", 80, {"optimizer.microbatch_tokens": 7680, "rollout.max_rows": 128,
                                    "model.gradient_checkpointing": "false"}),
 ]  # fmt: skip
 
 
 def plan(recipe: str, size: str, switches: dict[str, object]) -> dict[str, float]:
-    """GB of each phase."""
+    """GiB of each phase."""
     words = [f"--{name}={value}" for name, value in switches.items()]
     config, _ = parse(TrainConfig, "pspo.train", ["--config", str(ROOT / f"configs/one-gpu/{recipe}.yaml"), *words])
     with tempfile.TemporaryDirectory() as folder:
         QWEN[size].config().save_pretrained(folder)
         model = replace(config.model, name_or_path=folder, autocast="bf16")
         found = Planner(model, PROMPT_TOKENS, torch.device("cpu")).needs(config)
-    return {phase: sum(parts.values()) / GB for phase, parts in found.items()}
+    return {phase: sum(parts.values()) / GIB for phase, parts in found.items()}
 
 
 def main() -> None:

@@ -146,14 +146,18 @@ class ModelConfig(Section, name="model"):
         return config
 
 
-def default_lr(model: ModelConfig) -> float:
+class DefaultRate(float):
+    """A learning rate that was not set."""
+
+
+def default_lr(model: ModelConfig) -> DefaultRate:
     """The learning rate for a model by the size of its weights, as far as that is known before it is loaded."""
     model = model.resolved()
     folder = Path(__file__).parent / "assets" / model.name_or_path
     folder = folder if folder.is_dir() else Path(model.name_or_path).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     rate = TINY_LR if 0 < size < TINY_BYTES else PAPER_LR
-    return LORA_LR[rate] if model.has_adapters else rate
+    return DefaultRate(LORA_LR[rate] if model.has_adapters else rate)
 
 
 @dataclass(frozen=True)
@@ -528,10 +532,6 @@ CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
      lambda c: c.rollout.engine == "vllm" and c.rollout.min_p > 0 and c.rollout.top_p < 1),
     ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",
      lambda c: c.optimizer.schedule != "constant" and c.optimizer.warmup_steps >= c.run.max_steps),
-    ("rollout.max_rows", "must be a number under fsdp2, whose shards no plan counts",
-     lambda c: c.sharded and c.rollout.max_rows == "auto"),
-    ("optimizer.microbatch_tokens", "must be a number under fsdp2, whose shards no plan counts",
-     lambda c: c.sharded and c.optimizer.microbatch_tokens == "auto"),
     ("optimizer.name", "must be adamw or sgd under fsdp2, which shards it",
      lambda c: c.sharded and "8bit" in c.optimizer.name),
     ("model.dtype", "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them",

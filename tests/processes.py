@@ -158,14 +158,14 @@ def metric_lines(run: Path, after: int = 0) -> list[dict[str, float]]:
 def contents(run: Path) -> dict[str, object]:
     """Everything that a run leaves, without times, memory and the folder's name."""
     files: dict[str, object] = {}
-    left_out = ("manifest.json", "starts.jsonl")
+    left_out, measured = ("manifest.json", "starts.jsonl"), ("seconds", "planned_memory_gb", "peak_memory_gb")
     for path in (path for path in run.rglob("*") if path.is_file() and path.name not in left_out):
         content: object = path.read_bytes()
         if path.name == "metrics.jsonl":
             content = metric_lines(run)
         elif path.name == "summary.json":
             record = json.loads(path.read_text())
-            content = {key: value for key, value in record.items() if key not in ("seconds", "peak_memory_gb")}
+            content = {key: value for key, value in record.items() if key not in measured}
             content["best_model"] = Path(record["best_model"]).name
         elif path.name == "config.yaml":
             content = yaml.safe_load(path.read_text())

@@ -301,13 +301,35 @@ def test_format_share_is_of_answers_that_are_numbers():
     assert "format_share" not in rollout_metrics(rows | {"problem": [Problem("?")] * 4})
 
 
-def test_a_run_with_the_paper_s_rate_says_so(here, capsys, monkeypatch):
+def test_the_header_says_what_defines_the_run_and_where_the_rate_is_from(here, capsys, monkeypatch):
+    fast("--rollout.lag=1", "--algorithm.beta=0.1", "--optimizer.warmup_steps=1", output="tiny")
+    out = capsys.readouterr().out
+    assert "\nmodel   tiny-base: 0.9M parameters in float32 on cpu\n" in out
+    assert " per rollout of 2 x 4, trained 1 rollouts late, KL penalty 0.1\n" in out
+    assert "\nrate    3e-05 (the default for tiny models), constant after 1 steps of warm-up; adamw\n" in out
+    planned = re.search(r"\nmemory  planned peak (\S+) GiB ", out)[1]
+    assert re.search(rf" s, memory: planned {planned} GiB, peak \d\.\d GiB; ", out)
+    fast("--optimizer.lr=1e-6", "--optimizer.name=sgd", output="set")
+    assert "\nrate    1e-06 (set), constant; sgd\n" in capsys.readouterr().out
     monkeypatch.setattr(pspo.config, "TINY_BYTES", 0)
     (line,) = fast()
     assert line["lr"] == read_config(here / "out/config.yaml")["optimizer"]["lr"] == 1e-6
-    assert (
-        "--optimizer.lr 1e-06, the paper's for models of 0.5B and 1.5B, the nearest in size" in capsys.readouterr().out
-    )
+    assert "rate    1e-06 (the paper's for models of 0.5B and 1.5B, the nearest in size)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("switch", "said"),
+    [
+        ("--rollout.lag=100", "--rollout.lag 100: the untrained model draws all that this run trains on, 1 rollouts"),
+        ("--rollout.prompts=21", "--rollout.prompts 21: a rollout repeats problems, of which there are 20"),
+        ("--model.lora.rank=129", "--model.lora.rank 129 is above that of every layer it adapts, 128 at most"),
+    ],
+)
+def test_a_setting_that_hardly_does_what_was_meant_is_one_warning(here, capsys, switch, said):
+    if "lora" in switch:
+        pytest.importorskip("peft")
+    fast(switch, "--run.max_steps=1", "--rollout.max_completion_tokens=4", "--run.quiet")
+    assert capsys.readouterr().err.splitlines()[0] == f"WARNING: {said}"
 
 
 def test_steps_and_tokens_end_a_run(here):

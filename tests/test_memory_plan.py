@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,16 @@ from torch.utils._pytree import tree_flatten
 
 from benchmarks import one_gpu
 from pspo.checks import memory
-from pspo.checks.memory import GB, USABLE, Planner, fullest_microbatch, saved_bytes
-from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from pspo.checks.memory import GIB, USABLE, Planner, fullest_microbatch, saved_bytes
+from pspo.config import (
+    AlgorithmConfig,
+    DistributedConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from pspo.model import load_policy
 from pspo.optimizers import make_optimizer
 from pspo.records.files import read_config
@@ -98,10 +107,11 @@ def test_measuring_leaves_no_tensor_behind(folder):
 
 def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsys):
     config = TrainConfig(model=ModelConfig(folder(**DEEP)))
-    memory.say_needs(config, 20, CPU)
-    assert " GB in training, of " in capsys.readouterr().out
-    monkeypatch.setattr(memory, "available_memory", lambda *_: 1e6)
-    memory.say_needs(config, 20, CPU)
+    planned = memory.plan_memory(config, 20, CPU)
+    assert f"memory  planned peak {planned:.1f} GiB (rollouts " in capsys.readouterr().out
+    there = sum(Planner(config.model, 20, CPU).certain(config).values())
+    monkeypatch.setattr(memory, "available_memory", lambda *_: there)
+    assert memory.plan_memory(config, 20, CPU) == pytest.approx(planned, rel=0.02)  # of the process then
     before, _, advice = capsys.readouterr().out.partition(" With ")
     assert "it will probably not fit." in before
     assert "--model.gradient_checkpointing true" in advice
@@ -117,9 +127,58 @@ def test_an_engines_share_of_a_gpu_is_not_there(monkeypatch):
         assert memory.available_memory(config, torch.device("cuda")) == there
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_s_memory_less_what_is_used_and_cannot_be_dropped(tmp_path, version):
+    """The tighter of a job's own limit and of those above it."""
+    line, top, limit, usage, cache = {
+        1: ("4:memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("0::/job/step", "", "memory.max", "memory.current", "inactive_file"),
+    }[version]
+    assert memory.group_memory(tmp_path) == float("inf")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"9:cpu:/\n{line}\n")
+    for folder, most in (("job/step", "max" if version == 2 else str(2**63 - 4096)), ("job", "1000")):
+        group = tmp_path / "sys/fs/cgroup" / top / folder
+        group.mkdir(parents=True, exist_ok=True)
+        for name, text in ((limit, most), (usage, "700"), ("memory.stat", f"anon 1\n{cache} 100\nother 2\n")):
+            (group / name).write_text(f"{text}\n")
+    assert memory.group_memory(tmp_path) == 1000 - 700 + 100
+
+
+def test_what_cannot_fit_is_refused_before_anything_large(folder, monkeypatch):
+    config = TrainConfig(model=ModelConfig(folder(**DEEP)), rollout=RolloutConfig(prompts=10**8))
+    monkeypatch.setattr(memory, "measure_layers", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ValueError, match=r"^--rollout.prompts 100000000 does not fit: .*rollouts 1,323\.2, of .* GiB"):
+        memory.plan_memory(config, 20, CPU)
+    monkeypatch.setattr(memory, "available_memory", lambda *_: 1e6)
+    with pytest.raises(ValueError, match=r"^--model.name_or_path \S+ does not fit: GiB of weights 0\.0, optimizer 0"):
+        memory.plan_memory(TrainConfig(model=config.model), 20, CPU)
+
+
+def test_shards_are_divided_and_gathered(folder, monkeypatch):
+    model = ModelConfig(folder(**DEEP))
+    alone = Planner(model, 20, CPU).needs(TrainConfig(model=model))
+    monkeypatch.setattr("pspo.distributed.world_size", lambda: 4)
+    for gather in ("microbatch", "step"):
+        shards = DistributedConfig(strategy="fsdp2", gather=gather)
+        found = Planner(model, 20, CPU).needs(TrainConfig(model=model, distributed=shards))
+        for part in ("weights", "optimizer"):
+            assert found["step"][part] == alone["step"][part] / 4
+        assert found["rollout"]["gathered weights"] == alone["step"]["weights"]
+        both = found["training"]["gathered weights and gradients"]
+        assert both == 2 * alone["step"]["weights"] if gather == "step" else both < 2 * alone["step"]["weights"]
+
+
+def test_prompts_are_counted_once_where_they_are_shared():
+    config = TrainConfig(optimizer=OptimizerConfig(microbatch_tokens=4 * (20 + 4 * 128)))
+    assert fullest_microbatch(config, 20, 10) == (4 * 532 - 3 * 10, 16)
+    assert fullest_microbatch(replace(config, distributed=DistributedConfig("fsdp2")), 20, 10) == (4 * 532, 12)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
     monkeypatch.setattr("pspo.distributed.world_size", lambda: ranks)
+    monkeypatch.setattr(memory, "resident_memory", lambda: 2**29)
     config = TrainConfig(
         model=ModelConfig(folder(**DEEP)),
         rollout=RolloutConfig(max_rows="auto"),
@@ -129,7 +188,7 @@ def test_auto_is_the_largest_number_that_fits(folder, monkeypatch, ranks):
 
     def need(switch: str, number: int) -> float:
         values = dict.fromkeys(memory.AUTO, 1) | {switch: number}
-        return sum(planner.needs(memory.replace_switches(config, values))[memory.AUTO[switch]].values())
+        return sum(planner.plan(memory.replace_switches(config, values))[memory.AUTO[switch]].values())
 
     def filled(memory_there: float) -> dict[str, int]:
         monkeypatch.setattr(memory, "available_memory", lambda *_: memory_there)
@@ -181,6 +240,7 @@ def test_tensors_alive_at_the_peak_are_those_that_were_planned(folder, tokenizer
         model=ModelConfig(folder(**WIDE), **SETTINGS[name]),
         rollout=RolloutConfig(prompts=8, group_size=4, min_completion_tokens=128, max_completion_tokens=128),
         algorithm=AlgorithmConfig(epochs=2),
+        optimizer=OptimizerConfig(microbatch_tokens=6 * (101 + 4 * 128)),  # six groups, of full lengths
     )
     policy = load_policy(config.model, CPU)
     learner = Learner(policy, make_optimizer(policy, config.optimizer))
@@ -205,4 +265,4 @@ def test_the_page_of_recipes_is_what_is_planned_and_fits():
     rows = one_gpu.rows()
     assert [line for line in page.splitlines() if line.startswith("| `qwen")] == rows
     for row, (_, _, gpu, _) in zip(rows, one_gpu.PLANS, strict=True):
-        assert max(float(cell) for cell in row.split("|")[-3:-1]) * GB < USABLE * gpu * 1e9
+        assert max(float(cell) for cell in row.split("|")[-3:-1]) * GIB < USABLE * gpu * 1e9

@@ -34,7 +34,7 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
 
 def new_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of --optimizer.name, without weight decay."""
-    common = {"params": parameters, "lr": config.lr, "weight_decay": 0.0}
+    common = {"params": parameters, "lr": float(config.lr), "weight_decay": 0.0}  # plain, for checkpoints
     adam = {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if config.name == "sgd":
         return torch.optim.SGD(**common)

@@ -153,6 +153,9 @@ _Dumper.add_implicit_resolver(
 )
 
 
+_Dumper.add_multi_representer(float, yaml.SafeDumper.represent_float)  # of a subclass, too
+
+
 def to_yaml(config: Settings) -> str:
     return yaml.dump(config, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 

@@ -1,23 +1,24 @@
 """The command ``python -m pspo.train`` around the training loop: what it prints, and how it ends."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import yaml
+from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import UserCodeFailed
-from pspo.config import LORA_LR, PAPER_LR, TrainConfig, default_lr
+from pspo.config import LORA_LR, PAPER_LR, DefaultRate, TrainConfig
 from pspo.evaluate.card import evaluate_command
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.losses import SurrogateError
-from pspo.model import has_adapters, is_out_of_memory
+from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
 from pspo.records.files import changed_code, read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.rollout import Experience, Prompts
@@ -72,6 +73,8 @@ def run_training(train: Callable[[Run], dict[str, Any]], config: TrainConfig, ru
     """Train, and print the result; returns the summary."""
     if not config.run.quiet:
         print_header(run)
+    for doubt in doubts(run) if dist.is_main() else ():
+        print(f"WARNING: {doubt}", file=sys.stderr)
     try:
         with run.resources, run.signals:
             summary = train(run)
@@ -97,17 +100,49 @@ def print_header(run: Run) -> None:
     sizes = ", ".join(f"{len(its):,} {split}{describe_duplicates(split, prompts)}" for split, its in prompts.items())
     tokenizer, sampling = run.sampler.tokenizer, run.sampler.sampling
     stops = [*tokenizer.convert_ids_to_tokens(sampling.stop_ids), *map(repr, sampling.stop_strings)]
-    print(f"model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters on {policy.device}")
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    rank = f" of rank {config.model.lora.rank}" * (config.model.lora.rank > 0)
+    adapters = f", {trained / 1e6:.1f}M of them trained (LoRA{rank})" if has_adapters(policy) else ""
+    dtypes = " and ".join(dict.fromkeys(str(parameter.dtype)[6:] for parameter in policy.parameters()))
+    dtypes += " under bf16 autocast" * casts_to_bf16(config.model.autocast, policy.device)
+    ranks = f" x {dist.world_size()} ranks ({config.distributed.strategy})" if dist.world_size() > 1 else ""
+    size = f"{policy.num_parameters() / 1e6:.1f}M parameters{adapters} in {dtypes}"
+    print(f"model   {config.model.name_or_path}: {size} on {policy.device}{ranks}")
     end = " or ".join(stops) or "their limit alone"
     print(f"data    {config.data.name}: {sizes} problems; completions end at {end}")
+    lag = f", trained {rollout.lag} rollouts late" if rollout.lag else ""
+    penalty = f", KL penalty {algorithm.beta:g}" if algorithm.beta else ""
     print(f"method  {algorithm.surrogate}, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches per rollout "
-          f"of {rollout.prompts} x {rollout.group_size}")  # fmt: skip
-    lora = has_adapters(policy)
-    if config.optimizer.lr == default_lr(config.model) == (LORA_LR[PAPER_LR] if lora else PAPER_LR):
-        size = policy.num_parameters()
-        nearest = "" if 0.4e9 < size < 1.6e9 else ", the nearest in size"
-        paper = f"{'ten times ' if lora else ''}the paper's for models of 0.5B and 1.5B{nearest}"
-        print(f"rate    --optimizer.lr {config.optimizer.lr:g}, {paper}")
+          f"of {rollout.prompts} x {rollout.group_size}{lag}{penalty}")  # fmt: skip
+    optimizer = config.optimizer
+    warm = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
+    print(f"rate    {optimizer.lr:g} ({describe_rate(config, policy)}), {optimizer.schedule}{warm}; {optimizer.name}")
+
+
+def describe_rate(config: TrainConfig, policy: PreTrainedModel) -> str:
+    """Where --optimizer.lr comes from."""
+    rate, lora = config.optimizer.lr, has_adapters(policy)
+    if not isinstance(rate, DefaultRate):
+        return "set"
+    of = "ten times " * lora
+    if rate != (LORA_LR[PAPER_LR] if lora else PAPER_LR):
+        return f"{of}the default for tiny models"
+    nearest = "" if 0.4e9 < policy.num_parameters() < 1.6e9 else ", the nearest in size"
+    return f"{of}the paper's for models of 0.5B and 1.5B{nearest}"
+
+
+def doubts(run: Run) -> Iterator[str]:
+    """Settings that run, but hardly do what was meant."""
+    config, problems = run.config, len(run.stream.prompts)
+    rollout, rank, modules = config.rollout, config.model.lora.rank, run.learner.policy.modules()
+    rollouts = -(-config.run.max_steps // (config.algorithm.epochs * config.algorithm.minibatches))
+    widths = [min(m.in_features, m.out_features) for m in modules if hasattr(m, "lora_A") and hasattr(m, "in_features")]
+    if rank > max(widths, default=rank):
+        yield f"--model.lora.rank {rank} is above that of every layer it adapts, {max(widths)} at most"
+    if rollout.lag >= rollouts:
+        yield f"--rollout.lag {rollout.lag}: the untrained model draws all that this run trains on, {rollouts} rollouts"
+    if rollout.prompts > problems:
+        yield f"--rollout.prompts {rollout.prompts}: a rollout repeats problems, of which there are {problems}"
 
 
 def describe_duplicates(split: str, prompts: dict[str, Prompts]) -> str:
@@ -136,7 +171,9 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
             print(f"\n{changes(*tests, 3, pair)}\n")
     if line := describe_validations(summary.get("validation", {})):
         print(line)
-    cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {summary['peak_memory_gb']:.1f} GB"
+    planned = f"planned {size:.1f} GiB, " if (size := summary.get("planned_memory_gb")) else ""
+    memory = f"memory: {planned}peak {summary['peak_memory_gb']:.1f} GiB"
+    cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {memory}"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
     from pspo.evaluate.findings import find_in  # slow to import: pandas
 

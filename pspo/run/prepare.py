@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_exactness
-from pspo.checks.memory import auto_switches, check_disk, largest_that_fit, replace_switches, say_needs
+from pspo.checks.memory import auto_switches, check_disk, largest_that_fit, plan_memory, replace_switches
 from pspo.cli.python import default_output
 from pspo.config import TrainConfig
 from pspo.engines import find_engine
@@ -64,10 +65,9 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         prompts = load_splits(config, tokenizer, make_environment)
 
         device = dist.local_device()
-        longest = longest_prompt(prompts["train"], exact=bool(auto_switches(config)))
-        config = resolve_auto(config, settings, output, longest, device)
-        if dist.is_main() and config.distributed.strategy != "fsdp2" and not config.run.quiet:
-            say_needs(config, longest, device)
+        longest, shared = prompt_lengths(prompts["train"], exact=bool(auto_switches(config)))
+        config = resolve_auto(config, settings, output, longest, device, shared)
+        planned = dist.run_on_main(lambda: plan_memory(config, longest, device, shared))
         generators = Generators(device, config.run.seed)
         if device.type == "cpu":  # otherwise several threads add up gradients in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,7 +96,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
             restore(config, settings, checkpointer)
         dist.run_on_main(lambda: write_start(output, device, learner.steps, settings))
         own = {"sampler": sampler, "checkpointer": checkpointer, "resources": resources.pop_all()}
-        return Run(config, output=output, **parts, **own)
+        return Run(config, output=output, planned_memory=planned, **parts, **own)
 
 
 def load_splits(
@@ -117,11 +117,13 @@ def load_splits(
     return prompts
 
 
-def longest_prompt(prompts: Prompts, exact: bool) -> int:
-    """Tokens of the longest prompt; unless exact, which encodes all, of the longest of the 100 longest texts."""
+def prompt_lengths(prompts: Prompts, exact: bool) -> tuple[int, int]:
+    """Tokens of the longest prompt, and of what all begin with; unless exact, of the 100 longest texts alone."""
     if not exact:
         prompts = prompts.take(heapq.nlargest(100, range(len(prompts)), key=lambda i: len(prompts.ids.texts[i])))
-    return max(map(len, prompts.ids))
+    ids = list(prompts.ids)
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(min(ids), max(ids), strict=False))
+    return max(map(len, ids)), len(list(alike))
 
 
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
@@ -155,7 +157,7 @@ def find_output(config: TrainConfig, settings: records.Settings, resources: cont
 
 
 def resolve_auto(
-    config: TrainConfig, settings: records.Settings, run: Path, prompt_tokens: int, device: torch.device
+    config: TrainConfig, settings: records.Settings, run: Path, prompt_tokens: int, device: torch.device, shared: int
 ) -> TrainConfig:
     """The configuration with numbers for ``auto``, written into ``settings``, too: those of the run's earlier steps."""
     if not (switches := auto_switches(config)):
@@ -163,7 +165,7 @@ def resolve_auto(
 
     def find() -> dict[str, int]:
         if not holds_steps(run):
-            return largest_that_fit(config, prompt_tokens, device)
+            return largest_that_fit(config, prompt_tokens, device, shared)
         known = records.flat(records.read_config(run / "config.yaml"))
         return {switch: known[switch] for switch in switches}
 

@@ -44,6 +44,7 @@ class Run:
     checkpointer: Checkpointer
     output: Path
     resources: contextlib.ExitStack  # the folder's lock and the engine, closed with the run
+    planned_memory: float | None = None  # GiB at the peak
     stopped: bool = False
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
     signals: StopSignals = field(default_factory=StopSignals)  # ask the run to stop
@@ -158,6 +159,7 @@ class Run:
             "tokens": recorder.tokens,
             "optimizer_steps": steps,
             "seconds": round(recorder.elapsed, 2),
+            "planned_memory_gb": self.planned_memory and round(self.planned_memory, 3),
             "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
             "best_model": str(self.output / ("best" if validator.best else "final")),
             "best_step": validator.best_step,
