@@ -1,4 +1,4 @@
-"""Train a model: ``python -m pspo.train``.
+"""Train a model: ``python -m pspo.train``; ``pspo.train(...)`` from Python, see ``help(pspo.train.__call__)``.
 
     problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
