@@ -99,7 +99,7 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
     weights = weights or policy.state_dict()
     saved = {name_in_file(name): weights[name] for name, weight in policy.named_parameters() if weight.requires_grad}
     base_dtype = next(str(weight.dtype) for weight in policy.parameters() if not weight.requires_grad)
-    metadata = {"format": "pt", "base_dtype": base_dtype.removeprefix("torch.")}
+    metadata = {"base_dtype": base_dtype.removeprefix("torch.")}  # one: several would come in any order
     save_file(saved, folder / "adapter_model.safetensors", metadata=metadata)
     policy.peft_config["default"].save_pretrained(folder)
 
