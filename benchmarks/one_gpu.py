@@ -42,15 +42,16 @@ def plan(recipe: str, size: str, switches: dict[str, object]) -> dict[str, float
     return {phase: sum(parts.values()) / GIB for phase, parts in found.items()}
 
 
-def main() -> None:
-    """Print the lines of the page's table."""
+def rows() -> list[str]:
+    """The lines of the page's table."""
+    lines = []
     for recipe, size, gpu, switches in PLANS:
-        gb = plan(recipe, size, switches)
+        gib = plan(recipe, size, switches)
         besides = " ".join(f"--{name} {value}" for name, value in switches.items())
-        training = max(gb["training"], gb["step"])
         cells = [f"`{recipe}.yaml`", f"{gpu} GB", f"`{besides}`" if besides else "none"]
-        print(f"| {' | '.join(cells)} | {gb['rollout']:.1f} | {training:.1f} |")
+        lines.append(f"| {' | '.join(cells)} | {gib['rollout']:.1f} | {max(gib['training'], gib['step']):.1f} |")
+    return lines
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(rows()))
