@@ -2,6 +2,7 @@
 
     python -m benchmarks.ablation embedded tiny
     python -m benchmarks.ablation gsm8k --model smollm2 --data gsm8k --turns 1
+    python -m benchmarks.ablation smollm2 --model smollm2 --dtype bf16 --lora 16
 
 Workloads are those of benchmarks/workloads.py. Prints the median CPU seconds of one thread, and how many times as long
 as with everything on. Every variant takes the same optimizer steps from the same weights on the same rollout.
@@ -16,6 +17,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+from peft.tuners.lora import Linear
 
 import pspo.model.linear
 import pspo.rollout.batching
@@ -24,6 +26,7 @@ from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
 from pspo.losses import PSPO, Clip
 from pspo.model import shared_prompts
 from pspo.model.load import checkpoint_activations
+from pspo.model.lora import FusedLora
 from pspo.rollout import Rollout, generate
 from pspo.update import Learner, update
 
@@ -40,6 +43,7 @@ def in_order(rows, key):
 AS_IT_IS = contextlib.nullcontext
 PLAIN_PRODUCTS = partial(mock.patch.object, pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
 UNSHARED = partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False)
+PEFT = partial(mock.patch.object, FusedLora, "forward", Linear.forward)
 RECOMPUTED, UNFUSED = "activations recomputed", "AdamW not fused"
 TRAINING = {  # what is off, by what patch
     "everything on": AS_IT_IS,
@@ -54,6 +58,7 @@ TRAINING = {  # what is off, by what patch
     ),
     UNFUSED: AS_IT_IS,
     "PyTorch's own float32 products": PLAIN_PRODUCTS,
+    "PEFT's own layers": PEFT,
 }
 BY_SORTING = {"_sample_by_rejection": pspo.rollout.decode._sample_sorted}
 GENERATION = {  # what is off: decoder, and what is patched
@@ -62,6 +67,7 @@ GENERATION = {  # what is off: decoder, and what is patched
     "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
     "PyTorch's own float32 products": ("pspo", PLAIN_PRODUCTS),
     "the library's loop": ("hf", AS_IT_IS),
+    "PEFT's own layers": ("pspo", PEFT),
 }
 
 
@@ -94,12 +100,14 @@ def report(title: str, seconds: dict[str, list[float]]) -> None:
 def main() -> None:
     arguments = parser(__doc__, [*WORKLOADS])
     arguments.add_argument("--turns", type=int, default=3)
+    arguments.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    arguments.add_argument("--lora", type=int, default=0, metavar="RANK")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     for name in options.workloads:
         workload = WORKLOADS[name]
         with model_folder(workload, options.model) as folder:
-            s = set_up(workload, folder, 0, data=options.data)
+            s = set_up(workload, folder, 0, options.dtype, options.lora, options.data)
         torch.manual_seed(0)
         rollout = generate(s.policy, s.tokenizer, s.prompts, s.sampling, workload.group_size)
         advantages = workload.advantages(rollout, s.problems)

@@ -1,5 +1,6 @@
 """LoRA: PEFT's own numbers, a base that nothing moves, adapters that are saved, resumed, evaluated and merged."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.export.__main__
+import pspo.model.linear
 import pspo.train
 import pspo.update
 from pspo.config import (
@@ -29,6 +31,7 @@ from pspo.hub.adapters import save_adapters
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.device import autocast
+from pspo.model.lora import FusedLora, fuse_adapters
 from pspo.optimizers import make_optimizer
 from pspo.records.folders import checkpoints
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
@@ -100,6 +103,38 @@ def test_loss_and_gradient_are_plain_peft_s(tmp_path):
     assert ours.keys() == adapters(policy).keys()  # of the base none
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient.double(), gradients[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["float32", "bf16 autocast", "bf16 autocast over float32"])
+@pytest.mark.parametrize("shape", [(300, 48), (3, 5, 48)])  # the first by oneDNN where the CPU has AVX-512
+def test_a_layer_is_no_further_from_float64_than_peft_s(shape, mode, monkeypatch):
+    """Values and gradients of the fused layer and of PEFT's own, which rounds more often."""
+    monkeypatch.setattr(pspo.model.linear, "WORTHWHILE", 10**5)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(48, 33).requires_grad_(False)
+    if mode == "bf16 autocast":
+        linear.bfloat16()
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, torch.nn.Sequential(linear))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    exact, theirs, ours = copy.deepcopy(model).double(), model, copy.deepcopy(model)
+    fuse_adapters(ours)
+    assert type(ours[0]) is FusedLora
+
+    x, weights = torch.randn(shape).bfloat16().double(), torch.randn(*shape[:-1], 33).bfloat16().double()
+    results = []
+    for layer, dtype in ((exact, torch.float64), (theirs, torch.float32), (ours, torch.float32)):
+        inputs = x.to(dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32 and mode != "float32"):
+            outputs = layer(inputs)
+        (outputs * weights.to(dtype)).sum().backward()
+        results.append([outputs, inputs.grad, *(p.grad for p in layer.parameters() if p.requires_grad)])
+    assert len(results[0]) == 4
+    for expected, their, our in zip(*results, strict=True):
+        assert (our.shape, our.dtype) == (their.shape, their.dtype)
+        error, their_error = ((values.double() - expected).norm() / expected.norm() for values in (our, their))
+        assert error < (1e-6 if mode == "float32" else 1.1 * their_error)
 
 
 def test_gradient_checkpointing_changes_no_bit():

@@ -144,6 +144,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
     "engine": ("--rollout.engine=test_engines.Copy", "--rollout.lag=1"),  # it draws ahead
     "environment": ("--data.name=sums", "--rollout.environment=pspo.tasks.calculator.Calculator"),
     "lora": ("--model.lora.rank=2", "--algorithm.beta=0.1", "--algorithm.minibatches=2"),
+    "lora, reference": ("--model.lora.rank=2", "--algorithm.beta=0.1", "--algorithm.reference_every=3"),
     "bfloat16": ("--model.dtype=bfloat16", "--algorithm.minibatches=2", "--algorithm.beta=0.1"),
     "adamw8bit": ("--optimizer.name=adamw8bit",),
     "paged_adamw8bit, bfloat16": ("--optimizer.name=paged_adamw8bit", "--model.dtype=bfloat16"),

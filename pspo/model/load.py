@@ -106,6 +106,10 @@ def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transfor
         add_adapters(policy, config)
     policy.eval()
     use_onednn(policy)
+    if config.has_adapters:
+        from pspo.model.lora import fuse_adapters
+
+        fuse_adapters(policy)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
     return policy

@@ -1,0 +1,56 @@
+"""LoRA's linear layers without PEFT's passes over whole activations: it casts, scales and adds in a pass each."""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pspo.model.linear import has_avx512, is_worthwhile, onednn_product
+
+
+def fuse_adapters(model: nn.Module) -> None:
+    """Make PEFT's plain adapters of linear layers add their output in place; all others stay as they are."""
+    for module in model.modules():
+        if type(module) is Linear and not module.lora_variant and isinstance(module.base_layer, nn.Linear):
+            module.__class__ = FusedLora
+
+
+class FusedLora(Linear):
+    """x W^T + bias + s (x A^T) B^T of a frozen W, in the dtype of autocast, or of W."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        base, scale, device = self.base_layer, self.scaling["default"], x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
+        a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
+        x, weight, bias, a, b = (t if t is None else t.to(dtype) for t in (x, base.weight, base.bias, a, b))
+        return _LoraProduct.apply(x, weight, bias, a, b, scale)
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x (..., I), weight (O, I), bias (O,), a (R, I) and b (O, R) to (..., O); no gradient of weight and bias."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # (N, I)
+        inner = rows @ a.t()  # (N, R)
+        ctx.save_for_backward(rows, inner, weight, a, b)
+        ctx.scale = scale
+        return product(rows, weight, bias).addmm_(inner, b.t(), alpha=scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, a, b = ctx.saved_tensors
+        g = gradient.reshape(-1, gradient.shape[-1])  # (N, O)
+        g_inner = ctx.scale * (g @ b)  # (N, R)
+        g_x = None
+        if ctx.needs_input_grad[0]:
+            g_x = product(g, weight.t()).addmm_(g_inner, a).view(*gradient.shape[:-1], -1)
+        return g_x, None, None, g_inner.t() @ rows, ctx.scale * (g.t() @ inner), None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (N, I) and weight (O, I) to x weight^T + bias, (N, O), without gradient."""
+    fast = has_avx512() and is_worthwhile(x, weight)
+    return onednn_product(x, weight, bias) if fast else functional.linear(x, weight, bias)
