@@ -77,9 +77,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     surrogate = algorithm.surrogate.at(learner.steps)
     losses = surrogate(logprobs, old_logprobs, advantages, mask)  # (b, t)
-    losses = add_terms(
-        algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others
-    )  # by default none
+    losses = add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)
     loss = aggregate(losses, mask, algorithm.aggregation, counts)
     loss.backward()
     return loss.detach(), logprobs.detach(), entropies.detach()
@@ -107,9 +105,7 @@ def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     algorithm, rollout = learner.adapted(config.algorithm), batch.rollout
     surrogate = algorithm.surrogate.at(learner.steps)
 
-    def token_losses(
-        logprobs, entropies, old_logprobs, advantages, mask, *others
-    ):  # (n, 1), of the n tokens of a chunk
+    def token_losses(logprobs, entropies, old_logprobs, advantages, mask, *others):  # (n, 1) of a chunk
         old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
         losses = surrogate(logprobs, old_logprobs, advantages, mask)
         return add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)

@@ -37,6 +37,8 @@ def add_terms(
 ) -> Tensor:
     """Check a surrogate's losses, leave tokens out of them or weigh them; add the KL penalty and the entropy bonus.
 
+    By default none of these is on, and the losses are returned as they came.
+
     Args:
         losses: (B, T), what ``algorithm.surrogate`` returned; as all others, or (n, 1) of n tokens.
         kept: bool, false at tokens that --algorithm.entropy_quantile leaves out of the surrogate's loss; None for all.
