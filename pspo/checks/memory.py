@@ -37,7 +37,7 @@ from pspo.records.folders import nearest
 GIB = 2**30
 USABLE = 0.9  # of the memory that is free: a plan is a sum, not a measurement
 LATER = 0.1 * GIB  # of a process: what it imports after the plan, to write tables
-FRAGMENTS = {False: 0.3, True: 0.65}  # of what passes, held by a CPU's allocator; True under LoRA
+FRAGMENTS = 0.3  # of what passes, held by a CPU allocator
 ROLLOUT_BYTES = 24  # per token of a rollout that is kept: ids, masks, log-probs, text
 SAMPLER_BYTES = 36  # per logit of a decoding step, where the vocabulary is sorted
 STATES = {
@@ -137,7 +137,7 @@ class Planner:
             return needs
         training, temporaries = needs["training"], needs.pop("step")["float32 of one tensor"]
         passing = sum(training[part] for part in ("activations", "gradients", "head")) + needs["rollout"]["sampler"]
-        held = FRAGMENTS[self.config.has_adapters] * passing
+        held = FRAGMENTS * passing
         training |= {"fragments": held, "float32 of one tensor": temporaries}
         return {phase: {"process": self.process} | parts for phase, parts in needs.items()}
 
