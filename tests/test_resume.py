@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,11 +253,19 @@ def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     for name in ("model.safetensors", "parts.pt", "rank-0.pt", "manifest.json"):
         for spoil in DAMAGE.values():
             spoil(newest / name)
+            (cut_off / "checkpoints/step-000009").write_text("no folder")
             assert find_checkpoint(cut_off, "auto").name == "step-000002"
             (line,) = capfd.readouterr().err.splitlines()
             assert line.startswith(f"{newest} is damaged: ")
             assert name in line or name == "manifest.json"  # which vouches for the others
             shutil.copytree("kept", newest, dirs_exist_ok=True)
+    for content in ("[]", "[" * 100_000, "\x1b[31m"):
+        (newest / "manifest.json").write_text(content)
+        assert find_checkpoint(cut_off, "auto").name == "step-000002"
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"{newest} is damaged: manifest.json (")
+    (cut_off / "checkpoints/step-000009").unlink()
+    shutil.copytree("kept", newest, dirs_exist_ok=True)
     flip(newest / "model.safetensors")
     assert train("out") == 0
     assert "resuming out from step-000002" in capfd.readouterr().out
@@ -294,14 +303,43 @@ def cannot_be_read(path: Path) -> None:
     path.symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
 
 
+def spoiled(run: Path, file: str, content: str) -> None:
+    """A run with a damaged file, and others that a resumed one does away with."""
+    (run / "tokens.parquet").mkdir(exist_ok=True)
+    (run / "tokens.parquet/step-last.parquet").touch()
+    (run / "test-after.jsonl").touch()
+    (run / file).write_text(content)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"),
         (lambda run: shutil.rmtree(run / "best"), "out/best is missing"),
         (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
+        *(
+            (partial(spoiled, file=file, content=content), f"out/{file} is damaged")
+            for file, content in [
+                ("metrics.jsonl", "{}\n"),
+                ("samples.jsonl", '{"step": "2"}\n'),
+                ("changes.jsonl", '{"step": null}\n'),
+                ("summary.json", "{}"),
+                ("summary.json", '{"optimizer_steps": []}'),
+                ("config.yaml", "optimizer: 1"),
+            ]
+        ),
     ],
-    ids=["every checkpoint is damaged", "the best model is missing", "the disk fails"],
+    ids=[
+        "every checkpoint is damaged",
+        "the best model is missing",
+        "the disk fails",
+        "metrics without a step",
+        "samples of no step",
+        "changes of no step",
+        "an empty summary",
+        "a summary of other types",
+        "no sections",
+    ],
 )
 def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said):
     spoil(cut_off)

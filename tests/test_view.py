@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 import pspo
 from pspo.losses import PSPO, Clip, Surrogate, token_weights
@@ -226,6 +227,17 @@ def test_a_built_in_surrogate_by_name_and_arguments():
     assert make_surrogate("PSPO") == PSPO()
     assert make_surrogate("clip(epsilon=0.1, epsilon_high=0.3)") == Clip(0.1, 0.3)
     assert isinstance(make_surrogate("pspo.losses.PSPO(alpha=0.5)"), Surrogate)
+
+
+def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs / "seed-0", "run")
+    for surrogate in ("os.system", "pspo.losses.os.system", "pspo.losses.token_weights"):
+        config = yaml.safe_load(Path("run/config.yaml").read_text())
+        config["algorithm"]["surrogate"] = {"class_path": surrogate, "init_args": {"command": "touch executed"}}
+        Path("run/config.yaml").write_text(yaml.safe_dump(config))
+        assert data_of(make_page([Path("run")]))["runs"][0]["curve"] is None
+        assert not Path("executed").exists()
 
 
 def test_the_command_and_python_write_and_show_it(runs, capsys):

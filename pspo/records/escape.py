@@ -17,7 +17,12 @@ MARKDOWN = re.compile(
 
 def one_line(text: str) -> str:
     """Text in one line, for a terminal: characters that are not printable as Python escapes them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, such as a command, whose lines stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_markdown(text: str) -> str:

@@ -1,5 +1,6 @@
 """The files of a run: JSON lines, JSON and YAML, written whole or not at all."""
 
+import contextlib
 import fcntl
 import hashlib
 import inspect
@@ -10,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ from pspo import __version__
 
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
 MAPPINGS = {"data.chat_template", "data.splits"}  # switches whose value is a mapping
 
 
@@ -94,6 +96,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [_parse(path, line, json.loads) for line in lines]
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The records of `read_jsonl`; ValueError if one has no step."""
+    records = read_jsonl(path)
+    if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
+        raise ValueError(f"{path} is damaged (a record without a step); choose another folder")
+    return records
+
+
 def describe_changes(run: Path, besides: Collection[str] = ()) -> str:
     """The changes of a run on its way, from its ``changes.jsonl``; "" if there were none besides these switches."""
     return ", ".join(
@@ -117,11 +127,20 @@ def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[st
     """The object that (a line of) a file holds; raises ValueError if it is damaged."""
     try:
         parsed = parse(content)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError, *DAMAGE) as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from error
     if not isinstance(parsed, dict):
         raise ValueError(f"{path} is damaged (not an object); choose another folder")
     return parsed
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ValueError, naming the file, for what its content raises where it is not what a run writes."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); choose another folder") from error
 
 
 def lock(file: IO[Any]) -> bool:

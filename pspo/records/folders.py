@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from pspo.records.files import lock, write_json
+from pspo.records.files import DAMAGE, lock, write_json
 
 
 class RunFailed(RuntimeError):
@@ -106,8 +106,14 @@ def sync(path: Path) -> None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The run's checkpoints, newest first; folders not named like ``step-42`` are ignored."""
-    return sorted((f for f in (run / "checkpoints").glob("step-*") if f.name[5:].isdecimal()), key=step_of)[::-1]
+    """The run's checkpoints, newest first."""
+    return [folder for folder in numbered(run / "checkpoints") if folder.is_dir()]
+
+
+def numbered(folder: Path, suffix: str = "") -> list[Path]:
+    """What is named like ``step-42`` in a folder, newest first."""
+    found = (path for path in folder.glob(f"step-*{suffix}") if path.name.removesuffix(suffix)[5:].isdecimal())
+    return sorted(found, key=step_of)[::-1]
 
 
 def newest_checkpoint(run: Path) -> str:
@@ -141,10 +147,10 @@ def describe(path: Path) -> dict[str, Any]:
 def damage(folder: Path) -> str | None:
     """Name the first file of a checkpoint that is not what was saved; None if all are."""
     try:
-        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError) as error:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8")).items()
+    except (FileNotFoundError, IsADirectoryError, ValueError, *DAMAGE) as error:
         return f"{folder} is damaged: manifest.json ({error})"
-    for name, saved in files.items():
+    for name, saved in files:
         if not (folder / name).is_file() or describe(folder / name) != saved:
             return f"{folder} is damaged: {name} is missing, or not what was saved (size, SHA-256)"
     return None

@@ -19,6 +19,7 @@ from pspo.evaluate.card import evaluate_command
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
+from pspo.records.escape import printable
 from pspo.records.files import changed_code, read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.rollout import Experience, Prompts
@@ -183,7 +184,7 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     print(f"look inside: python -m pspo.view {folder}")
     command, tested = evaluate_command(config, summary["best_model"]), summary["after"] or config.data.name != "file"
     if tested and "__main__." not in command:  # which is a notebook's
-        print(f"evaluate it: {command}")
+        print(f"evaluate it: {printable(command)}")
 
 
 def describe_validations(validations: dict[str, dict[str, Any]]) -> str:

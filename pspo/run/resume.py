@@ -18,8 +18,20 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.config import LoraConfig, RunConfig, TrainConfig
 from pspo.model import is_out_of_memory
-from pspo.records.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, to_yaml, write_text
-from pspo.records.folders import checkpoints, damage, hidden, prune, step_of, tidy
+from pspo.records.escape import one_line
+from pspo.records.files import (
+    Settings,
+    differences,
+    read_config,
+    read_json,
+    read_jsonl,
+    read_steps,
+    reading,
+    to_jsonl,
+    to_yaml,
+    write_text,
+)
+from pspo.records.folders import checkpoints, damage, hidden, numbered, prune, step_of, tidy
 from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
 from pspo.records.tokens import FOLDER
 from pspo.run.checkpointer import Checkpointer, States, position
@@ -64,8 +76,9 @@ def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
     if run is None or not (run / "summary.json").exists():
         return {}
     changes = allowed_changes(run, settings)
-    summary = read_json(run / "summary.json")
-    left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)
+    with reading(run / "summary.json"):
+        summary = read_json(run / "summary.json")
+        left = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (config.max_tokens or math.inf)
     if changes & LONGER and left:
         return {}
     if steered := changes & STEERED:
@@ -100,7 +113,7 @@ def first_intact(folders: list[Path]) -> Path | None:
         reason = damage(folder)
         if reason is None:
             return folder
-        print(f"{reason}; skipped", file=sys.stderr)
+        print(f"{one_line(reason)}; skipped", file=sys.stderr)
     return None
 
 
@@ -152,10 +165,11 @@ def without_arguments(value: Any) -> Any:
 
 def allowed_changes(run: Path, settings: Settings) -> set[str]:
     """Switches that changed since the run's config.yaml and may; ValueError names those that may not."""
-    constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
+    with reading(run / "config.yaml"):
+        constant = read_config(run / "config.yaml")["optimizer"]["schedule"] == "constant"
     allowed, refused, changes = set(), {}, changes_since(run, settings)
     for name, (old, new) in changes.items():
-        grows = name in LONGER and constant and old is not None and (new is None or new > old)
+        grows = name in LONGER and constant and type(old) in (int, float) and (new is None or new > old)
         if name in FREE | STEERED | ROUNDING or grows:
             allowed.add(name)
         else:
@@ -310,15 +324,17 @@ def cut_back(run: Path, steps: int, written: int, keep: int, tests: list[str]) -
     An old summary is renamed.
     Older checkpoints than it keeps are there if a kill came between saving one and removing another.
     """
+    records = {name: read_steps(run / name) for name in ("metrics.jsonl", "samples.jsonl", "changes.jsonl")}
     if (summary := run / "summary.json").exists():
-        ended = read_json(summary)["optimizer_steps"]
-        summary.rename(run / f"summary-step-{ended:06d}.json")
+        with reading(summary):
+            ended = f"summary-step-{read_json(summary)['optimizer_steps']:06d}.json"
+        summary.rename(run / ended)  # the first change, after all that can be refused
     prune(run, keep, steps)
     for when in tests:
         (run / f"test-{when}.jsonl").unlink(missing_ok=True)
-    for rollout in (run / FOLDER).glob("step-*.parquet"):
+    for rollout in numbered(run / FOLDER, ".parquet"):
         if step_of(rollout) > steps:
             rollout.unlink()
-    for path in (run / "metrics.jsonl", run / "samples.jsonl"):
-        if path.exists():
-            write_text(path, to_jsonl(record for record in read_jsonl(path) if record["step"] <= written))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (run / name).exists():
+            write_text(run / name, to_jsonl(record for record in records[name] if record["step"] <= written))
