@@ -103,6 +103,8 @@ def test_values_of_the_configuration_are_shown_and_do_nothing():
     text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading")
     assert cells(text)["data"] == "a\\|b\\](http://c)&lt;img&gt;, 7,000 problems"
     assert "System prompt:\n\n    # no\n    ```\n    <b>heading\n" in text  # a block of code
+    assert text.count("\n````") == 2  # a longer fence
+    assert "\n````bash\n" in text
 
 
 def test_the_reward_is_its_weighted_sum():

@@ -320,6 +320,10 @@ def holds_a_pickle(folder: Path) -> None:
     torch.save({"model.embed_tokens.weight": Payload()}, folder / "pytorch_model.bin")
 
 
+def has_a_template_without_messages(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
+
+
 def has_an_unsafe_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
 
@@ -330,6 +334,7 @@ def has_an_unsafe_template(folder: Path) -> None:
         (needs_remote_code, "--model.trust_remote_code"),
         (holds_a_pickle, "--model.name_or_path"),
         (has_an_unsafe_template, "chat template"),
+        (has_a_template_without_messages, "leaves the last turn out: all prompts would be alike"),
     ],
 )
 def test_a_model_s_own_code_is_refused_in_one_line_and_not_run(capsys, model_folder, spoil, named):

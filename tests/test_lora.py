@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import reference
 import torch
 from processes import run_command
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_update import make_rollout
 from transformers import AutoModelForCausalLM
 
@@ -316,12 +317,48 @@ def test_mistakes_name_their_switch(tmp_path, capsys, args, words):
     assert words in capsys.readouterr().err
 
 
-def test_adapters_that_do_not_fit_are_refused(run, tmp_path):
+def with_adapters(change) -> Callable[[Path], None]:
+    """A folder whose adapters are changed in place."""
+
+    def spoil(folder: Path) -> None:
+        weights = load_file(folder / "adapter_model.safetensors")
+        change(weights)
+        save_file(weights, folder / "adapter_model.safetensors")
+
+    return spoil
+
+
+def configured(**values) -> Callable[[Path], None]:
+    """A folder whose adapter_config.json has other values."""
+
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | values))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (configured(r=5), r"--model\.lora\.name_or_path .*other does not fit.* is missing there"),
+        (configured(target_modules=["q_proj"]), r"--model\.lora\.name_or_path .*other does not fit.* says nothing of"),
+        (configured(r="many"), r"--model\.lora\.name_or_path .*other"),
+        (configured(target_modules=7), r"--model\.lora\.name_or_path .*other"),
+        (with_adapters(dict.popitem), r"--model\.lora\.name_or_path .*other does not fit.* is missing there"),
+        (with_adapters(lambda of: of[min(of)].fill_(torch.nan)), "not all numbers are finite"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(run, tmp_path, spoil, said):
     folder = tmp_path / "other"
     shutil.copytree(run / "final", folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"r": 5}))
-    with pytest.raises(ValueError, match=r"--model\.lora\.name_or_path .*other does not fit"):
+    spoil(folder)
+    with pytest.raises(ValueError, match=said):
         load_policy(ModelConfig(str(folder)), CPU)
+    with pytest.raises(ValueError, match=said):
+        pspo.export.__main__.export(
+            pspo.export.__main__.ExportConfig(ModelConfig(str(folder)), str(tmp_path / "merged"))
+        )
+    assert not (tmp_path / "merged").exists()
     with pytest.raises(ValueError, match=r"--model\.name_or_path must be a PEFT folder"):
         pspo.export.__main__.export(pspo.export.__main__.ExportConfig(output_dir=str(tmp_path / "merged")))

@@ -279,9 +279,9 @@ def test_arguments_of_the_template_are_those_of_the_library_and_saved(tmp_path, 
 
 def test_arguments_of_any_kind_reach_the_template(tokenizer):
     values = {"a": 'it\'s {{ "x" }}\n', "b": None, "c": [1, -2.5, {"d": True}], "e": 0}
-    template = "{{ [a, b, c, e] | tojson }}"
+    template = "{{ [a, b, c, e, messages[-1].content] | tojson }}"
     tokenizer.chat_template = with_arguments(template, values)
-    assert json.loads(render_prompts(tokenizer, ["Hi"])[0]) == list(values.values())
+    assert json.loads(render_prompts(tokenizer, ["Hi"])[0]) == [*values.values(), "Hi"]
     with pytest.raises(
         ValueError, match=r"--data\.chat_template sets enable_thought, which the chat template does not"
     ):

@@ -88,6 +88,7 @@ def model_card(
     # no path of this machine; the model has the template
     data = replace(config.data, path=config.data.path and "path/to/data", chat_template_file=None)
     command = evaluate_command(replace(config, data=data), "path/to/this/model")
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`*", command))))  # which nothing in the command closes
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {in_markdown(name)}, trained with {method}",
@@ -95,7 +96,7 @@ def model_card(
         "## Evaluation",
         "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
         f"## Use\n\nSystem prompt:\n\n{indent(config.data.system_text or 'none', '    ')}{template}",  # as code
-        f"```bash\n{command}\n```",
+        f"{fence}bash\n{command}\n{fence}",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -42,6 +42,7 @@ def export(config: ExportConfig) -> None:
 
     tokenizer, adapters = load_tokenizer(model), adapter_folder(model.lora.name_or_path)
     trained = base_dtype(adapters) if model.dtype == "auto" else model.dtype
+    load_policy(replace(model, dtype=trained), torch.device("cpu"))  # raises for adapters that no run would train
     base = load_policy(replace(model, lora=LoraConfig(), dtype=trained), torch.device("cpu"))
     base = base.float() if model.dtype == "auto" else base  # rounded as in the run; the sum is not
     merged = PeftModel.from_pretrained(base, model.lora.name_or_path).merge_and_unload()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig
+from pspo.records.files import DAMAGE
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
@@ -61,7 +62,7 @@ def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
         made.task_type, made.revision, made.lora_dropout, made.inference_mode = "CAUSAL_LM", config.revision, 0.0, False
         with torch.random.fork_rng(devices=[]):
             policy.add_adapter(made)
-    except ValueError as error:  # no such folder, no such layers
+    except (ValueError, *DAMAGE) as error:  # no such folder, no such layers, no such file as PEFT writes
         switch = f"name_or_path {start}" if start else f"target_modules {lora.target_modules}"
         raise ValueError(f"--model.lora.{switch}: {error}") from error
     made.base_model_name_or_path = config.name_or_path
@@ -81,9 +82,11 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
 
     saved = None if source is None else load_peft_weights(source, device="cpu")
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    for name, parameter in policy.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    adapters = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    if unknown := (saved or {}).keys() - map(name_in_file, adapters):
+        what = f"does not fit the model: its adapter_config.json says nothing of {min(unknown)}"
+        raise ValueError(f"--model.lora.name_or_path {source} {what}")
+    for name, parameter in adapters.items():
         whole = torch.zeros(parameter.shape)
         if saved is not None:
             whole = saved.get(name_in_file(name), whole[:0]).float()

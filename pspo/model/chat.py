@@ -48,14 +48,18 @@ def render_prompts(
         if "strftime_now" in template:
             date = "26 Jul 2024"  # Llama's templates print it if there is no clock
             template = "{% macro strftime_now(format) %}" + date + "{% endmacro %}\n" + template
-        rendered = tokenizer.apply_chat_template(
-            conversations, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
+        *before, last = conversations[0]
+        asks_more = [*before, last | {"content": last["content"] + "?"}]
+        *rendered, probe = tokenizer.apply_chat_template(
+            [*conversations, asks_more], chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''"
         raise ValueError(f"{what} failed ({error}); {fix}") from error
     if not all(rendered):
         raise ValueError(f"{what} makes a prompt of nothing")
+    if probe == rendered[0]:
+        raise ValueError(f"{what} leaves the last turn out: all prompts would be alike")
     return rendered
 
 
