@@ -382,8 +382,12 @@ class AlgorithmConfig(Section, name="algorithm"):
 
     @property
     def needs_every_row(self) -> bool:
-        """True if rows with A = 0 have a gradient, or count among the tokens of a quantile."""
-        return self.beta > 0 or self.entropy_coef > 0 or self.entropy_quantile < 1
+        """True if rows with A = 0 have a gradient, count among the tokens of a quantile, or need old log-probs.
+
+        A resumed run may raise beta, when rollouts are waiting whose rows `unbiased_k3` weighs by their ratios.
+        """
+        weighed = self.beta > 0 or self.kl_estimator == "unbiased_k3"
+        return weighed or self.entropy_coef > 0 or self.entropy_quantile < 1
 
 
 def check_function(switch: str, function: Callable | str | None, inputs: Sequence[str], offered: Sequence[str]) -> None:

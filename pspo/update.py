@@ -95,7 +95,7 @@ def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) 
     learner.scheduler.step()
     learner.optimizer.zero_grad()
     learner.steps += 1
-    values |= learner.follow(config.algorithm, values["entropy"])
+    values |= learner.follow(config.algorithm, values["entropy"], skipped)
     learner.record.add(learner.steps, metrics.tokens())
     return values | {"grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(skipped)}
 
@@ -108,7 +108,8 @@ def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     def token_losses(logprobs, entropies, old_logprobs, advantages, mask, *others):  # (n, 1) of a chunk
         old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
         losses = surrogate(logprobs, old_logprobs, advantages, mask)
-        return add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)
+        losses = add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)
+        return losses.where(mask, 0.0)  # an environment's tokens
 
     divisors = token_divisors(rollout.loss_mask, algorithm.aggregation, counts)
     how = (config.rollout.temperature, token_losses, batch.loss_inputs, divisors, rollout.nucleus_ids)

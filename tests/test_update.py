@@ -279,10 +279,20 @@ def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate
         assert abs(metrics[3]["kl_reference"]) > 1e-3
 
 
-@pytest.mark.parametrize(("surrogate", "aggregation"), PAIRS[:6], ids=repr)
-def test_observations_are_attended_to_but_out_of_the_loss(policy, surrogate, aggregation):
+@pytest.mark.parametrize(
+    ("surrogate", "aggregation", "switches"),
+    [
+        *((*pair, {"beta": 0.5}) for pair in PAIRS[:6]),
+        *(
+            (Clip(), how, {"entropy_coef": 0.3, "optimizer": {"lr": 3e-3, "eps": 1e-4}})
+            for how in (*AGGREGATIONS, by_root)
+        ),
+    ],
+    ids=repr,
+)
+def test_observations_are_attended_to_but_out_of_the_loss(policy, surrogate, aggregation, switches):
     """Log-probs depend on an environment's tokens; loss, counts and gradient are those of the sampled tokens alone."""
-    config = make_config(surrogate, beta=0.5, aggregation=aggregation, **OFF_POLICY)
+    config = make_config(surrogate, aggregation=aggregation, **OFF_POLICY | switches)
     rollout, advantages = make_rollout()
     generator = torch.Generator().manual_seed(1)
     sampled = torch.rand(rollout.completion_mask.shape, generator=generator) < 0.6
@@ -755,6 +765,19 @@ def test_a_step_with_a_log_prob_that_is_not_finite_is_skipped(policy, monkeypatc
     assert torch.equal(end, weights(policy))
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_skipped_step_adapts_nothing(policy):
+    """Neither the bonus's weight nor the reference, which is due at the last step."""
+    settings = {"beta": 0.5, "reference_every": 3, "entropy_coef": 0.2, "entropy_target": 10.0}
+    holder = []
+    config = make_config(Broken(holder, 2, "nan"), epochs=3, optimizer={"lr": 3e-3}, **settings)
+    holder.append(make_learner(policy, config))
+    metrics = update(holder[0], *make_rollout(), config)
+    assert [step["entropy_weight"] for step in metrics] == [0.0, 0.2, 0.4]
+    assert holder[0].entropy_weight == 0.4
+    assert torch.equal(weights(holder[0].reference), weights(policy))
+
+
 def test_a_loss_without_gradient_leaves_the_weights(policy):
     end, metrics = run(policy, *make_rollout(), make_config(PSPO(1.0), epochs=2))
     assert torch.equal(end, weights(policy))
@@ -892,13 +915,13 @@ def test_prompts_without_signal_rest_for_as_many_passes():
     for _ in range(60):
         drawn = []
         while len(drawn) < 4:
-            i, position = next(order), position + 1
-            if (position - 1) // 12 >= back[i]:
-                drawn.append(i)
-        for i in drawn:
+            i, its_pass, position = next(order), position // 12, position + 1
+            if its_pass >= back[i]:
+                drawn.append((i, its_pass))
+        for i, its_pass in drawn:
             without[i] = 0 if i % 4 > 1 or (i % 4 == 1 and (i + position // 12) % 3 == 0) else without[i] + 1
-            back[i] = position // 12 + 1 + without[i]
-        expected.append(sorted(drawn))
+            back[i] = its_pass + 1 + without[i]
+        expected.append(sorted(i for i, _ in drawn))
     drawn, state = draw_by_signal(60)
     assert drawn == expected
     assert state["position"] == position
@@ -907,9 +930,30 @@ def test_prompts_without_signal_rest_for_as_many_passes():
     assert min(counts[i] for i in (0, 4, 8)) > 2  # they come back
     first, middle = draw_by_signal(25)
     assert first + draw_by_signal(35, state=middle)[0] == expected
-    plain, state = draw_by_signal(60, "shuffled")
+    plain, state = draw_by_signal(60, "shuffled", middle | {"position": 0})  # a fork
     assert Counter(chain(*plain)) == dict.fromkeys(range(12), 20)
     assert state["rests"] == {}
+
+
+def test_rests_begin_after_a_prompt_s_own_pass():
+    """Rollouts end where passes do: with signal in all groups the order is the shuffled one, without they rest."""
+    config = TrainConfig(rollout=RolloutConfig(prompts=4, order="signal"), run=RunConfig(seed=3))
+    stream = PromptStream(Prompts([Problem(str(i)) for i in range(8)], [[i] for i in range(8)]), config)
+    order, silent = prompt_order(8, 3), None
+    for rollout in range(1, 9):
+        prompts, _ = stream.next(4)
+        assert (prompts, stream.position) == ([next(order) for _ in range(4)], 4 * rollout)
+        stream.note(SimpleNamespace(prompts=prompts, signal=[True] * 4))
+    passes = []  # that the last prompt of each is in
+    for number in range(4, 15):
+        drawn = []
+        while stream.position < 8 * (number + 1):
+            prompts, _ = stream.next(1)
+            silent = prompts[0] if silent is None else silent
+            stream.note(SimpleNamespace(prompts=prompts, signal=[prompts[0] != silent]))
+            drawn += prompts
+        passes += [number] if silent in drawn else []
+    assert passes == [4, 6, 9, 13]
 
 
 def test_a_save_is_due_where_a_multiple_was_crossed():

@@ -41,7 +41,7 @@ def backward_in_one_pass(
         token_loss: maps log-probs and entropies (n, 1) of some unmasked tokens, and those tokens' ``inputs``, to their
             losses (n, 1).
         inputs: tensors that broadcast to (B, T), each handed to ``token_loss`` as (n, 1); None stays None.
-        divisors: (B, 1), of every token's loss before the sum (`pspo.losses.token_divisors`).
+        divisors: (B, 1) or (B, T), of every token's loss before the sum (`pspo.losses.token_divisors`).
 
     Returns:
         The loss, a scalar; the log-probs, (B, T), bit for bit those of `token_logprobs`; the entropies, (B, T). All

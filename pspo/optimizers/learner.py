@@ -58,11 +58,15 @@ class Learner:
         """The configuration with the weight that the entropy bonus has at this step."""
         return algorithm if algorithm.entropy_target is None else replace(algorithm, entropy_coef=self.entropy_weight)
 
-    def follow(self, algorithm: AlgorithmConfig, entropy: float) -> dict[str, float]:
-        """After a step of this mean entropy, adapt the bonus's weight and move the reference; returns metrics."""
-        metrics = {}
+    def follow(self, algorithm: AlgorithmConfig, entropy: float, skipped: bool) -> dict[str, float]:
+        """After a step of this mean entropy, unless skipped, adapt the bonus's weight and move the reference.
+
+        Returns metrics.
+        """
+        metrics = {} if algorithm.entropy_target is None else {"entropy_weight": self.entropy_weight}
+        if skipped:
+            return metrics
         if algorithm.entropy_target is not None:
-            metrics = {"entropy_weight": self.entropy_weight}
             how = (algorithm.entropy_target, algorithm.entropy_coef)
             self.entropy_coef, self.entropy_weight = adapt_coef(self.entropy_coef, entropy, *how)
         if algorithm.reference_every and self.steps % algorithm.reference_every == 0:
@@ -91,8 +95,8 @@ class Learner:
         """Restore everything but the weights; learning rate and the like stay this optimizer's own."""
         self.steps, self.microbatch_limit = state["steps"], state["microbatch_limit"]
         self._optimizer_state().load_state_dict(state["optimizer"])
-        self.entropy_coef, self.entropy_weight = state.get("entropy", (0.0, 0.0))
-        if state.get("reference") is not None and self.reference is not None:
+        self.entropy_coef, self.entropy_weight = state["entropy"]
+        if state["reference"] is not None and self.reference is not None:
             self.reference_moved = True
             for (weight, _), saved in zip(self._reference_weights(), state["reference"], strict=True):
                 weight.data.copy_(saved)

@@ -18,12 +18,14 @@ class PromptStream:
     Attributes:
         position: places of the order passed so far, all ranks' together; without rests the prompts drawn.
         previous: the position before the last prompts were drawn.
-        rests: by prompt, its groups in a row without signal, and the first pass that it is in again.
+        passes: by prompt, the one that it was last drawn in.
+        rests: by prompt without signal, its groups in a row, and the first pass that it is in again.
     """
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
         self.prompts, self.config = prompts, config
         self.fingerprint = prompts.fingerprint()
+        self.passes: dict[int, int] = {}
         self.rests: dict[int, tuple[int, int]] = {}
         self.seek(0)
 
@@ -36,6 +38,7 @@ class PromptStream:
             self.position += 1
             if current >= self.rests.get(index, (0, 0))[1]:
                 drawn.append(index)
+                self.passes[index] = current
         indices = dist.take_rank_share(drawn, minibatches)
         return indices, self.prompts.take(indices)
 
@@ -45,8 +48,10 @@ class PromptStream:
             return
         groups = list(zip(experience.prompts, experience.signal, strict=True))
         for index, signal in chain(*dist.gather_objects(groups)):
-            without = 0 if signal else self.rests.get(index, (0, 0))[0] + 1
-            self.rests[index] = without, self.position // len(self.prompts) + 1 + without
+            without, _ = self.rests.pop(index, (0, 0))
+            if not signal:
+                without += 1
+                self.rests[index] = without, self.passes[index] + 1 + without
 
     def problems(self, indices: list[int]) -> list[Problem]:
         """The problem of each row of these prompts' groups."""
@@ -57,8 +62,10 @@ class PromptStream:
         self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "fingerprint": self.fingerprint, "rests": self.rests.copy()}
+        rests = {"passes": self.passes.copy(), "rests": self.rests.copy()}
+        return {"position": self.position, "fingerprint": self.fingerprint} | rests
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rests = state["rests"].copy()
+        self.passes = state["passes"].copy()
+        self.rests = state["rests"].copy() if self.config.rollout.order == "signal" else {}  # a fork may change it
         self.seek(state["position"])
