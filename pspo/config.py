@@ -531,7 +531,7 @@ CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
     ("algorithm.nucleus", "must be ignore with an engine, which does not tell what it kept",
      lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
     ("algorithm.nucleus", "must be ignore with rollout.top_p 1, top_k 0 and min_p 0, which cut nothing",
-     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and c.rollout.top_k == 0 == c.rollout.min_p),
+     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and not (c.rollout.top_k or c.rollout.min_p)),
     ("rollout.min_p", "must be 0 with vllm and top_p below 1: vllm cuts by min_p first, and top_p of what is left",
      lambda c: c.rollout.engine == "vllm" and c.rollout.min_p > 0 and c.rollout.top_p < 1),
     ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",

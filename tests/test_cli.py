@@ -318,17 +318,22 @@ def test_the_header_says_what_defines_the_run_and_where_the_rate_is_from(here, c
 
 
 @pytest.mark.parametrize(
-    ("switch", "said"),
+    ("switch", "steps", "said"),
     [
-        ("--rollout.lag=100", "--rollout.lag 100: the untrained model draws all that this run trains on, 1 rollouts"),
-        ("--rollout.prompts=21", "--rollout.prompts 21: a rollout repeats problems, of which there are 20"),
-        ("--model.lora.rank=129", "--model.lora.rank 129 is above that of every layer it adapts, 128 at most"),
+        (
+            "--rollout.lag=100",
+            1,
+            "--rollout.lag 100: the untrained model draws all that this run trains on, 1 rollouts",
+        ),
+        ("--rollout.lag=1", 3, "--rollout.lag 1: the untrained model draws all that this run trains on, 2 rollouts"),
+        ("--rollout.prompts=21", 1, "--rollout.prompts 21: a rollout repeats problems, of which there are 20"),
+        ("--model.lora.rank=129", 1, "--model.lora.rank 129 is above that of every layer it adapts, 128 at most"),
     ],
 )
-def test_a_setting_that_hardly_does_what_was_meant_is_one_warning(here, capsys, switch, said):
+def test_a_setting_that_hardly_does_what_was_meant_is_one_warning(here, capsys, switch, steps, said):
     if "lora" in switch:
         pytest.importorskip("peft")
-    fast(switch, "--run.max_steps=1", "--rollout.max_completion_tokens=4", "--run.quiet")
+    fast(switch, f"--run.max_steps={steps}", "--rollout.max_completion_tokens=4", "--run.quiet")
     assert capsys.readouterr().err.splitlines()[0] == f"WARNING: {said}"
 
 

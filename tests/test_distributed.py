@@ -33,6 +33,7 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
+from pspo.environments import EnvironmentSampler
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.records.files import read_jsonl
@@ -145,6 +146,28 @@ TEXTS = ["Tom has 5 apples and eats 2. How many are left?", "What is 3 + 4?", "1
 ROLLOUTS = ("none", "gathered", "synced")  # "none": whole models
 
 
+class Patient:
+    """An environment that ends an episode after one turn on rank 0, after three on rank 1."""
+
+    def reset(self, problem: Problem) -> str:
+        self.turns = 1 if problem.prompt in TEXTS[::2] else 3
+        return problem.prompt
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turns -= 1
+        return "Are you sure?", 0.0, self.turns == 0
+
+
+def play(policy, rank: int) -> tuple[list[list[int]], list[int]]:
+    """Completions of a rank's episodes, which have other numbers of turns than the other's; and these numbers."""
+    tokenizer = load_tokenizer(ModelConfig("tiny-base"))
+    sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=300)
+    prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
+    torch.manual_seed(rank)
+    rollout = EnvironmentSampler(TransformersSampler(policy, tokenizer, sampling), Patient).draw(prompts, 2)
+    return rollout.completion_ids.tolist(), rollout.turns.tolist()
+
+
 def roll_out(policy, rank: int, how: str) -> list[list[int]]:
     """A rank's completions; at its own pace a rank's may be longer than another's."""
     tokenizer = load_tokenizer(ModelConfig("tiny-base"))
@@ -207,6 +230,9 @@ def computed(cases, tmp_path_factory) -> dict:
                 once = strategy == "fsdp2" and "once" in name
                 how = DistributedConfig(strategy, gather="step" if once else "microbatch")
                 results[strategy, name] = step(replace(config, distributed=how))
+        results["episodes"] = dist.gather_objects(
+            play(load_policy(ModelConfig("tiny-base"), CPU, sharded=True), dist.rank())
+        )
         for how in ROLLOUTS:
             policy = load_policy(ModelConfig("tiny-base"), CPU, sharded=how != "none")
             results[how] = dist.gather_objects(roll_out(policy, dist.rank(), how))
@@ -244,6 +270,12 @@ def test_each_rank_rolls_out_what_one_process_would(computed, how):
         width = expected.shape[1]  # if synced, a rank continues until the other has ended
         assert torch.equal(completions[:, :width], expected)
         assert bool((completions[:, width:] == pad).all())
+
+
+def test_ranks_play_different_numbers_of_turns(computed):
+    policy = load_policy(ModelConfig("tiny-base"), CPU)
+    assert computed["episodes"] == [play(policy, rank) for rank in range(2)]
+    assert [max(turns) for _, turns in computed["episodes"]] == [1, 3]
 
 
 def test_a_sharded_model_is_exported_whole(computed):

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import re
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -115,6 +116,9 @@ class Script:
     sampling: Sampling
     turns: deque
     calls: list = field(default_factory=list)
+
+    def holding_weights(self):
+        return nullcontext(self)
 
     def draw(self, prompts, group_size):
         prompts = prompts.ids
@@ -316,6 +320,13 @@ def test_environments_of_verifiers_play_their_own_rollouts(sampling):
     assert rollout.terminated.all()
     turn = "\n<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.decode([t for t, drawn in row if not drawn]) for row in rows_of(rollout)] == [turn, turn * 2]
+
+    async def fails(*_):
+        raise RuntimeError("no sandbox")
+
+    env.run_rollout = fails
+    with pytest.raises(RuntimeError, match="no sandbox"):
+        adapted.adapt(env)().reset(problem)
 
 
 @pytest.mark.parametrize("special_tokens", ["text", "allow"])

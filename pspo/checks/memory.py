@@ -40,12 +40,8 @@ LATER = 0.1 * GIB  # of a process: what it imports after the plan, to write tabl
 FRAGMENTS = 0.3  # of what passes, held by a CPU allocator
 ROLLOUT_BYTES = 24  # per token of a rollout that is kept: ids, masks, log-probs, text
 SAMPLER_BYTES = 36  # per logit of a decoding step, where the vocabulary is sorted
-STATES = {
-    "adamw": 8,
-    "adamw8bit": 2,
-    "paged_adamw8bit": 0,
-    "sgd": 0,
-}  # bytes of a parameter's moments; paged ones go
+# Bytes of a parameter's moments; paged ones go to the CPU's memory.
+STATES = {"adamw": 8, "adamw8bit": 2, "paged_adamw8bit": 0, "sgd": 0}
 
 Needs = dict[str, dict[str, float]]  # bytes by phase and part
 AUTO = {"rollout.max_rows": "rollout", "optimizer.microbatch_tokens": "training"}  # and the phase whose need they set
@@ -240,10 +236,8 @@ def fullest_microbatch(config: TrainConfig, prompt_tokens: int, shared_tokens: i
     Unless sharded, a group's prompt is there once, and so is the beginning that all prompts share.
     """
     rollout, limit = config.rollout, config.optimizer.microbatch_tokens
-    row, groups = (
-        prompt_tokens + rollout.max_completion_tokens,
-        -(-rank_prompts(config) // config.algorithm.minibatches),
-    )
+    row = prompt_tokens + rollout.max_completion_tokens
+    groups = -(-rank_prompts(config) // config.algorithm.minibatches)
     group = rollout.group_size * row - (0 if config.sharded else (rollout.group_size - 1) * prompt_tokens)
     if group <= limit:  # shorter groups fill it, too
         full = min(groups, limit // group)
@@ -346,7 +340,8 @@ def check_disk(config: TrainConfig, policy: nn.Module, output: Path) -> None:
     checkpoint += model if config.algorithm.reference_every else 0
     saves = 1 + (run.max_steps // run.save_every if run.save_every else 0)
     held = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-    needed = min(run.keep + 1, saves) * checkpoint + 3 * model - held  # the best, a better one, the final one
+    models = 3 if run.validate_every else 1  # the final one; the best, a better one
+    needed = min(run.keep + 1, saves) * checkpoint + models * model - held
     if needed > (free := shutil.disk_usage(nearest(output)).free):
         what = f"--run.keep {run.keep} needs {needed / GIB:.2g} GiB for checkpoints and models"
         raise ValueError(f"{what}, {output} has {free / GIB:.2g} GiB free: lower it, or set another --run.output_dir")

@@ -72,6 +72,9 @@ class EngineSampler:
         self.engine.push(self.learner.policy, self.learner.steps)
         return self.collect(prompts, group_size)
 
+    def holding_weights(self) -> AbstractContextManager[EngineSampler]:
+        return nullcontext(self)
+
     def collect(self, prompts: Prompts, group_size: int) -> Rollout:
         """Wait for what was begun, with the weights that the engine had then."""
         with self.generators:

@@ -64,7 +64,11 @@ class EnvironmentSampler:
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
-        sampling, tokenizer = self.sampling, self.sampler.tokenizer
+        with self.sampler.holding_weights() as sampler:  # ranks play different numbers of turns
+            return self._play(sampler, prompts, group_size)
+
+    def _play(self, sampler: RolloutSampler, prompts: Prompts, group_size: int) -> Rollout:
+        sampling, tokenizer = sampler.sampling, sampler.tokenizer
         limit = sampling.max_completion_tokens
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         episodes = [Episode(self.make_environment()) for _ in problems]
@@ -74,7 +78,7 @@ class EnvironmentSampler:
         for turns_left in reversed(range(sampling.max_turns)):
             room = max(limit - len(episodes[row].ids) for row in live)
             bounds = {"max_completion_tokens": room, "min_completion_tokens": min(sampling.min_completion_tokens, room)}
-            turn_sampler = replace(self.sampler, sampling=replace(sampling, **bounds))
+            turn_sampler = replace(sampler, sampling=replace(sampling, **bounds))
             if first is None:
                 drawn = first = turn_sampler.draw(prompts, group_size)
             else:

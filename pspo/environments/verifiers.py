@@ -60,7 +60,10 @@ class VerifiersEnvironment:
         row = {"example_id": 0, **problem.fields, "prompt": problem.prompt, "answer": str(problem.answer or "")}
         self.policy = Policy(None)
         self.task = self.loop.create_task(self.env.run_rollout(row, self.policy, "policy", {}))
+        self.messages: Sequence[Any] = ()
         self.messages = self.wait()
+        if self.task.done():  # before its first request: raises what it raised
+            self.task.result()
         return [{"role": message.role, "content": message.content} for message in self.messages]
 
     def step(self, text: str, calls: Sequence[Call] = ()) -> tuple[str, float, bool]:

@@ -92,9 +92,9 @@ def _chunk_logprobs(
     if nucleus_ids is not None:
         logits = logits.masked_fill(outside(*nucleus_ids, logits), -torch.inf)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-    return (
-        (logprobs, token_entropies(logits if entropy_gradient else logits.detach())) if with_entropies else (logprobs,)
-    )
+    if not with_entropies:
+        return (logprobs,)
+    return logprobs, token_entropies(logits if entropy_gradient else logits.detach())
 
 
 def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import transformers
@@ -24,6 +25,9 @@ class RolloutSampler(Protocol):
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Draw ``group_size`` completions of each prompt, with torch's global generator."""
+
+    def holding_weights(self) -> AbstractContextManager[RolloutSampler]:
+        """A sampler for a `with` block in which ranks may draw different numbers of times."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,8 @@ class TransformersSampler:
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         with self.generators, dist.unsharded(self.policy, self.weights), autocast(self.autocast, self.policy.device):
             return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
+
+    @contextmanager
+    def holding_weights(self) -> Iterator[TransformersSampler]:
+        with dist.unsharded(self.policy, self.weights):
+            yield replace(self, weights="synced")  # gathered already: its passes need no communication

@@ -104,7 +104,7 @@ def print_header(run: Run) -> None:
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     rank = f" of rank {config.model.lora.rank}" * (config.model.lora.rank > 0)
     adapters = f", {trained / 1e6:.1f}M of them trained (LoRA{rank})" if has_adapters(policy) else ""
-    dtypes = " and ".join(dict.fromkeys(str(parameter.dtype)[6:] for parameter in policy.parameters()))
+    dtypes = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in policy.parameters()))
     dtypes += " under bf16 autocast" * casts_to_bf16(config.model.autocast, policy.device)
     ranks = f" x {dist.world_size()} ranks ({config.distributed.strategy})" if dist.world_size() > 1 else ""
     size = f"{policy.num_parameters() / 1e6:.1f}M parameters{adapters} in {dtypes}"
@@ -140,7 +140,7 @@ def doubts(run: Run) -> Iterator[str]:
     widths = [min(m.in_features, m.out_features) for m in modules if hasattr(m, "lora_A") and hasattr(m, "in_features")]
     if rank > max(widths, default=rank):
         yield f"--model.lora.rank {rank} is above that of every layer it adapts, {max(widths)} at most"
-    if rollout.lag >= rollouts:
+    if rollout.lag and rollout.lag >= rollouts - 1:
         yield f"--rollout.lag {rollout.lag}: the untrained model draws all that this run trains on, {rollouts} rollouts"
     if rollout.prompts > problems:
         yield f"--rollout.prompts {rollout.prompts}: a rollout repeats problems, of which there are {problems}"
