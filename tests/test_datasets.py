@@ -498,6 +498,10 @@ def test_saved_data_sets(tmp_path):
         ("a.jsonl", '{"prompt": "p", "answer": NaN}', ["record 1", "'answer'", "empty"]),
         ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind text"]),
+        ("a.jsonl", '{"prompt": "p", "answer": "1e5000"}', ["1 test problems", "numeric"]),
+        ("a.jsonl", "[" * 100_000, ["recursion"]),
+        ("a.json", '{"prompt": "p", "answer": 1, "answer": 2}', ["comes twice", "prompt, answer, answer"]),
+        ("a.csv", "prompt,answer,answer\np,1,2\n", ["comes twice"]),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),
         (
             "a.jsonl",

@@ -339,6 +339,8 @@ def test_compare_refuses_what_cannot_be_paired(scripted, tmp_path, capsys):
     other = Prompts([replace(problem, answer=Fraction(1)) for problem in PROBLEMS.problems], PROBLEMS.ids)
     other = write_evaluation(tmp_path / "other", lambda i, _: "", scripted, problems=other)
     (tmp_path / "empty").mkdir()
+    (*records, last) = read_jsonl(a / "completions.jsonl")
+    append_jsonl(tmp_path / "typed.jsonl", *records, last | {"correct": "yes"})
     for paths, said in (
         ((a, fewer), r"not of the same problems \(7 and 6, in order\)"),
         ((a, other), "not of the same problems"),
@@ -346,6 +348,7 @@ def test_compare_refuses_what_cannot_be_paired(scripted, tmp_path, capsys):
         ((a, tmp_path / "empty"), r"empty: no finished evaluation \(results\.json\) nor run"),
         ((a,), "takes two evaluations, or one run; got 1"),
         ((a, tmp_path / "none.jsonl"), r"none\.jsonl holds no completions"),
+        ((a, tmp_path / "typed.jsonl"), r"typed\.jsonl holds no completions"),
     ):
         with pytest.raises(SystemExit, match="2"):
             compared(*paths)

@@ -324,6 +324,10 @@ def has_a_template_without_messages(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
 
 
+def ends_at_text(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "<|im_end|>"}')
+
+
 def has_an_unsafe_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
 
@@ -334,6 +338,7 @@ def has_an_unsafe_template(folder: Path) -> None:
         (needs_remote_code, "--model.trust_remote_code"),
         (holds_a_pickle, "--model.name_or_path"),
         (has_an_unsafe_template, "chat template"),
+        (ends_at_text, "eos_token_id"),
         (has_a_template_without_messages, "leaves the last turn out: all prompts would be alike"),
     ],
 )

@@ -445,6 +445,12 @@ def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_e
     (make_run("broken", "Clip", 3) / "config.yaml").write_text("model: [")
     (make_run("bare", "Clip", 4) / "config.yaml").write_text("model: {}")
     (make_run("torn", "Clip", 5) / "metrics.jsonl").write_text('{"step": 2\n{"step": 4}\n')
+    for name, file, content in (
+        ("typed", "summary.json", '{"before": 7, "best_model": 7}'), ("stepless", "metrics.jsonl", '{"reward": 1}\n'),
+        ("far", "metrics.jsonl", '{"step": 1e300}\n'),
+        ("changed", "changes.jsonl", "{}\n"), ("deep", "summary.json", "[" * 100_000),
+    ):  # fmt: skip
+        (make_run(name, "Clip", 6) / file).write_text(content)
     (make_run("stopped", "Clip", 0, after=None, rewards=[0.9]))  # and then run again
     unseen = make_run("unseen", "NoClip")
     (unseen / "summary.json").write_text('{"before": {}, "after": {}, "best_step": 2}')  # --run.test_limit 0
@@ -457,7 +463,8 @@ def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_e
         "e1: .*damaged", "e2: results.json is not of an evaluation", "silent: neither metrics nor results",
         "running: not finished", "unseen: no accuracy", "broken: .*damaged", "torn: .*damaged",
         "bare: config.yaml says nothing of data.name, model.name_or_path, run.seed", "empty: no run and no evaluation",
-        "nowhere: there is no such folder", "stopped: the same setting and seed as .*good",
+        "nowhere: there is no such folder", "typed: damaged", "stepless: .*damaged", "far: .*damaged",
+        "changed: damaged", "deep: .*damaged", "stopped: the same setting and seed as .*good",
     ):  # fmt: skip
         assert re.search(line, err), line
     assert all(line.startswith("pspo.report: ") for line in err.splitlines())

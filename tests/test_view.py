@@ -229,6 +229,14 @@ def test_a_built_in_surrogate_by_name_and_arguments():
     assert isinstance(make_surrogate("pspo.losses.PSPO(alpha=0.5)"), Surrogate)
 
 
+def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):
+    shutil.copytree(runs, tmp_path / "runs")
+    (tmp_path / "runs/seed-0/tokens.parquet/step-last.parquet").touch()
+    (tmp_path / "runs/seed-1/test-after.jsonl").write_text("{}\n")
+    assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["seed-0"]
+    assert "seed-1: damaged (KeyError: 'correct'); left out" in capsys.readouterr().err
+
+
 def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(runs / "seed-0", "run")

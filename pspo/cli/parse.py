@@ -80,7 +80,7 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings
             require(isinstance(namespace[name], Namespace), name, "must be a mapping of fields", namespace[name])
         values = parser.instantiate(namespace)
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
-    except (ArgumentError, TypeError, ValueError) as error:
+    except (ArgumentError, OverflowError, TypeError, ValueError) as error:
         message = sentence(str(error), switches)
         if isinstance(error, ValueError) and not message.startswith("--"):
             message = class_error(namespace, switches) or message
@@ -176,9 +176,9 @@ def read_words(words: Sequence[str], switches: Switches, files: dict[str, str]) 
             except ValueError as error:
                 raise ValueError(f"--config {value}: {error}") from error
             files |= {leaf_of(key, switches) or key: value for key in flat(content)}
-        elif name in firsts and not Path(value).is_file():
+        elif name in firsts:
             raise ValueError(f"--{name} is a section; did you mean --{firsts[name]}?")
-        elif leaf is None and name not in firsts:
+        elif leaf is None:
             raise ValueError(f"{word.partition('=')[0]} is unknown{suggestion(name, switches, '--')}")
         else:
             files.pop(leaf, None)
@@ -193,6 +193,8 @@ def config_word(content: Settings, switches: Switches) -> str:
     for key in flat(content):
         if leaf_of(key, switches) is None and key not in firsts:
             raise ValueError(f"{key} is unknown{suggestion(key, switches)}")
+    for key in firsts:  # text would be a file, which is read without a word
+        require(not isinstance(content.get(key), str), key, "must be a mapping of fields", content.get(key))
 
     def as_typed(value: Any, name: str) -> Any:
         if name in switches:
@@ -213,7 +215,7 @@ def read_file(path: str) -> Settings:
         json.dumps(content, skipkeys=True, default=str)  # raises ValueError for an anchor inside itself
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"--config {path}, line {error.problem_mark.line + 1}: {error.problem}") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold sections with fields, as configs/tiny.yaml does")

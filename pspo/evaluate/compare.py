@@ -9,6 +9,7 @@ from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.parse import user_errors
 from pspo.evaluate.results import (
+    ESTIMATES,
     MEANS,
     Record,
     as_text,
@@ -24,6 +25,9 @@ from pspo.evaluate.results import (
 from pspo.records.escape import one_line, tolerate_output
 from pspo.records.files import read_jsonl
 
+KINDS = [("problem", int), ("sample", int), ("temperature", int | float), ("prompt", str | list), ("completion", str),
+         ("gold", str | int | float | None), ("rewards", dict),
+         *((key, int | float | None) for key in (*ESTIMATES.values(), *MEANS.values()))]  # fmt: skip
 NOTE = """\
 [95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test
 of the problems that only A : only B has; otherwise a permutation test, 10,000 flips of the differences' signs."""
@@ -60,7 +64,7 @@ def completions_file(path: Path) -> Path:
 def by_temperature(file: Path) -> dict[float, list[Record]]:
     """The completions in the order of the problems."""
     records = read_jsonl(file)
-    if not records or not {"problem", "sample", "temperature"} <= records[0].keys():
+    if not records or not all(isinstance(record.get(name, ...), kind) for record in records for name, kind in KINDS):
         raise ValueError(f"--compare: {file} holds no completions of an evaluation")
     temperatures: dict[float, list[Record]] = {}
     for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):

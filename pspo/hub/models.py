@@ -132,8 +132,10 @@ def stop_token_ids(model: transformers.PreTrainedModel, tokenizer: PreTrainedTok
     They differ for a base model such as Qwen2.5's: its eos ends a document, its template ends a turn by <|im_end|>.
     """
     stops = model.generation_config.eos_token_id
-    stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
-    return sorted(stops - {None})
+    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    if wrong := [stop for stop in stops if type(stop) not in (int, type(None))]:
+        raise ValueError(f"--model.name_or_path {model.name_or_path}: its eos_token_id {wrong[0]!r} is no integer")
+    return sorted({*stops} - {None})
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

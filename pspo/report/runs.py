@@ -20,7 +20,7 @@ import pandas as pd
 import yaml
 
 from pspo.records.escape import one_line
-from pspo.records.files import describe_changes, flat, read_config, read_json, read_jsonl, write_text
+from pspo.records.files import DAMAGE, describe_changes, flat, read_config, read_json, read_steps, write_text
 from pspo.records.switches import NO_SETTING
 
 MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
@@ -94,23 +94,23 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     configs, returned = {}, {}  # by run, its switches, and the name of the model that it returned
     metrics, numbers, rows = [], [], []
     for folder in trained:
-        with _left_out(folder):
+        with skipping(folder):
             run, config, rollouts = str(folder), _read_config(folder), _read_metrics(folder)
             summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+            changes = {"changes": text} if (text := describe_changes(folder, UNSAID)) else {}
+            returned[run] = Path(summary.get("best_model", "best")).name
             rows += [{"run": run, **row} for row in _of_summary(summary, config)]
             metrics.append(rollouts.assign(run=run))
-            changes = {"changes": text} if (text := describe_changes(folder, UNSAID)) else {}
             configs[run] = config | changes | {"experiment": str(folder.parent.parent)}
-            returned[run] = Path(summary.get("best_model", "best")).name
     for folder in evaluated:
-        with _left_out(folder):
+        with skipping(folder):
             rows += list(_of_evaluation(folder, configs, returned))
     for folder in configured:
         inside = any(str(parent) in configs for parent in folder.parents)  # a checkpoint, say
         if folder not in [*trained, *evaluated] and (not inside or (folder / "completions.jsonl").exists()):
             warn(f"{folder}: neither metrics nor results; left out")
     for folder in packed:
-        with _left_out(folder):
+        with skipping(folder):
             packed_configs, *tables = _read_pack(folder)
             configs |= packed_configs
             metrics.append(tables[0])
@@ -127,11 +127,14 @@ def read_runs(roots: Sequence[Path]) -> Runs:
 
 
 @contextmanager
-def _left_out(folder: Path) -> Iterator[None]:
+def skipping(folder: Path) -> Iterator[None]:
+    """Name a folder that cannot be read, and go on."""
     try:
         yield
     except (OSError, ValueError) as error:
         warn(f"{folder}: {error}; left out")
+    except DAMAGE as error:
+        warn(f"{folder}: damaged ({type(error).__name__}: {error}); left out")
 
 
 def _read_config(folder: Path) -> Row:
@@ -161,10 +164,10 @@ def _own_problems(folder: Path, path: Path) -> str | None:
 
 def _read_metrics(folder: Path) -> pd.DataFrame:
     """The rollouts in order of steps, the last record of each."""
-    records = read_jsonl(folder / "metrics.jsonl")
-    metrics = pd.DataFrame(records)
-    if "step" not in metrics:
+    records = read_steps(folder / "metrics.jsonl")
+    if not records:
         raise ValueError("metrics.jsonl holds no rollout")
+    metrics = pd.DataFrame(records)
     if nulls := sum(value is None for record in records for value in record.values()):
         warn(f"{folder}: {nulls} values that were not finite; left out")
     metrics = metrics.drop_duplicates("step", keep="last").sort_values("step")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pspo.tasks import arithmetic, calculator, letters
-from pspo.tasks.answers import parse_number
+from pspo.tasks.answers import MAX_DIGITS, parse_number
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.files import READERS, Row, data_files, file_rows, is_saved
 from pspo.tasks.problem import AnswerKind, Problem
@@ -302,6 +302,8 @@ def _with_answers(
 
 def _number(gold: str, fractions: bool) -> Fraction | None:
     answer = parse_gold(gold)
+    if answer is not None and max(abs(answer.numerator), answer.denominator) >= 10**MAX_DIGITS:  # 1e5000
+        return None
     as_fraction = answer is not None and answer.denominator > 1 and ("/" in gold or "frac" in gold)
     return None if as_fraction and not fractions else answer
 

@@ -81,7 +81,7 @@ def file_rows(paths: list[Path]) -> list[Row]:
                 except UnicodeEncodeError as error:
                     raise ValueError(f"record {number} holds half a character ({error.reason}); mend it") from error
                 rows.append(Row(f"{path} record {number}", record))
-        except (ValueError, InvalidOperation, OSError, csv.Error, ElementTree.ParseError) as error:
+        except (ValueError, InvalidOperation, OSError, RecursionError, csv.Error, ElementTree.ParseError) as error:
             raise ValueError(f"{path}: {error}") from error
     if not rows:
         raise ValueError(f"{paths[0]} holds no problems; check --data.path")
@@ -109,8 +109,17 @@ def _read_saved(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"state.json or dataset_info.json is not what datasets writes ({error!r})") from error
 
 
+def _record(columns: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of columns; ValueError if one comes twice."""
+    record = dict(columns)
+    if len(record) < len(columns):
+        raise ValueError(f"a column comes twice: {', '.join(name for name, _ in columns)}")
+    return record
+
+
 def _parse_json(text: str) -> Any:
-    return json.loads(text, parse_float=Decimal, parse_constant=lambda _: None)  # NaN counts as empty
+    empty = {"parse_constant": lambda _: None}  # NaN
+    return json.loads(text, parse_float=Decimal, object_pairs_hook=_record, **empty)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -131,6 +140,7 @@ def _read_json(path: Path) -> list[Any]:
 def _read_csv(path: Path) -> Iterator[dict[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
+        _record([(name, None) for name in reader.fieldnames or ()])
         for record in reader:
             if None in record:  # DictReader's key of surplus cells
                 raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")
@@ -140,7 +150,9 @@ def _read_csv(path: Path) -> Iterator[dict[str, str]]:
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet  # slow to import
 
-    return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    table = pyarrow.parquet.ParquetFile(path).read()
+    _record([(name, None) for name in table.column_names])
+    return table.to_pylist()
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[dict[str, str]]:

@@ -21,6 +21,7 @@ from pspo.cli.parse import resolve, subclasses
 from pspo.evaluate.findings import find
 from pspo.losses import Surrogate, token_weights
 from pspo.records.files import read_json, read_jsonl
+from pspo.records.folders import numbered, step_of
 from pspo.records.tokens import COLUMNS, FOLDER
 from pspo.report.runs import (
     ARGUMENT,
@@ -34,6 +35,7 @@ from pspo.report.runs import (
     labels,
     methods,
     settings,
+    skipping,
     untrained,
 )
 from pspo.report.tables import SEEDS_FOR_AN_INTERVAL
@@ -52,12 +54,16 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's own is added."""
     label = labels(runs.configs)
     folders = [Path(run) for run in runs.configs.index if (Path(run) / "config.yaml").is_file()]
+    shown = {}
+    for folder in folders:
+        with skipping(folder):
+            shown[folder] = describe_run(folder, runs, label[str(folder)]), changed_tests(folder)
     return {
         "curves": list(curves(runs, label)),
-        "runs": [describe_run(folder, runs, label[str(folder)]) for folder in folders],
+        "runs": [run for run, _ in shown.values()],
         "surrogates": {name: surrogate_curve(surrogate) for name, surrogate in surrogates.items()},
-        **recorded(folders, surrogates),
-        "tests": [changed_tests(folder) for folder in folders],
+        **recorded([*shown], surrogates),
+        "tests": [tests for _, tests in shown.values()],
     }
 
 
@@ -167,10 +173,7 @@ def clipped(text: str) -> str:
 
 def recorded(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
     """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
-    files = [
-        {int(file.stem.removeprefix("step-")): file for file in (folder / FOLDER).glob("step-*.parquet")}
-        for folder in folders
-    ]
+    files = [{step_of(file): file for file in numbered(folder / FOLDER, ".parquet")} for folder in folders]
     visits = sum(parquet.read_metadata(file).num_rows for of_run in files for file in of_run.values())
     groups, left_out = [], 0
     for run, (folder, tokens) in enumerate(zip(folders, files, strict=True)):
