@@ -280,7 +280,7 @@ class RolloutConfig(Section, name="rollout"):
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
-        order: of prompts: shuffled in each pass; or signal, where one rests K passes after K groups of equal rewards
+        order: of prompts: shuffled in each pass; or signal, where one rests K passes after K groups without advantage
         resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 

@@ -26,8 +26,8 @@ from pspo.update import keep_logprobs, update
 def train(run: Run) -> dict[str, Any]:
     """Train until the run ends; returns its summary, as written to ``summary.json``.
 
-    Raises Stopped, everything saved, if a signal ended the run; RunFailed, saved, if a reward raised, or after too many
-    skipped steps in a row.
+    Raises Stopped if a signal ended the run, saved unless in its first test or validation; RunFailed, saved, if a
+    reward raised, or after too many skipped steps in a row.
     """
     run.start()
     while not run.ended():

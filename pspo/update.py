@@ -139,15 +139,15 @@ def keep_uncertain_tokens(learner: Learner, minibatches: list[Minibatch], config
     if (share := config.algorithm.entropy_quantile) == 1:
         return
     for _, batches in minibatches:
-        tokens = []
+        entropies = []  # (b, t) of each microbatch
         for batch in batches:
             inputs = (*batch.rollout.token_ids, config.rollout.temperature, batch.rollout.nucleus_ids)
             with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
-                _, batch.kept = token_logprobs(learner.policy, *inputs, with_entropies=True)  # (b, t)
-            tokens.append(batch.kept[batch.rollout.loss_mask])
-        lowest = entropy_quantile(dist.concat_over_ranks(torch.cat(tokens)), share)
-        for batch in batches:
-            batch.kept = batch.kept >= lowest
+                entropies.append(token_logprobs(learner.policy, *inputs, with_entropies=True)[1])
+        tokens = torch.cat([part[batch.rollout.loss_mask] for part, batch in zip(entropies, batches, strict=True)])
+        lowest = entropy_quantile(dist.concat_over_ranks(tokens), share)
+        for part, batch in zip(entropies, batches, strict=True):
+            batch.uncertain = part >= lowest
 
 
 def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:

@@ -117,6 +117,9 @@ def test_gdpo_equals_the_oracle(group_size, seed):
     actual = gdpo(sum(tensors.values()), group_size, tensors, weights)
     assert actual.tolist() == pytest.approx(reference.gdpo(rewards, weights, group_size), rel=1e-12, abs=1e-15)
     assert actual[:group_size].tolist() == [0.0] * group_size
+    unknown = torch.where(torch.arange(5 * group_size) == group_size, NAN, sum(tensors.values()))  # of the total alone
+    without = {i: row.where(~unknown.isnan(), NAN) for i, row in tensors.items()}
+    assert torch.equal(gdpo(unknown, group_size, tensors, weights), gdpo(unknown, group_size, without, weights))
     nothing = {i: torch.full_like(row, NAN) for i, row in tensors.items()}
     assert not gdpo(sum(nothing.values()), group_size, nothing, weights).any()
 
@@ -165,3 +168,9 @@ def test_a_function_gets_what_its_signature_names():
 def test_a_function_that_returns_something_else_is_told_so_in_one_line(returned, says):
     with pytest.raises(SurrogateError, match=f"--algorithm.advantages .*{says}"):
         estimate_advantages(make_experience([1.0, 0.0]), lambda rewards, group_size: returned, 2, [])
+
+
+@pytest.mark.parametrize("how", ["none", "group", "gdpo"])
+def test_a_built_in_estimator_is_called_by_its_name(how):
+    with pytest.raises(SurrogateError, match=f"^--algorithm.advantages {how} returned"):
+        estimate_advantages(make_experience([float("inf"), 0.0]), how, 2, [])

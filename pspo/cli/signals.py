@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from torch import nn
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal and saved; the same command resumes
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal; the same command resumes
 EXIT_INTERRUPTED = 130  # stopped at once
 
 
 class Stopped(Exception):
-    """A run that a signal stopped, saved."""
+    """A run that a signal stopped; saved, unless in its first test or validation."""
 
 
 class StopSignals:
@@ -35,7 +35,7 @@ class StopSignals:
         StopSignals.received = signal.Signals(number)
         for other in self.previous:
             signal.signal(other, signal.default_int_handler)
-        line = f"\n{self.received.name}: stopping after this pass or update, then saving; a second one stops at once\n"
+        line = f"\n{self.received.name}: stopping after this pass or update; a second one stops at once\n"
         os.write(2, line.encode())  # the signal may have interrupted a print
 
 

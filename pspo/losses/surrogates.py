@@ -72,13 +72,14 @@ def check_loss(surrogate: Surrogate, loss: Tensor, logprobs: Tensor) -> None:
 
 
 def token_values(
-    values: Tensor, mask: Tensor, switch: str, function: Callable[..., Tensor], above_0: bool = False
+    values: Tensor, mask: Tensor, switch: str, function: Callable[..., Tensor] | str, above_0: bool = False
 ) -> Tensor:
     """Check what a function of the user's returned, (B,), (B, 1) or (B, T); returns (B, 1) or (B, T), without gradient.
 
     Masked tokens have 0, or 1 with ``above_0``. Raises SurrogateError for another shape, NaN, inf, or one not above 0.
     """
-    name = f"--algorithm.{switch} {getattr(function, '__name__', type(function).__name__)}"
+    called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    name = f"--algorithm.{switch} {called}"
     rows, shape = len(mask), tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)

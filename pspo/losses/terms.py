@@ -31,7 +31,7 @@ def add_terms(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    kept: Tensor | None = None,
+    uncertain: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
 ) -> Tensor:
@@ -41,12 +41,12 @@ def add_terms(
 
     Args:
         losses: (B, T), what ``algorithm.surrogate`` returned; as all others, or (n, 1) of n tokens.
-        kept: bool, false at tokens that --algorithm.entropy_quantile leaves out of the surrogate's loss; None for all.
+        uncertain: bool, the tokens in the surrogate's loss under --algorithm.entropy_quantile; None for all.
         ref_logprobs: None without beta.
     """
     check_loss(algorithm.surrogate, losses, logprobs)
-    if kept is not None:
-        losses = losses.where(kept, 0.0)
+    if uncertain is not None:
+        losses = losses.where(uncertain, 0.0)
     if algorithm.mask_off_policy is not None:
         sampler = old_logprobs if sampler_logprobs is None else sampler_logprobs
         losses = losses.where(on_policy(logprobs, sampler, advantages, mask, algorithm.mask_off_policy), 0.0)

@@ -22,7 +22,7 @@ COLUMNS = {
     "old_logprob": "float32",
     "sampler_logprob": "float32",  # missing if the rollout has none, as the next
     "reference_logprob": "float32",
-    "entropy": "float32",  # of the policy's distribution, over the whole vocabulary, in nats
+    "entropy": "float32",  # of the policy's distribution, in nats; under nucleus replay over the nucleus
     "advantage": "float32",
     "weight": "float32",  # d surrogate's loss of the token / d logprob, before aggregation
 }

@@ -41,7 +41,7 @@ def estimate_advantages(
     function = gdpo if how == "gdpo" else how if callable(how) else partial(group_relative_advantages, scale=how)
     asked = inspect.signature(function).parameters
     values = function(rewards, group_size, **{name: offered[name] for name in offered if name in asked})
-    return token_values(values, mask & ~rewards.isnan()[:, None], "advantages", function).squeeze(1)
+    return token_values(values, mask & ~rewards.isnan()[:, None], "advantages", how).squeeze(1)
 
 
 def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:
@@ -96,9 +96,10 @@ def gdpo(
     """Sum of the weighted "group" advantages of each reward function, divided by their deviation over all rows (B,).
 
     GDPO (2601.05242): functions of other scales and variances weigh alike. The mean that the source subtracts last is
-    0, because each group's sum is.
+    0, because each group's sum is. A row whose reward is NaN is in no group's mean or deviation.
     """
-    scaled = [group_relative_advantages(values, group_size, "group", eps) for values in rewards_by_function.values()]
+    rows = [values.where(~rewards.isnan(), torch.nan) for values in rewards_by_function.values()]
+    scaled = [group_relative_advantages(values, group_size, "group", eps) for values in rows]
     total = sum(weight * values for weight, values in zip(weights, scaled, strict=True))
     known = total.where(~rewards.isnan(), torch.nan)[:, None]
     deviation = _std(dist.concat_over_ranks(known).T).squeeze() + eps

@@ -216,7 +216,7 @@ class Batch:
         advantages: (B, 1) or (B, T) float32.
         old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until the first visit.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
-        kept: (B, T) bool, the tokens in the surrogate's loss under --algorithm.entropy_quantile; None for all.
+        uncertain: (B, T) bool, the tokens in the surrogate's loss under --algorithm.entropy_quantile; None for all.
         indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
     """
 
@@ -224,21 +224,21 @@ class Batch:
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    kept: Tensor | None = None
+    uncertain: Tensor | None = None
     indices: Tensor | None = None
 
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
-        parts = (self.advantages, self.old_logprobs, self.ref_logprobs, self.kept)
+        parts = (self.advantages, self.old_logprobs, self.ref_logprobs, self.uncertain)
         parts = (None if part is None else part[indices, :width] for part in parts)
         return Batch(rollout, *parts, indices if self.indices is None else self.indices[indices])
 
     @property
     def loss_inputs(self) -> tuple[Tensor | None, ...]:
         """What the loss takes besides the policy's log-probs and entropies, in the order of `pspo.losses.add_terms`."""
-        others = (self.kept, self.ref_logprobs, self.rollout.sampler_logprobs)
+        others = (self.uncertain, self.ref_logprobs, self.rollout.sampler_logprobs)
         return (self.old_logprobs, self.advantages, self.rollout.loss_mask, *others)
 
     def masked_row(self) -> "Batch":

@@ -56,7 +56,7 @@ class Checkpointer:
             self.save()
 
     @contextlib.contextmanager
-    def save_if_raised(self, who: str = "a reward") -> Iterator[None]:
+    def save_if_interrupted(self, who: str = "a reward") -> Iterator[None]:
         """If the block is stopped, or the user's code raises, on any rank, save the run as it was marked, and end it.
 
         Raises Stopped or UserCodeFailed on every rank. Before the first optimizer step a failure has nothing to save.

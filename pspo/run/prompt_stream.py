@@ -12,7 +12,7 @@ from pspo.tasks import Problem
 class PromptStream:
     """Endless passes over the training prompts, each in a random order of --run.seed.
 
-    With --rollout.order signal, prompts without signal, whose groups have equal rewards, rest: after K such groups in a
+    With --rollout.order signal, prompts without signal, whose groups have no advantage, rest: after K such groups in a
     row they are left out of the next K passes.
 
     Attributes:

@@ -52,12 +52,12 @@ class Run:
     def start(self) -> None:
         """Test and validate the untrained model, unless that is done; start tracker and progress bar."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
-        with self.checkpointer.save_if_raised():
+        with self.checkpointer.save_if_interrupted():
             self.validator.start()
         name, settings = self.config.run.tracker if dist.is_main() else "none", read_config(self.output / "config.yaml")
         tracker = start_tracker(name, self.output, settings, self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
-        if self.recorder.line:  # a reward raised in the validation of the last rollout
+        if self.recorder.line:  # the validation of the last rollout was stopped, or a reward raised in it
             self.conclude_rollout()
 
     def ended(self) -> bool:
@@ -73,7 +73,7 @@ class Run:
         drawer = "an environment" if self.config.rollout.environment else "decoding"
         estimator = " or --algorithm.advantages" if callable(self.config.algorithm.advantages) else ""
         who = {"generate": drawer, "reward": f"a reward{estimator}", "validate": "a reward"}
-        guard = self.checkpointer.save_if_raised(who[name]) if name in who else end_forks()
+        guard = self.checkpointer.save_if_interrupted(who[name]) if name in who else end_forks()
         with guard, self.recorder.phase(name):
             yield
 

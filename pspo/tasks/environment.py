@@ -20,7 +20,7 @@ class Environment(Protocol):
     def reset(self, problem: Problem) -> str | Messages:
         """Begin an episode; returns the prompt, always the same one for a problem: the rows of a group start alike."""
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str, *calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, float, bool]:
         """Answer a turn of the model's: text for the user's next turn, a reward, and true if the episode is over."""
 
 
