@@ -99,6 +99,9 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         left_out = [i for i in range(len(rollout)) if advantages[i] == 0]
         assert left_out
         assert not kept.behaviour_logprobs[left_out].any()
+    config = make_config(surrogate, kl_estimator="unbiased_k3")  # whose beta a resumed run may raise from 0
+    kept = keep_logprobs(make_learner(tiny_model(), config), rollout, advantages, config)
+    assert (kept.behaviour_logprobs != 0).equal(rollout.loss_mask)
 
 
 @pytest.mark.nightly
