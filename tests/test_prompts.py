@@ -101,8 +101,8 @@ def test_the_system_prompt_precedes_chats_that_have_none(tokenizer, system_promp
     assert [tokenizer.decode(each) for each in ids] == [rendered(*turns) for turns in expected]
     assert ANSWERED[0] is USER  # what came in is as it was
     assert encode_prompts(tokenizer, chats) == encode_prompts(tokenizer, chats, SYSTEM_PROMPT)  # as the command
-    for chat in ([], ANSWERED[:2], [SYSTEM], ["Hi"], [{"role": "user"}]):
-        with pytest.raises(ValueError, match=r"must end with a turn of role user or tool|turn 1 of the list must be"):
+    for chat in ([], ANSWERED[:2], [SYSTEM], ["Hi"], [{"role": "user"}], None):
+        with pytest.raises(ValueError, match=r"must (end with a turn of role user or tool|be a text|be {)"):
             encode_prompts(tokenizer, ["Hi", chat])
 
 

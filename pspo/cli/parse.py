@@ -320,7 +320,8 @@ def resolve(value: Any, base: type, switch: str) -> Any:
         lost = isinstance(error, ModuleNotFoundError) and error.name == value.partition(".")[0]
         hint = "; its file must be in the current folder or on PYTHONPATH" if lost else ""
         raise ValueError(f"--{switch} cannot import {value}: {type(error).__name__}: {error}{hint}") from error
-    if inspect.isclass(target) and (not issubclass(target, base) or inspect.isabstract(target)):
+    is_other_class = inspect.isclass(target) and (not issubclass(target, base) or inspect.isabstract(target))
+    if is_other_class or (switch == "algorithm.surrogate" and not inspect.isclass(target)):
         raise ValueError(f"--{switch} needs a subclass of {base.__name__} with all its methods, and {value} is none")
     return value
 

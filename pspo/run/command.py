@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +23,14 @@ from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
 from pspo.records.escape import printable
 from pspo.records.files import changed_code, read_jsonl
 from pspo.records.folders import RunFailed, newest_checkpoint
+from pspo.records.switches import NO_SETTING
 from pspo.rollout import Experience, Prompts
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
 from pspo.tasks.failures import user_frames, user_traceback
+
+IN_METHOD = {"surrogate", "epochs", "minibatches", "beta", "prompts", "group_size", "lag"}  # the header's line
 
 
 @memory_errors(
@@ -115,9 +119,22 @@ def print_header(run: Run) -> None:
     penalty = f", KL penalty {algorithm.beta:g}" if algorithm.beta else ""
     print(f"method  {algorithm.surrogate}, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches per rollout "
           f"of {rollout.prompts} x {rollout.group_size}{lag}{penalty}")  # fmt: skip
+    if others := ", ".join(other_settings(config)):
+        print(f"        {others}")
     optimizer = config.optimizer
     warm = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
     print(f"rate    {optimizer.lr:g} ({describe_rate(config, policy)}), {optimizer.schedule}{warm}; {optimizer.name}")
+
+
+def other_settings(config: TrainConfig) -> Iterator[str]:
+    """What the method's line leaves out of algorithm, rollouts and rewards, where it is not the default."""
+    for section in (config.algorithm, config.rollout, config.reward):
+        for part in fields(section):
+            value, default = getattr(section, part.name), getattr(type(section)(), part.name)
+            is_shown = part.name not in IN_METHOD and f"{section.section}.{part.name}" not in NO_SETTING
+            if is_shown and value not in (default, "none"):  # to which a correction's default is resolved
+                items = value if isinstance(value, list) else [value]
+                yield f"{part.name} {' + '.join(getattr(item, '__name__', str(item)) for item in items)}"
 
 
 def describe_rate(config: TrainConfig, policy: PreTrainedModel) -> str:
@@ -142,6 +159,10 @@ def doubts(run: Run) -> Iterator[str]:
         yield f"--model.lora.rank {rank} is above that of every layer it adapts, {max(widths)} at most"
     if rollout.lag and rollout.lag >= rollouts - 1:
         yield f"--rollout.lag {rollout.lag}: the untrained model draws all that this run trains on, {rollouts} rollouts"
+    if config.optimizer.warmup_steps >= config.run.max_steps:
+        yield f"--optimizer.warmup_steps {config.optimizer.warmup_steps}: the rate is never --optimizer.lr in this run"
+    if config.algorithm.ratio_to == "proximal" and not rollout.lag:
+        yield "--algorithm.ratio_to proximal changes nothing without --rollout.lag"
     if rollout.prompts > problems:
         yield f"--rollout.prompts {rollout.prompts}: a rollout repeats problems, of which there are {problems}"
 

@@ -42,6 +42,8 @@ class Problem:
 
 def check_chat(chat: Messages) -> None:
     """Raise ValueError unless the chat is a list of turns, the last of which the assistant can answer."""
+    if not isinstance(chat, list):
+        raise ValueError(f"a prompt, also an environment's, must be a text or a list of turns, not {chat!r:.80}")
     for number, turn in enumerate(chat, 1):
         if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
             raise ValueError(f'turn {number} of the list must be {{"role": "...", "content": "..."}}, not {turn!r:.80}')
