@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 import pspo.train
 from pspo.cli.parse import parse
-from pspo.config import TrainConfig
+from pspo.config import ModelConfig, TrainConfig
+from pspo.hub.models import load_errors
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.records.folders import RunFailed, checkpoints
@@ -330,6 +331,14 @@ def ends_at_text(folder: Path) -> None:
 
 def has_an_unsafe_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+
+
+def test_what_a_library_says_after_a_colon_is_kept():
+    with (
+        pytest.raises(ValueError, match=r"loads: cannot read: the file is empty$"),
+        load_errors(ModelConfig()),
+    ):
+        raise OSError("cannot read:\n  the file is empty\nsee the documentation")
 
 
 @pytest.mark.parametrize(

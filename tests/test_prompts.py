@@ -286,6 +286,8 @@ def test_arguments_of_any_kind_reach_the_template(tokenizer):
         ValueError, match=r"--data\.chat_template sets enable_thought, which the chat template does not"
     ):
         load_tokenizer(ModelConfig(), DataConfig(chat_template={"enable_thought": False}))
+    with pytest.raises(ValueError, match=r"--data\.chat_template sets 7, which the chat template does not"):
+        with_arguments(template, {7: 2})
     with pytest.raises(ValueError, match=r"--data\.chat_template_file must be a file, got 'nowhere.jinja'"):
         load_tokenizer(ModelConfig(), DataConfig(chat_template_file="nowhere.jinja"))
 

@@ -325,6 +325,7 @@ def spoiled(run: Path, file: str, content: str) -> None:
                 ("changes.jsonl", '{"step": null}\n'),
                 ("summary.json", "{}"),
                 ("summary.json", '{"optimizer_steps": []}'),
+                ("summary.json", '{"optimizer_steps": 99, "best_model": "out/best"}'),
                 ("config.yaml", "optimizer: 1"),
             ]
         ),
@@ -338,6 +339,7 @@ def spoiled(run: Path, file: str, content: str) -> None:
         "changes of no step",
         "an empty summary",
         "a summary of other types",
+        "half a summary",
         "no sections",
     ],
 )

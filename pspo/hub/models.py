@@ -78,7 +78,7 @@ def with_arguments(template: str, arguments: dict[str, Any]) -> str:
     Who calls `apply_chat_template` with one of them still has the last word.
     """
     for name, value in arguments.items():
-        known = re.search(rf"\b{re.escape(name)}\b", template)
+        known = re.search(rf"\b{re.escape(str(name))}\b", template)
         require(known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
         template = f"{{%- set {name} = {name} | default({value!r}) %}}{template}"
     return template
@@ -178,7 +178,8 @@ def load_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the library raises anything on a broken model folder
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        text = str(error).strip() or type(error).__name__
+        reason = re.sub(r":\s*\n\s*", ": ", text).partition("\n")[0]
         if "custom code" in reason or "remote code" in reason:
             raise ValueError(
                 f"--model.trust_remote_code is off, and {config.name_or_path} needs the Python code in it: "

@@ -21,7 +21,7 @@ from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label,
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
 from pspo.records.escape import printable
-from pspo.records.files import changed_code, read_jsonl
+from pspo.records.files import changed_code, read_jsonl, reading
 from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.records.switches import NO_SETTING
 from pspo.rollout import Experience, Prompts
@@ -65,12 +65,13 @@ def print_if_finished(config: TrainConfig, resolved: str) -> dict[str, Any]:
     """Print the summary of a run that is finished, and return it; {} of any other."""
     settings = yaml.safe_load(resolved)
     if summary := dist.run_on_main(lambda: finished_summary(config.run, settings)):
-        run = Path(summary["best_model"]).parent
-        print(f"already finished: {run / 'summary.json'}\n")
-        if changed := changed_code(run, settings):
+        file = Path(str(summary.get("best_model"))).with_name("summary.json")
+        print(f"already finished: {file}\n")
+        if changed := changed_code(file.parent, settings):
             advice = "another --run.output_dir trains with it"
             print(f"WARNING: {', '.join(changed)} has changed since this run: {advice}", file=sys.stderr)
-        print_summary(config, summary)
+        with reading(file):
+            print_summary(config, summary)
     return summary
 
 
