@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from pspo.evaluate import results
 from pspo.report.runs import labels, methods, read_runs
@@ -262,3 +263,27 @@ def test_every_interval_of_a_page_is_of_its_runs(name):
     intervals = INTERVAL.findall(text)
     assert len(intervals) > 10
     assert [interval for interval in intervals if interval not in known] == []
+
+
+def test_order():
+    """The table of results/order: means over seeds and differences to plain order, paired by seed."""
+    runs, values = (pd.read_parquet(RESULTS / "order" / f"{name}.parquet") for name in ("runs", "summaries"))
+    final = values[(values.measure == "accuracy") & (values.stage == "final")]
+    final = final.pivot_table(index="seed", columns="setting", values="value")
+    steps = values[values.measure == "optimizer_steps"].groupby("setting").value.mean()
+    silent = runs[runs.step > 32].pivot_table(index="seed", columns="setting", values="zero_advantage_share")
+    shown = rows("order/README.md", "| order |")
+    plain, *others = ("PSPO", "PSPO (order=signal)", "PSPO (resample=2)", "PSPO (order=signal, resample=2)")
+    for setting, (_, accuracy, against, taken, share, less, _) in zip((plain, *others), shown, strict=True):
+        assert accuracy == interval(100 * final[setting], 1)
+        assert taken == f"{steps[setting]:.1f}"
+        assert share == interval(silent[setting], 3)
+        if setting != plain:
+            assert against == interval(100 * (final[setting] - final[plain]), 1)
+            assert less == interval(silent[setting] - silent[plain], 3)
+
+
+def interval(values: pd.Series, digits: int) -> str:
+    """Mean and 95% t-interval as the pages show them."""
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std() / len(values) ** 0.5
+    return f"{values.mean():.{digits}f} [{values.mean() - half:.{digits}f}, {values.mean() + half:.{digits}f}]"

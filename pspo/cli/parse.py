@@ -216,7 +216,8 @@ def read_file(path: str) -> Settings:
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"--config {path}, line {error.problem_mark.line + 1}: {error.problem}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        what = "it is nested too deeply" if isinstance(error, RecursionError) else getattr(error, "strerror", None)
+        raise ValueError(f"--config {path} cannot be read: {what or error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold sections with fields, as configs/tiny.yaml does")
     return content
