@@ -488,6 +488,8 @@ def test_sigterm_from_outside_to_the_command_itself():
 
 
 def test_ctrl_c_while_a_command_imports_or_loads_shows_no_traceback(capfd):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+
     def action() -> int:
         before("load_splits", lambda *_: send(signal.SIGINT), pspo.run.prepare)
         return train("out")
