@@ -335,7 +335,7 @@ def advice(config: TrainConfig, planner: Planner, device: torch.device, now: flo
 def check_disk(config: TrainConfig, policy: nn.Module, output: Path) -> None:
     """Raise ValueError if the disk has no room for the run's checkpoints and models; an older one is removed last."""
     run, trained = config.run, [p for p in policy.parameters() if p.requires_grad]
-    model = sum(p.numel() * p.element_size() for p in (trained if has_adapters(policy) else policy.parameters()))
+    model = sum(p.nbytes for p in (trained if has_adapters(policy) else policy.parameters()))
     checkpoint = model + STATES[config.optimizer.name] * sum(p.numel() for p in trained)
     checkpoint += model if config.algorithm.reference_every else 0
     saves = 1 + (run.max_steps // run.save_every if run.save_every else 0)

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 WORTHWHILE = 2**22  # multiplications of a product; for fewer, the call costs more than it saves
 
@@ -51,7 +52,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return onednn_product(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -59,11 +60,17 @@ class _Product(torch.autograd.Function):
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, O), (N, I)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            onednn_product(gradient, weight.t()) if needs_x else None,
-            onednn_product(rows.t(), inputs.t()) if needs_weight else None,
+            _product(gradient, weight.t()) if needs_x else None,
+            _product(rows.t(), inputs.t()) if needs_weight else None,
             rows.sum(dim=0) if needs_bias else None,
         )
 
 
-def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (N, I) and weight (O, I) to x weight^T + bias, (N, O), by oneDNN where it is faster; without gradient."""
+    fast = has_avx512() and is_worthwhile(x, weight)
+    return _product(x, weight, bias) if fast else functional.linear(x, weight, bias)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from torch.nn import functional
 
-from pspo.model.linear import has_avx512, is_worthwhile, onednn_product
+from pspo.model.linear import product
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -48,9 +47,3 @@ class _LoraProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             g_x = product(g, weight.t()).addmm_(g_inner, a).view(*gradient.shape[:-1], -1)
         return g_x, None, None, g_inner.t() @ rows, ctx.scale * (g.t() @ inner), None
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (N, I) and weight (O, I) to x weight^T + bias, (N, O), without gradient."""
-    fast = has_avx512() and is_worthwhile(x, weight)
-    return onednn_product(x, weight, bias) if fast else functional.linear(x, weight, bias)

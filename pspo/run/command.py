@@ -130,8 +130,9 @@ def print_header(run: Run) -> None:
 def other_settings(config: TrainConfig) -> Iterator[str]:
     """What the method's line leaves out of algorithm, rollouts and rewards, where it is not the default."""
     for section in (config.algorithm, config.rollout, config.reward):
+        defaults = type(section)()
         for part in fields(section):
-            value, default = getattr(section, part.name), getattr(type(section)(), part.name)
+            value, default = getattr(section, part.name), getattr(defaults, part.name)
             is_shown = part.name not in IN_METHOD and f"{section.section}.{part.name}" not in NO_SETTING
             if is_shown and value not in (default, "none"):  # to which a correction's default is resolved
                 items = value if isinstance(value, list) else [value]
@@ -264,7 +265,7 @@ class CallableModule(ModuleType):
                 reads: the run ends with the same bits without it.
 
         Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C has
-        ended and saved. The same call with the same ``run={"output_dir": ...}`` resumes.
+        ended. The same call with the same ``run={"output_dir": ...}`` resumes.
         """
         sections = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "rollout": rollout,
                     "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
