@@ -14,6 +14,8 @@ import transformers
 from pspo.config import ModelConfig
 from pspo.model import ASSETS, load_policy, load_tokenizer
 
+os.fsync = lambda descriptor: None  # a third of a small run's time; what killed processes wrote is safe without it
+
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
