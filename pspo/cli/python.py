@@ -14,6 +14,7 @@ from pspo.cli.parse import read_config
 from pspo.config import TrainConfig
 from pspo.records.files import as_setting, to_jsonl, write_text
 from pspo.tasks import Problem
+from pspo.tasks.files import check_characters
 
 SHORT = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 ENOUGH = 50  # problems to hold some out
@@ -33,8 +34,10 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     if not isinstance(data.get("name", ""), str):
         data["train"] = data.pop("name")
     problems = {split: list(map(_record, data.pop(split))) for split in SPLITS if split in data}
-    texts = {split: _as_lines(split, rows) for split, rows in problems.items()}
     if problems:
+        for split, rows in problems.items():
+            for number, row in enumerate(rows, 1):
+                check_characters(row, f"data: {split} record {number}")
         data["name"] = "file"
         if problems.keys() == {"train"} and len(problems["train"]) >= ENOUGH:
             data.setdefault("holdout", 0.2)
@@ -44,8 +47,8 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
         run.setdefault("output_dir", default_output(config))
         folder = Path(run["output_dir"]) / "data"
         folder.mkdir(parents=True, exist_ok=True)
-        for split, text in texts.items():
-            write_text(folder / f"{split}.jsonl", text)
+        for split, rows in problems.items():
+            write_text(folder / f"{split}.jsonl", to_jsonl(rows))
         data["path"] = str(folder)
     return _resolve(settings)
 
@@ -92,14 +95,3 @@ def _record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     answer = str(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer
     record = {"prompt": problem.prompt, "answer": answer, "category": problem.category, "level": problem.level}
     return problem.fields | record  # which may hold an "answer" of another form, as GSM8K's do
-
-
-def _as_lines(split: str, rows: list[dict[str, Any]]) -> str:
-    """The problems of a split as JSON lines; ValueError names the one that no file can hold."""
-    lines = [to_jsonl([row]) for row in rows]
-    for number, line in enumerate(lines, 1):
-        try:
-            line.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"data: {split} record {number} holds half a character ({error.reason})") from error
-    return "".join(lines)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 T = TypeVar("T")
 
 
@@ -67,12 +66,13 @@ def run_main(main: Callable[[], None]) -> None:
     """
     if not under_torchrun():
         return main()
-    die_with_parent()
+    if sys.platform == "linux":  # a rank ends with its torchrun, however that ends
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     code = 0
     try:
         main()
         if dist.is_initialized():
-            barrier()
+            dist.barrier()
             dist.destroy_process_group()
     except SystemExit as ended:
         code = ended.code or 0
@@ -90,12 +90,6 @@ def run_main(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def die_with_parent() -> None:
-    """On Linux, kill this process as soon as its parent is killed: a rank would train on without its torchrun."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -107,12 +101,6 @@ def world_size() -> int:
 def is_main() -> bool:
     """True on rank 0, which prints and writes."""
     return rank() == 0
-
-
-def barrier() -> None:
-    """Wait for every rank."""
-    if world_size() > 1:
-        dist.barrier()
 
 
 def run_on_main(function: Callable[[], T]) -> T:
@@ -161,13 +149,8 @@ def gather_columns(values: Tensor) -> Tensor:
     """On rank 0 the columns of every rank's (m, n), in rank order: (m, N); elsewhere the rank's own."""
     if world_size() == 1:
         return values
-    widths = gather_objects(values.shape[1])
-    padded = torch.nn.functional.pad(values.cpu(), (0, max(widths) - values.shape[1]))
-    parts = [torch.empty_like(padded) for _ in widths] if is_main() else None
-    dist.gather(padded, parts)
-    if parts is None:
-        return values
-    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1).to(values.device)
+    parts = gather_on_main(values.cpu())
+    return torch.cat(parts, dim=1).to(values.device) if parts else values
 
 
 def max_over_ranks(value: int) -> int:

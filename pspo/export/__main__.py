@@ -13,8 +13,10 @@ import torch
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
 
+from pspo.checks.memory import empty_policy
 from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig, require
+from pspo.hub.adapters import merged_weights
 from pspo.hub.save import save_pretrained
 from pspo.model import load_policy, load_tokenizer
 from pspo.records.folders import settle
@@ -38,14 +40,13 @@ def export(config: ExportConfig) -> None:
     found = model.lora.name_or_path is not None
     require(found, "model.name_or_path", "must be a PEFT folder: other models are whole", model.name_or_path)
     require(not output.exists(), "output_dir", "must not exist yet", config.output_dir)
-    from peft import PeftModel
-
     tokenizer, adapters = load_tokenizer(model), adapter_folder(model.lora.name_or_path)
-    trained = base_dtype(adapters) if model.dtype == "auto" else model.dtype
-    load_policy(replace(model, dtype=trained), torch.device("cpu"))  # raises for adapters that no run would train
-    base = load_policy(replace(model, lora=LoraConfig(), dtype=trained), torch.device("cpu"))
-    base = base.float() if model.dtype == "auto" else base  # rounded as in the run; the sum is not
-    merged = PeftModel.from_pretrained(base, model.lora.name_or_path).merge_and_unload()
+    trained, cpu = base_dtype(adapters) if model.dtype == "auto" else model.dtype, torch.device("cpu")
+    policy = load_policy(replace(model, dtype=trained), cpu).float()  # rounded as in the run; the sum is not
+    merged = empty_policy(replace(model, lora=LoraConfig()), cpu).to_empty(device=cpu)
+    merged.tie_weights()
+    merged.load_state_dict(dict(merged_weights(policy)))
+    merged.generation_config = policy.generation_config
     how = f"adapters merged into {trained} weights, saved in {str(merged.dtype).removeprefix('torch.')}"
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as temporary:  # on the same disk

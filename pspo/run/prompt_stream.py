@@ -18,13 +18,13 @@ class PromptStream:
     Attributes:
         position: places of the order passed so far, all ranks' together; without rests the prompts drawn.
         previous: the position before the last prompts were drawn.
-        passes: by prompt, the one that it was last drawn in.
+        passes: with --rollout.order signal, by prompt the one that it was last drawn in.
         rests: by prompt without signal, its groups in a row, and the first pass that it is in again.
     """
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
         self.prompts, self.config = prompts, config
-        self.fingerprint = prompts.fingerprint()
+        self.fingerprint, self.by_signal = prompts.fingerprint(), config.rollout.order == "signal"
         self.passes: dict[int, int] = {}
         self.rests: dict[int, tuple[int, int]] = {}
         self.seek(0)
@@ -38,13 +38,14 @@ class PromptStream:
             self.position += 1
             if current >= self.rests.get(index, (0, 0))[1]:
                 drawn.append(index)
-                self.passes[index] = current
+                if self.by_signal:
+                    self.passes[index] = current
         indices = dist.take_rank_share(drawn, minibatches)
         return indices, self.prompts.take(indices)
 
     def note(self, experience: Experience) -> None:
         """Let prompts rest, or come back into every pass, by the signal of all ranks' groups."""
-        if self.config.rollout.order != "signal":
+        if not self.by_signal:
             return
         groups = list(zip(experience.prompts, experience.signal, strict=True))
         for index, signal in chain(*dist.gather_objects(groups)):
@@ -66,6 +67,6 @@ class PromptStream:
         return {"position": self.position, "fingerprint": self.fingerprint} | rests
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.passes = state["passes"].copy()
-        self.rests = state["rests"].copy() if self.config.rollout.order == "signal" else {}  # a fork may change it
+        if self.by_signal:  # a fork may change it
+            self.passes, self.rests = state["passes"].copy(), state["rests"].copy()
         self.seek(state["position"])

@@ -76,16 +76,21 @@ def file_rows(paths: list[Path]) -> list[Row]:
             for number, record in enumerate(reader(path), 1):
                 if not isinstance(record, dict):
                     raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
-                try:
-                    json.dumps(record, ensure_ascii=False, default=str).encode()
-                except UnicodeEncodeError as error:
-                    raise ValueError(f"record {number} holds half a character ({error.reason}); mend it") from error
+                check_characters(record, f"record {number}")
                 rows.append(Row(f"{path} record {number}", record))
         except (ValueError, InvalidOperation, OSError, RecursionError, csv.Error, ElementTree.ParseError) as error:
             raise ValueError(f"{path}: {error}") from error
     if not rows:
         raise ValueError(f"{paths[0]} holds no problems; check --data.path")
     return rows
+
+
+def check_characters(record: dict[str, Any], where: str) -> None:
+    """Raise ValueError if a record holds a lone surrogate, which no file can."""
+    try:
+        json.dumps(record, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a character ({error.reason}); mend it") from error
 
 
 def data_files(folder: Path) -> list[Path]:
