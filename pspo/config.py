@@ -457,6 +457,7 @@ class RunConfig(Section, name="run"):
         keep: newest checkpoints to keep, besides the best model
         samples: groups per rollout whose completions are written to samples.jsonl
         record_tokens: groups per rollout whose tokens are written to tokens.parquet, with what each step computes there
+        gradients_every: optimizer steps between measures of gradient noise and of cosines of epochs; 0 for none
         quiet: print warnings, errors and the result, but no header and no progress
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
@@ -475,6 +476,7 @@ class RunConfig(Section, name="run"):
     keep: int = number(2, "above 0")
     samples: int = number(2, "at least 0")
     record_tokens: int = number(2, "at least 0")
+    gradients_every: int = number(0, "at least 0")
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 

@@ -17,6 +17,7 @@ from pspo.losses import Counts, add_terms, aggregate, entropy_quantile, token_di
 from pspo.model import autocast, backward_in_one_pass, token_logprobs
 from pspo.optimizers.learner import Learner
 from pspo.rollout.batching import Minibatch, retry_in_halves, split_minibatches
+from pspo.rollout.gradient_metrics import GradientMetrics
 from pspo.rollout.step_metrics import StepMetrics, nucleus_mass
 from pspo.rollout.types import Batch, Rollout
 
@@ -46,7 +47,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
     def accumulate(counts: Counts, batches: list[Batch]) -> StepMetrics:
         """Accumulate a minibatch's gradient over its microbatches."""
-        metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device)
+        metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device, gradients)
         for batch in dist.communicate_once(learner.policy, batches, config.distributed.gather):
             loss, logprobs, entropies = gradient(learner, batch, counts, config)
             if batch.old_logprobs is None:
@@ -54,11 +55,13 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
             metrics.add(batch, loss, logprobs, entropies)
         return metrics
 
-    steps, mass = [], nucleus_mass(rollout)
+    steps, of_rollout = [], nucleus_mass(rollout)
+    if gradients := GradientMetrics.if_due(learner, config):
+        of_rollout |= retry(gradients.noise, minibatches, gradient)
     for counts, batches in minibatches * config.algorithm.epochs:
         if learner.steps < config.run.max_steps:
             metrics = retry(accumulate, counts, batches)
-            steps.append(optimizer_step(learner, metrics, config) | mass)
+            steps.append(optimizer_step(learner, metrics, config) | of_rollout)
     learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
     return steps
 

@@ -111,10 +111,13 @@ def test_against_numbers_worked_by_hand():
     log2 = math.log(2)
     expected = {
         "ess": 7.5**2 / (4 * (4 + 0.25 + 1 + 16)),
+        "ess_sequence": 1.0,
         "kl_old_new": ((1 - log2) + (-0.5 + log2) + 0 + (3 - 2 * log2)) / 4,
         "tv": (1 + 0.5 + 3) / 3 / 2,
         "tv_smoothed": (0 + 0.5 + 3) / 3 / 2,
         "zero_weight_share": 1 / 3,
+        "zero_weight_share_positive": 1 / 2,
+        "zero_weight_share_negative": 0.0,
     }
     assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-12)
     assert all(type(value) is float for value in stats.values())
@@ -122,7 +125,7 @@ def test_against_numbers_worked_by_hand():
 
 @pytest.mark.parametrize("surrogate", LOSSES, ids=repr)
 def test_against_numpy_with_the_closed_forms_weights(surrogate):
-    logprobs, old, advantages, mask = batch = make_batch()
+    logprobs, old, advantages, mask = batch = make_batch(seed=3)  # advantages of both signs
     rows, parameters = (tensor.tolist() for tensor in batch), dataclasses.asdict(surrogate)
     slopes = torch.tensor(reference.surrogate(type(surrogate).__name__, parameters, *rows)[1], dtype=torch.float64)
     weights = token_weights(surrogate, *batch)
@@ -134,15 +137,19 @@ def test_against_numpy_with_the_closed_forms_weights(surrogate):
     log_r = (logprobs - old).numpy()[keep]
     r = np.exp(log_r)
     active = A != 0
+    of_row = np.exp(np.where(keep, logprobs - old, 0).sum(axis=1))[keep.any(axis=1)]
     expected = {
         "ratio_mean": r.mean(),
         "ratio_min": r.min(),
         "ratio_max": r.max(),
         "ess": r.sum() ** 2 / (len(r) * (r**2).sum()),
+        "ess_sequence": of_row.sum() ** 2 / (len(of_row) * (of_row**2).sum()),
         "kl_old_new": (r - 1 - log_r).mean(),
         "tv": np.abs(r - 1)[active].mean() / 2,
         "tv_smoothed": np.abs((r - 1) * w / np.where(active, A * r, 1))[active].mean() / 2,
         "zero_weight_share": (w[active] == 0).mean(),
+        "zero_weight_share_positive": (w[A > 0] == 0).mean(),
+        "zero_weight_share_negative": (w[A < 0] == 0).mean(),
         "clamped_share": 0.0,
     }
     assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -171,7 +178,7 @@ def test_an_empty_mask(shape):
     tensors = [torch.full(shape, math.nan)] * 4
     stats = diagnose(*tensors, torch.zeros(shape, dtype=torch.bool))
     for name, value in stats.items():
-        assert value == (1.0 if name.startswith("ratio") or name == "ess" else 0.0), name
+        assert value == (1.0 if name.startswith(("ratio", "ess")) else 0.0), name
 
 
 def test_all_advantages_zero():
@@ -184,6 +191,9 @@ def test_flat_tokens_of_all_microbatches_read_the_same_and_garbage_is_never_seen
     logprobs, old, advantages, mask = batch = make_batch()
     tensors = [tensor.expand_as(mask) for tensor in (logprobs, old, advantages, token_weights(Clip(), *batch))]
     whole = diagnose(*tensors, mask)
+    rows = torch.arange(len(mask), 0, -1)[:, None].expand_as(mask)  # any numbers
     flat = [tensor[mask] for tensor in tensors]
-    assert diagnose(*flat, torch.ones(len(flat[0]), dtype=torch.bool)) == pytest.approx(whole, rel=1e-12)
+    assert diagnose(*flat, torch.ones(len(flat[0]), dtype=torch.bool), rows[mask].float()) == pytest.approx(
+        whole, rel=1e-12
+    )
     assert diagnose(*(tensor.where(mask, math.nan) for tensor in tensors), mask) == whole

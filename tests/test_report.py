@@ -230,12 +230,14 @@ def test_what_differs_is_said_in_words():
 
 
 def test_diagnostics_are_means_over_rollouts(make_run, report):
-    metrics = {"ess": [0.9, 0.7], "zero_weight_share": [0.0, 0.5], "grad_norm": [0.5, 1.5], "tv": [0.2, None]}
+    metrics = {"ess": [0.9, 0.7], "zero_weight_share": [0.0, 0.5], "grad_norm": [0.5, 1.5], "tv": [0.2, None],
+               "gradient_norm2": [-0.5, 1.0], "gradient_variance": [5.0, 6.0]}  # fmt: skip
     make_run("a", "Clip", metrics=metrics)
     make_run("b", "NoClip", metrics=metrics, **{"optimizer.max_grad_norm": 0})  # 0 clips nothing
     cells, _, err = report()
     found = {key[2:]: cell[1] for key, cell in cells.items() if key[1] == "Off-policy diagnostics"}
-    expected = {"ess": 0.8, "zero_weight_share": 0.25, "grad_norm": 1.0, "tv": 0.2, "gradients clipped": 0.5}
+    expected = {"ess": 0.8, "zero_weight_share": 0.25, "grad_norm": 1.0, "tv": 0.2, "gradients clipped": 0.5,
+                "noise scale": 22.0}  # fmt: skip
     assert {column: value for (row, column), value in found.items() if row == "Clip"} == pytest.approx(expected)
     assert found["NoClip (max_grad_norm=0)", "gradients clipped"] == 0
     assert "1 values that were not finite" in err

@@ -665,7 +665,7 @@ def test_a_changed_learning_rate_scales_its_schedule_as_if_set_by_hand(cut_off, 
 
 STEER = ("--optimizer.lr=2e-4", "--algorithm.beta=0.1", "--algorithm.entropy_coef=0.01",
          "--optimizer.max_grad_norm=0.05", "--run.save_every=2", "--run.validate_every=2", "--run.samples=1",
-         "--run.record_tokens=1")  # fmt: skip
+         "--run.record_tokens=1", "--run.gradients_every=2")  # fmt: skip
 
 
 @pytest.mark.nightly

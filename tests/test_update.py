@@ -50,13 +50,13 @@ def name(value) -> str:
     return re.sub(r" at 0x\w+", "", repr(value))
 
 
-def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, **algorithm):
+def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, gradients_every=0, **algorithm):
     surrogate = NoClip() if surrogate is None else surrogate
     return TrainConfig(
         algorithm=AlgorithmConfig(surrogate=surrogate, **algorithm),
         rollout=RolloutConfig(prompts=16, group_size=group_size, max_completion_tokens=T_MAX, temperature=TEMPERATURE),
         optimizer=OptimizerConfig(**{"max_grad_norm": 1.0, "microbatch_tokens": 60} | (optimizer or {})),
-        run=RunConfig(max_steps=max_steps),
+        run=RunConfig(max_steps=max_steps, gradients_every=gradients_every),
     )
 
 
@@ -509,6 +509,69 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         torch.testing.assert_close(end, expected, rtol=0, atol=1e-5 * move)  # norms are float32 in a float64 model
         for step, expected_step in zip(metrics, expected_metrics, strict=True):
             assert step == pytest.approx(expected_step, rel=1e-4, abs=1e-6)
+
+
+class Fading(Surrogate):
+    """NoClip with a state: a weight that falls with every call."""
+
+    calls = 0
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        self.calls += 1
+        return NoClip()(logprobs, old_logprobs, advantages, mask) / self.calls
+
+
+def prompt_gradients(policy, rollout, advantages, minibatches):
+    """(n, D) float64: the gradient of each prompt's share of its minibatch's loss, NoClip with dapo at r = 1."""
+    policy, gradients = copy.deepcopy(policy).double(), []
+    for minibatch in torch.arange(len(rollout)).view(-1, G).tensor_split(minibatches):
+        tokens = rollout.completion_mask[minibatch.flatten()].sum()
+        for indices in minibatch:
+            rows = rollout.rows(indices)
+            logprobs = reference.batch_logprobs(policy, rows.token_ids, TEMPERATURE)
+            policy.zero_grad()
+            (-logprobs * advantages[indices, None] * rows.completion_mask / tokens).sum().backward()
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]))
+    return torch.stack(gradients).numpy()
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("tokens", [1000, 20, 1])
+def test_gradient_metrics(policy, minibatches, tokens):
+    """Against pairs of prompts' gradients, whatever the microbatches; the run's numbers stay."""
+    rollout, advantages = make_rollout(seed=3)
+    settings = {"epochs": 3, "minibatches": minibatches, "optimizer": {"microbatch_tokens": tokens}}
+    plain = run(policy, rollout, advantages, make_config(**settings), sgd=0.1)
+    learner, epochs = make_learner(policy, config := make_config(**settings, gradients_every=1), sgd=0.1), []
+    take = learner.optimizer.register_step_pre_hook
+    take(lambda *_: epochs.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).numpy()))
+    steps = update(learner, rollout, advantages, config)
+    assert torch.equal(weights(learner.policy), plain[0])
+    assert [{name: x for name, x in step.items() if not name.startswith("gradient_")} for step in steps] == plain[1]
+
+    own = prompt_gradients(policy, rollout, advantages, minibatches) / minibatches
+    n = len(own)
+    pairs = sum(own[i] @ own[j] for i in range(n) for j in range(n) if i != j)
+    for step in steps:
+        assert step["gradient_norm2"] == pytest.approx(n / (n - 1) * pairs, rel=1e-5)
+        assert step["gradient_variance"] == pytest.approx((n * own).var(axis=0, ddof=1).sum(), rel=1e-5)
+    first, *others = np.stack(epochs).reshape(3, minibatches, -1).sum(axis=1)
+    cosines = [first @ other / np.linalg.norm(first) / np.linalg.norm(other) for other in others]
+    assert [step.get("gradient_cosine") for step in steps[minibatches - 1 :: minibatches]] == [
+        None, *(pytest.approx(cosine, rel=1e-6) for cosine in cosines)
+    ]  # fmt: skip
+
+
+def test_measuring_gradients_changes_no_state_of_a_loss(policy):
+    ends = [run(policy, *make_rollout(), make_config(Fading(), gradients_every=every))[0] for every in (0, 1)]
+    assert torch.equal(*ends)
+
+
+def test_gradients_are_measured_where_a_multiple_is_crossed(policy):
+    config = make_config(epochs=2, gradients_every=3)
+    learner = make_learner(policy, config)
+    measured = ["gradient_norm2" in update(learner, *make_rollout(seed=i), config)[0] for i in range(5)]
+    assert measured == [False, True, True, False, True]  # steps 3, 6 and 9
 
 
 @pytest.fixture(scope="module")

@@ -25,27 +25,39 @@ def token_weights(
 
 @torch.no_grad()
 def diagnose(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    rows: Tensor | None = None,
 ) -> dict[str, float]:
     """Statistics of one optimizer step over its unmasked tokens.
 
     Args:
-        logprobs, old_logprobs, weights, mask: any one shape, e.g. (B, T) or (N,); advantages: broadcastable to it.
+        logprobs, old_logprobs, weights, mask: any one shape, e.g. (B, T) or (N,).
+        advantages: broadcastable to it.
+        rows: the same shape, a number of each token's sequence; None: the index in the first dimension.
 
     Returns:
         * ``ratio_...``: mean, min, max and percentiles of r = exp(logprob - old)
         * ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
+        * ``ess_sequence``: the same of the n sequences' ratios, each the product over its tokens
         * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
         * ``tv``: total variation between old and new, the mean of |r - 1| / 2 over tokens with A != 0
         * ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
-        * ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0
+        * ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0; with ``_positive`` and ``_negative``
+          of those with A > 0 and A < 0
         * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
 
-        All are 0 for an empty mask except the ratios and ``ess``, which are 1.
+        All are 0 for an empty mask except the ratios and effective sample sizes, which are 1.
     """
     if not mask.any():  # an empty step reads like one unchanged token
         nothing = logprobs.new_zeros(1)
         return diagnose(nothing, nothing, nothing, nothing, nothing == 0)
+    if rows is None:
+        rows = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1)).expand_as(mask)
+    _, rows = rows[mask].unique(return_inverse=True)
     advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     logprobs, old_logprobs, weights = (values[mask].to(dtype) for values in (logprobs, old_logprobs, weights))
@@ -54,8 +66,14 @@ def diagnose(
     ratio = log_r.exp()
     ordered = ratio.sort().values  # torch.quantile refuses more than 2^24 values
     percentiles = {f"ratio_p{p}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (1, 50, 99)}
-    active = advantages != 0
+    sequences = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)  # (n,)
+    sequence_ratio = (sequences - sequences.max()).exp()
+    active, cut = advantages != 0, weights == 0
     n_active = active.sum().clamp(min=1).to(dtype)
+    cut_shares = {
+        f"zero_weight_share{sign}": (cut & tokens).sum() / tokens.sum().clamp(min=1).to(dtype)
+        for sign, tokens in {"": active, "_positive": advantages > 0, "_negative": advantages < 0}.items()
+    }
     distance = (ratio - 1).abs()[active]
     slope = (weights[active] / (advantages[active] * ratio[active])).abs()
     stats = {
@@ -64,10 +82,11 @@ def diagnose(
         "ratio_max": ratio.max(),
         **percentiles,
         "ess": ratio.mean().square() / ratio.square().mean(),
+        "ess_sequence": sequence_ratio.mean().square() / sequence_ratio.square().mean(),
         "kl_old_new": (torch.expm1(log_r) - log_r).mean(),
         "tv": 0.5 * distance.sum() / n_active,
         "tv_smoothed": 0.5 * (slope * distance).sum() / n_active,
-        "zero_weight_share": (weights[active] == 0).sum() / n_active,
+        **cut_shares,
         "clamped_share": (difference.abs() > MAX_LOG_RATIO).to(dtype).mean(),
     }
     return dict(zip(stats, torch.stack([value.to(dtype) for value in stats.values()]).tolist(), strict=True))

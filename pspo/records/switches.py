@@ -5,14 +5,14 @@ FREE = {  # changes no number of the run
     "reward.timeout", "reward.workers", "rollout.engine_memory", "run.keep", "run.name", "run.quiet", "run.tracker",
 }  # fmt: skip
 STEERED = {  # how far a step goes, and what is written when; not what is optimized, nor on which samples
-    "algorithm.beta", "algorithm.entropy_coef", "optimizer.lr", "optimizer.max_grad_norm", "run.record_tokens",
-    "run.samples", "run.save_every", "run.validate_every",
+    "algorithm.beta", "algorithm.entropy_coef", "optimizer.lr", "optimizer.max_grad_norm", "run.gradients_every",
+    "run.record_tokens", "run.samples", "run.save_every", "run.validate_every",
 }  # fmt: skip
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
             "optimizer.one_pass", "distributed.gather"}  # fmt: skip
 NO_SETTING = FREE | ROUNDING | {  # by which no optimizer step is another one, but for rounding: no setting
-    "distributed.rollout", "distributed.strategy", "rollout.max_rows", "run.fork_from", "run.output_dir",
-    "run.record_tokens", "run.resume", "run.samples", "run.save_every", "run.test_limit", "run.validate_every",
-    "run.validation_limit",
+    "distributed.rollout", "distributed.strategy", "rollout.max_rows", "run.fork_from", "run.gradients_every",
+    "run.output_dir", "run.record_tokens", "run.resume", "run.samples", "run.save_every", "run.test_limit",
+    "run.validate_every", "run.validation_limit",
 }  # fmt: skip

@@ -21,7 +21,10 @@ COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 ENDS = ("final validation reward", "final reward")
 SCALED = "PSPO's gradient is (1 - alpha) times NoClip's, and AdamW's step does not change when gradients are scaled"
-DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "zero_weight_share", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]
+DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
+               "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm",
+               "gradient_cosine"]  # fmt: skip
+GRADIENTS = ["gradient_norm2", "gradient_variance"]
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
     "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
@@ -33,10 +36,10 @@ NOTES = {
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
     "same order. Mean, and from three seeds on the 95% t-interval, of this difference alone. Accuracies in percentage "
     "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
-    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step of each, over tokens with an "
-    "advantage: 1st and 99th percentile of the ratio r, effective sample size, share of tokens of no weight, total "
-    "variation between old and new policy and what the surrogate leaves of it, KL(old || new) in nats, gradient norm, "
-    "share of these gradients that were clipped by their norm.",
+    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step: percentiles of the ratio r; "
+    "effective sample size of tokens and completions; share of tokens without weight, also by the sign of A; total "
+    "variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; gradient norm "
+    "and how many were clipped; cosine with the first epoch's gradient; gradient noise scale in prompts.",
 }
 
 # The numbers of each run, as rows of run, column (of a table) and value; accuracies have their interval besides
@@ -92,12 +95,19 @@ def learning(runs: Runs) -> pd.DataFrame:
 
 
 def diagnostics(runs: Runs) -> pd.DataFrame:
-    """Means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
-    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
+    """Means over the rollouts, the share of them whose last gradient was clipped by its norm, and the noise scale."""
+    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS, *GRADIENTS])
     limits = pd.to_numeric(metrics["run"].map(runs.configs["optimizer.max_grad_norm"]), errors="coerce")
     limits = limits.replace(0, np.inf)  # 0: none
     clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna())
-    return _long(metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean())
+    means = metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean()
+    return _long(means.assign(**{"noise scale": noise_scale(means)}).drop(columns=GRADIENTS))
+
+
+def noise_scale(means: pd.DataFrame) -> pd.Series:
+    """The gradient noise scale, in prompts, of means of its parts; NaN where the noise hides the gradient."""
+    size, noise = (means.get(name, pd.Series(np.nan, means.index)) for name in GRADIENTS)
+    return (noise / size).where(size > 0)
 
 
 def compared(runs: Runs) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, corrected_tokens, diagnose, diagnose_correction, kl_estimate, token_weights
+from pspo.rollout.gradient_metrics import GradientMetrics
 from pspo.rollout.types import Batch, Rollout
 
 
@@ -18,8 +19,15 @@ class StepMetrics:
         loss, kl_reference: scalars, sums over the microbatches so far.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, step: int, counts: Counts, device: torch.device) -> None:
-        self.algorithm, self.step, self.counts = algorithm, step, counts
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        step: int,
+        counts: Counts,
+        device: torch.device,
+        gradients: GradientMetrics | None = None,
+    ) -> None:
+        self.algorithm, self.step, self.counts, self.gradients = algorithm, step, counts, gradients
         self.loss, self.kl_reference = torch.zeros(2, device=device)
         self.parts: list[dict[str, Tensor]] = []
 
@@ -46,21 +54,22 @@ class StepMetrics:
         return {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
 
     def reduce(self) -> tuple[dict[str, float], bool]:
-        """Metrics over all ranks' tokens, and whether loss and log-probs are finite.
+        """Metrics over all ranks' tokens, and whether loss and log-probs are finite. To be called before the step.
 
         Metrics are those of `diagnose` and `diagnose_correction` over tokens with A != 0, the entropy over all.
         """
         corrected = self.algorithm.correction != "none"
-        names = ["logprob", "old_logprob", "advantage", "weight", "entropy"]
+        names = ["logprob", "old_logprob", "advantage", "weight", "row", "entropy"]
         names += ["sampler_logprob", "corrected"] if corrected else []
         tokens = self.tokens()
+        tokens["row"] = tokens["row"] * dist.world_size() + dist.rank()  # of all ranks' rows
         values = dist.gather_columns(torch.stack([tokens[name] for name in names]))  # on rank 0 all ranks'
         loss, kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
 
         def on_main() -> tuple[dict[str, float], bool]:
-            logprobs, old, advantages, weights, entropies, *correction = values
+            logprobs, old, advantages, weights, rows, entropies, *correction = values
             active = advantages != 0
-            metrics = diagnose(logprobs, old, advantages, weights, active)
+            metrics = diagnose(logprobs, old, advantages, weights, active, rows)
             metrics["entropy"] = (entropies.sum() / max(len(entropies), 1)).item()
             if corrected:
                 metrics |= diagnose_correction(old, *correction, active)
@@ -68,6 +77,8 @@ class StepMetrics:
 
         metrics, finite = dist.run_on_main(on_main)
         kl = {"kl_reference": kl_reference.item()} if self.algorithm.beta > 0 else {}
+        if self.gradients is not None:
+            metrics |= self.gradients.cosine()
         return {"loss": loss.item()} | kl | metrics, finite
 
 

@@ -38,9 +38,10 @@ from pspo.report.runs import (
     skipping,
     untrained,
 )
-from pspo.report.tables import SEEDS_FOR_AN_INTERVAL
+from pspo.report.tables import GRADIENTS, SEEDS_FOR_AN_INTERVAL, noise_scale
 from pspo.tasks.environment import import_path
 
+SMOOTHED = 10  # measures of a gradient's size and noise, of which the curve of the noise scale has the means
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
 LONGEST = 20_000  # characters of a completion on the page
@@ -73,7 +74,10 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 def curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
     time = runs.metrics.filter(like="seconds/").sum(axis=1).groupby(runs.metrics["run"]).cumsum()
-    metrics = pd.concat([untrained(runs), runs.metrics.assign(time=time)], ignore_index=True)
+    measured = runs.metrics.reindex(columns=["run", *GRADIENTS]).dropna()
+    measured = measured.groupby("run")[GRADIENTS].rolling(SMOOTHED, min_periods=1).mean().droplevel("run")
+    metrics = runs.metrics.assign(time=time, noise_scale=noise_scale(measured))
+    metrics = pd.concat([untrained(runs), metrics], ignore_index=True)
     setting, method = settings(runs.configs), methods(runs.configs)
     names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
     groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
