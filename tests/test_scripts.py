@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import importlib.util
 import json
 import math
 import subprocess
@@ -26,6 +25,24 @@ from pspo.tasks import Reward
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
+@pytest.fixture
+def imported(monkeypatch):
+    """Imports a script, as the scripts import each other."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Calls an imported script's command with its arguments."""
+
+    def run(script, *args):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, args)])
+        script.main()
+
+    return run
+
+
 def moves(reaches: dict[str, float]) -> list[dict]:
     """Forks of five runs, two checkpoints each, at lag 8 and 0: changes around a surrogate's own reach."""
     draw = np.random.default_rng(0)
@@ -36,14 +53,13 @@ def moves(reaches: dict[str, float]) -> list[dict]:
     ]  # fmt: skip
 
 
-def test_tables_of_moves(tmp_path):
+def test_tables_of_moves(tmp_path, imported, call):
     reaches = {"NoClip": 0, "NoClip:grpo": 0.02, "PSPO": 0, "GSPO:grpo": 0, "shuffled advantages": -0.04}
     lines = moves(reaches)
     (tmp_path / "base.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     blocks = [f"<!-- {name} -->\n<!-- end {name} -->\n" for name in ("differences", "predictions")]
     (tmp_path / "README.md").write_text("".join(blocks))
-    done = script("moves.py", tmp_path, tmp_path / "base.jsonl")
-    assert done.returncode == 0, done.stderr
+    call(imported("moves"), tmp_path, tmp_path / "base.jsonl")
     found = pd.read_csv(tmp_path / "differences.csv").set_index(["surrogate", "lag"])
     for name, base in (("PSPO", "NoClip"), ("GSPO:grpo", "NoClip:grpo"), ("shuffled advantages", "NoClip")):
         means = []  # of a run's two checkpoints
@@ -110,12 +126,9 @@ def test_solvable_problems(tmp_path):
     assert json.loads((tmp_path / "problems" / "train.jsonl").read_text()) == {"prompt": "problem 0", "answer": "9"}
 
 
-def test_equal_movement(tmp_path, monkeypatch):
+def test_equal_movement(tmp_path, imported, call):
     """Forks move as far as asked, by a KL computed row by row, and leave the run as if nothing had happened."""
-    specification = importlib.util.spec_from_file_location("equal_movement", SCRIPTS / "equal_movement.py")
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
-    folder, output = tmp_path / "run", tmp_path / "moves.jsonl"
+    script, folder, output = imported("equal_movement"), tmp_path / "run", tmp_path / "moves.jsonl"
     args = (f"--model.name_or_path={one_layer()}", "--rollout.prompts=4", "--rollout.max_completion_tokens=8",
             "--algorithm.epochs=2", "--run.max_steps=8", "--run.validate_every=0", "--run.test_limit=0", "--run.quiet",
             "--reward.functions=[test_resume.Noisy]", "--data.limit=60")  # fmt: skip
@@ -145,11 +158,10 @@ def test_equal_movement(tmp_path, monkeypatch):
 
     command = [folder, "--rollouts", 3, "--lags", 1, "--kl", 1e-4, "--surrogates", "PSPO", "--problems", 6,
                "--held-out", 5, "--output", output]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["equal_movement.py", *map(str, command)])
-    script.main()
+    call(script, *command)
     written = read_jsonl(output)
     assert [line["surrogate"] for line in written] == ["PSPO", script.CONTROL]
-    script.main()  # has it all
+    call(script, *command)  # has it all
     assert read_jsonl(output) == written
 
 
@@ -185,10 +197,9 @@ def completion_logprobs(model, rollout, row, kept=None):
     return logits.log_softmax(dim=1).gather(1, completion[:, None]).squeeze(1)
 
 
-def test_gradient_bias(tmp_path, monkeypatch, capsys):
+def test_gradient_bias(tmp_path, imported, call, monkeypatch, capsys):
     """Gradients by autograd, completion by completion in float64; what is known at lag 0; lines go on."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    script = importlib.import_module("gradient_bias")
+    script = imported("gradient_bias")
     monkeypatch.setattr(script, "PARTS", 4)
     folder, output = tmp_path / "run", tmp_path / "bias.jsonl"
     small_run(folder, "--run.max_steps=6")
@@ -260,36 +271,32 @@ def test_gradient_bias(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "PARTS", 3)
     command = ["measure", folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--truth", 2,
                "--replicates", 3, "--output", output]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["gradient_bias.py", *map(str, command)])
-    script.main()
+    call(script, *command)
     written = output.read_text()
     assert len(read_jsonl(output)) == 2 * 2 * 2
     output.write_text("".join(written.splitlines(keepends=True)[:-2]))
-    script.main()
+    call(script, *command)
     assert output.read_text() == written  # goes on where it stopped, with the same numbers
     moves = [{"run": "run", "rollouts": 1, "lag": 1, "surrogate": name, "aim": 0.1, "matched": True, "reward": 0.5}
              for name in ("NoClip", "Clip", "shuffled advantages")]  # fmt: skip
     append_jsonl(tmp_path / "moves.jsonl", *moves)
-    tables = ["table", str(output), "--moves", str(tmp_path / "moves.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["gradient_bias.py", *tables])
-    script.main()
+    call(script, "table", output, "--moves", tmp_path / "moves.jsonl")
     assert capsys.readouterr().out.count("gain in reward at a KL of 0.1") == 2  # plain and adam
 
 
-def test_gradient_bias_estimates(monkeypatch):
+def test_gradient_bias_estimates(imported):
     """Unbiased, and their errors right, on normal vectors; bias's share and ranks of made-up lines."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    script = importlib.import_module("gradient_bias")
+    script = imported("gradient_bias")
     generator, found = np.random.default_rng(0), []
     m, t, weights = np.array([1.0, 2.0, 0.0]), np.array([2.0, 1.0, 1.0]), np.array([1.0, 0.5, 2.0])
-    for _ in range(3000):
+    for _ in range(1000):
         g, parts = m + generator.normal(size=(6, 3)), t + generator.normal(size=(4, 3))
         found.append(script.line(g, parts, None, m[None], weights, script.products(parts, parts, weights)))
     found = pd.DataFrame(found).astype(float)
     expected = {"target2": 4 + 0.5 + 2, "dot": 2 + 1, "norm2": 1 + 2, "second": 3 + 3.5, "variance": 3.5,
                 "bias2": 1 + 0.5 + 2, "mse": 3.5 + 3.5}  # fmt: skip
     for name, value in expected.items():
-        assert abs(found[name].mean() - value) < 4 * found[name].sem()
+        assert abs(found[name].mean() - value) < 2.3 * found[name].sem()
         assert 0.8 < (found[f"{name}_se"] ** 2).mean() / found[name].var() < 1.4
 
     values = {"NoClip": (1, 1, 2), "Noisy": (1, 1, 4), "Biased": (0.5, 1, 2), "Back": (-1, 1, 2),
@@ -310,15 +317,15 @@ def test_gradient_bias_estimates(monkeypatch):
     assert script.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
 
 
-def test_alarms(tmp_path, monkeypatch, capsys):
+def test_alarms(tmp_path, imported, call, monkeypatch, capsys):
     """The effective sample size row by row in float64; runs go on as they were, and treated ones differently."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    script = importlib.import_module("alarms")
+    script = imported("alarms")
     monkeypatch.setattr(script, "AHEAD", 1)
+    monkeypatch.setattr(script, "FRESH", 1)
     folder, watched, forked = tmp_path / "run", tmp_path / "watch.jsonl", tmp_path / "forks.jsonl"
-    small_run(folder, "--run.max_steps=12", "--rollout.lag=2", "--run.seed=3")
+    small_run(folder, "--run.max_steps=10", "--rollout.lag=2", "--run.seed=3")
     names, updates, lag = script.describe(folder)
-    assert (names["method"].split()[1], updates, lag) == ("NoClip", 6, 2)
+    assert (names["method"].split()[1], updates, lag) == ("NoClip", 5, 2)
     for update, run, policies in script.replay(folder, updates, lag + 1):
         found = script.watch(run, policies, 5, update == updates)
         if update == 4:
@@ -349,28 +356,23 @@ def test_alarms(tmp_path, monkeypatch, capsys):
         (group,) = run.learner.optimizer.param_groups
         assert group["lr"] == pytest.approx(1e-3 / 3 if treatment == "lr / 3" else 1e-3)
         steps = {int(state["step"]) for state in run.learner.optimizer.state.values()}
-        assert steps == {6 if treatment == "new moments" else 12}
+        assert steps == {4 if treatment == "new moments" else 10}
 
-    def call(*command):
-        monkeypatch.setattr(sys, "argv", ["alarms.py", *map(str, command)])
-        script.main()
-
-    call("watch", folder, "--problems", 5, "--output", watched)
-    assert [line["update"] for line in read_jsonl(watched)] == [1, 2, 3, 4, 5, 6]
-    call("fork", folder, "--problems", 5, "--watch", watched, "--output", forked)
+    call(script, "watch", folder, "--problems", 5, "--output", watched)
+    assert [line["update"] for line in read_jsonl(watched)] == [1, 2, 3, 4, 5]
+    call(script, "fork", folder, "--problems", 5, "--watch", watched, "--output", forked)
     for command, path in ((["watch"], watched), (["fork", "--watch", watched], forked)):
         written = path.read_text()
         path.write_text("".join(written.splitlines(keepends=True)[:-2]))
-        call(*command, folder, "--problems", 5, "--output", path)
+        call(script, *command, folder, "--problems", 5, "--output", path)
         assert path.read_text() == written  # goes on where it stopped, with the same numbers
-    call("table", watched, "--forks", forked)
+    call(script, "table", watched, "--forks", forked)
     assert "0 of 1 runs collapse" in capsys.readouterr().out
 
 
-def test_alarm_rules(monkeypatch):
+def test_alarm_rules(imported):
     """Collapses by hand, and the AUC by counting pairs one by one."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    script = importlib.import_module("alarms")
+    script = imported("alarms")
     assert script.effective_sample_size(torch.tensor([0.0, 0.0, math.log(2)])) == pytest.approx(16 / 18)
     for rewards, at in (([0.5, 0.7, 0.6, 0.54, 0.5, 0.9], 4), ([0.7, 0.5, 0.7, 0.5, 0.7], math.inf),
                         ([0.7, 0.8, 0.6], math.inf)):  # fmt: skip
