@@ -1,5 +1,6 @@
 """A run that is killed, stopped, damaged or started twice ends as if nothing had happened, to the last bit."""
 
+import functools
 import json
 import math
 import os
@@ -101,11 +102,21 @@ def train(output: str, *args: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    assert train(str(folder)) == 0
-    return folder
+def whole_with(tmp_path_factory) -> Callable[..., Path]:
+    """Runs that nothing happened to, by their switches, each trained once."""
+
+    @functools.cache
+    def make(*args: str) -> Path:
+        folder = tmp_path_factory.mktemp("runs") / "whole"
+        assert train(str(folder), *args) == 0
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def whole(whole_with) -> Path:
+    return whole_with()
 
 
 def killed_at_step(step: int, *args: str) -> Callable[[], int]:
@@ -118,12 +129,18 @@ def killed_at_step(step: int, *args: str) -> Callable[[], int]:
     return action
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    assert forked(lambda: os.chdir(folder) or killed_at_step(5)()) == -signal.SIGKILL
+    assert [folder.name for folder in checkpoints(folder / "out")] == ["step-000004", "step-000002"]
+    return folder / "out"
+
+
 @pytest.fixture
-def cut_off() -> Path:
+def cut_off(killed) -> Path:
     """A run that was killed after its second checkpoint."""
-    assert forked(killed_at_step(5)) == -signal.SIGKILL
-    assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000004", "step-000002"]
-    return Path("out")
+    return shutil.copytree(killed, Path("out"))
 
 
 MODES = {  # the switches of a run; whatever keeps a state of its own is here
@@ -156,11 +173,11 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if i < 3 else pytest.mark.nightly) for i, mode in enumerate(MODES)]
 )
-def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(capfd, mode):
+def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(whole_with, capfd, mode):
     if "8bit" in mode:
         pytest.importorskip("bitsandbytes")
     args = MODES[mode]
-    assert train("whole", *args) == 0
+    whole = whole_with(*args)
     for step in range(6) if mode == "default" else (0, 3, 5):
         assert forked(killed_at_step(step, *args)) == -signal.SIGKILL
         for name in ("metrics.jsonl", "samples.jsonl"):  # what a kill a moment later would leave
@@ -170,7 +187,7 @@ def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(capfd, mode)
     if mode == "default":
         said = re.findall(r"^resuming out from (\S+)", capfd.readouterr().out, re.MULTILINE)
         assert said == [f"step-{step // 2 * 2:06d}" if step >= 2 else "the" for step in range(6)]  # "the start"
-    assert_same(Path("whole"), Path("out"))
+    assert_same(whole, Path("out"))
     if mode == "order":
         assert any(
             without for without, _ in states(checkpoints(Path("out"))[0] / "parts.pt")["stream"]["rests"].values()
@@ -451,11 +468,11 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if i < 5 else pytest.mark.nightly) for i, case in enumerate(DRAWING)]
 )
-def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resumes_exactly(capfd, case):
+def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resumes_exactly(whole_with, capfd, case):
     """What was being drawn is drawn again; so it is if the resumed run is killed."""
     owner, function, call, mode, saved = DRAWING[case]
     args = (*mode, "--run.test_limit=3")
-    assert train("whole", *args) == 0
+    whole = whole_with(*args)
 
     def note_passes() -> None:
         send(signal.SIGTERM)
@@ -471,7 +488,7 @@ def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resume
     assert [folder.name for folder in checkpoints(Path("out"))] == saved
     assert forked(killed_at_step(5, *args)) == (0 if case == "last test" else -signal.SIGKILL)
     assert train("out", *args) == 0
-    assert_same(Path("whole"), Path("out"))
+    assert_same(whole, Path("out"))
 
 
 def test_sigterm_from_outside_to_the_command_itself():
@@ -904,7 +921,7 @@ def test_a_fork_of_a_damaged_or_vanishing_checkpoint(cut_off, whole, capfd, monk
 # --- a run that died before its first step ----------------------------------------------------------------------------
 
 
-def test_a_run_without_a_step_does_not_block_its_folder(capfd):
+def test_a_run_without_a_step_does_not_block_its_folder(whole, capfd):
     """Killed in the first rollout, or stopped and saved there."""
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
 
@@ -914,10 +931,9 @@ def test_a_run_without_a_step_does_not_block_its_folder(capfd):
 
         assert forked(action) == code
     assert Path("out/checkpoints/step-000000").exists()
-    assert train("whole") == 0
     assert train("out") == 0
     assert "out holds no step of the run that was started there: it starts anew\n" in capfd.readouterr().err
-    assert_same(Path("whole"), Path("out"))
+    assert_same(whole, Path("out"))
     shutil.rmtree("out/checkpoints")
     shutil.rmtree("out/best")
     Path("out/summary.json").unlink()
