@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
             "--run.max_steps=8", "--rollout.prompts=8", "--rollout.max_completion_tokens=32", "--run.test_limit=48",
             "--run.validate_every=4", "--run.validation_limit=16", "--data.limit=64", "--algorithm.surrogate=Clip",
             "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
-            f"--run.output_dir={folder}/seed-{seed}",
+            "--run.gradients_every=4", f"--run.output_dir={folder}/seed-{seed}",
         ])  # fmt: skip
     return folder
 
@@ -131,6 +131,12 @@ def test_curves_are_means_over_seeds(runs):
     assert steps.tolist() == [0, *lines[0].index]
     expected = (lines[0]["reward"] + lines[1]["reward"]) / 2
     np.testing.assert_allclose(numbers(curve["mean"]["reward"])[1:], expected, rtol=1e-6)
+    measured = [of_run[["gradient_variance", "gradient_norm2"]].dropna() for of_run in lines]  # at steps 4 and 8
+    quotients = [of_run.expanding().mean().pipe(lambda x: x.iloc[:, 0] / x.iloc[:, 1]) for of_run in measured]
+    expected = pd.concat([of_run.where(of_run > 0) for of_run in quotients]).groupby("step").mean()
+    shown = pd.Series(numbers(curve["mean"]["noise_scale"]), steps).dropna()
+    np.testing.assert_allclose(shown, expected.dropna(), rtol=1e-5)
+    assert len(shown) > 0
     summaries = [json.loads((runs / f"seed-{seed}/summary.json").read_text()) for seed in (0, 1)]
     first = sum(summary["validation"]["untrained"]["validation_reward"] for summary in summaries) / 2
     assert numbers(curve["mean"]["validation_reward"])[0] == pytest.approx(first)

@@ -118,6 +118,7 @@ class Planner:
                 # They come while activations go; at the beginning there are those of one layer's activations.
                 "gradients": max(gradients, tokens * layer),
                 "activations": tokens * activations + rows * self.prompt_tokens * layers * keys,
+                "measured gradients": 12 * sum(p.numel() for p in trained) / ranks if config.run.gradients_every else 0,
                 "head": 8 * chunk + (head.numel() * (6 if self.cast else 4) if head.requires_grad else 0),
             },
             "step": resting | {"gradients": gradients, "float32 of one tensor": float32},
