@@ -6,6 +6,7 @@ python -m pspo.sweep       train and evaluate methods, settings and seeds as one
 python -m pspo.report      tables and figures of runs
 python -m pspo.view        a page to look inside runs: curves, groups, tokens, findings
 python -m pspo.export      merge LoRA adapters into their model
+python -m pspo.serve       start a vLLM server that draws rollouts
 """
 
 import argparse

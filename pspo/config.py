@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -277,6 +278,7 @@ class RolloutConfig(Section, name="rollout"):
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
         engine: transformers, vllm in a process of its own (pip install 'pspo[vllm]'), or a class by its import path
         engine_memory: with an engine, share of the GPU's memory for its weights and cache
+        servers: with vllm, addresses of servers (python -m pspo.serve), as [http://a:8000]; unset, a process of its own
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
@@ -299,6 +301,7 @@ class RolloutConfig(Section, name="rollout"):
     decoder: Decoder = "pspo"
     engine: str = "transformers"
     engine_memory: float = number(0.3, "in (0, 1]")
+    servers: list[str] = field(default_factory=list)
     environment: str | None = None
     max_turns: int = number(4, "above 0")
     lag: int = number(0, "at least 0")
@@ -311,6 +314,8 @@ class RolloutConfig(Section, name="rollout"):
         rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
         require(all(self.stop_strings), "rollout.stop_strings", "must not be empty texts", self.stop_strings)
+        addresses = all(re.fullmatch(r"https?://[^/\s]+:\d+", url) for url in self.servers)
+        require(addresses, "rollout.servers", "must be addresses such as http://host:8000", self.servers)
 
     @property
     def external(self) -> bool:
@@ -489,7 +494,7 @@ class DistributedConfig(Section, name="distributed"):
         strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
         rollout: fsdp2: sample from gathered weights, or layer by layer (synced: slow, for models too large to gather)
         gather: fsdp2: gather weights per microbatch, or once per optimizer step (faster, more memory)
-        timeout: seconds a rank waits for the others
+        timeout: seconds a rank waits for the others, and for a server of rollout.servers
     """
 
     strategy: Strategy = "none"
@@ -534,6 +539,8 @@ CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
      lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
     ("algorithm.nucleus", "must be ignore with rollout.top_p 1, top_k 0 and min_p 0, which cut nothing",
      lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and not (c.rollout.top_k or c.rollout.min_p)),
+    ("rollout.servers", "must be left out unless rollout.engine is vllm",
+     lambda c: c.rollout.servers and c.rollout.engine != "vllm"),
     ("rollout.min_p", "must be 0 with vllm and top_p below 1: vllm cuts by min_p first, and top_p of what is left",
      lambda c: c.rollout.engine == "vllm" and c.rollout.min_p > 0 and c.rollout.top_p < 1),
     ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",

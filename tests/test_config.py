@@ -193,7 +193,8 @@ def test_the_package_lists_its_commands_and_the_version():
     run = [sys.executable, "-m", "pspo"]
     text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     commands = re.findall(r"python -m (pspo\.\w+) +\w", text)
-    assert commands == ["pspo.train", "pspo.evaluate", "pspo.sweep", "pspo.report", "pspo.view", "pspo.export"]
+    names = ("train", "evaluate", "sweep", "report", "view", "export", "serve")
+    assert commands == [f"pspo.{name}" for name in names]
     assert all(importlib.util.find_spec(name) for name in commands)
     assert pspo.__version__ in text
     assert subprocess.run([*run, "train"], capture_output=True, check=False).returncode == 2

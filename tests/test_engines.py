@@ -1,29 +1,53 @@
-"""Rollouts by vLLM: its tokens, log-probs and weights are the policy's. Without vLLM only what is refused is tested."""
+"""Rollouts by vLLM: its tokens, log-probs and weights are the policy's.
 
+Without vLLM what is refused is tested, and how prompts are spread over servers, by servers that only look like vLLM's.
+"""
+
+import contextlib
 import importlib.metadata
 import importlib.util
+import json
+import os
+import re
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import reference
+import requests
 import torch
 from architectures import OUTCOMES, tiny
 from processes import assert_same, before, forked, kill_at_step, one_layer, run_command, states
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 import pspo.run.prepare
 import pspo.run.sampler
 import pspo.train
-from pspo.config import AlgorithmConfig, DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
-from pspo.engines import EngineError, EngineSampler
-from pspo.engines.vllm import VLLM
+from pspo.config import (
+    AlgorithmConfig,
+    DataConfig,
+    DistributedConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from pspo.engines import EngineError, EngineSampler, find_engine
+from pspo.engines.servers import Servers
 from pspo.hub.adapters import weights_of_files
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.optimizers.learner import Learner
 from pspo.records.files import read_jsonl
-from pspo.rollout import Prompts, generate, load_prompts, make_sampling
+from pspo.rollout import Prompts, Sampling, generate, load_prompts, make_sampling
 from pspo.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -54,6 +78,12 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, found, what):
         (("--algorithm.nucleus=replay",), "algorithm.nucleus must be ignore with an engine"),
         (("--rollout.min_p=0.1",), "rollout.min_p must be 0 with vllm and top_p below 1"),
         (("--rollout.stop_tokens=[<|im_end|>]", "--rollout.min_completion_tokens=2"), "rollout.min_completion_tokens"),
+        (
+            ("--rollout.servers=[http://a:1]", "--rollout.engine=transformers"),
+            "rollout.servers must be left out unless",
+        ),
+        (("--rollout.servers=[a:8000]",), "rollout.servers must be addresses such as http://host:8000, got ['a:8000']"),
+        (("--rollout.servers=[http://a:1/v1]",), "rollout.servers must be addresses such as"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(capsys, switches, named):
@@ -221,15 +251,302 @@ def test_corrections_are_on_with_an_engine():
     assert proximal.algorithm.correction == "token_truncate"
 
 
-@pytest.fixture(scope="module", params=["tiny-base", "tiny-math"])
+class Server(ThreadingHTTPServer):
+    """Looks like a vLLM server: what it draws depends on the seed alone, and it keeps the weights that it gets.
+
+    Attributes:
+        before: called with the path before each answer; what it raises is the server's failure.
+        asked: the seeds for which it was to draw.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0):
+        super().__init__(("127.0.0.1", port), Routes)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.version, self.updating, self.weights, self.asked = "default", False, {}, []
+        self.vllm, self.finish_reason, self.before = "0.32.0", "stop", lambda path: None
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Routes(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
+        server, path = self.server, self.path.partition("?")[0]
+        try:
+            server.before(path)
+            answer = {"version": server.vllm} if path == "/version" else self.answer(server, path, body)
+            status = 200
+        except RuntimeError as error:
+            answer, status = {"error": str(error)}, 500
+        except KeyError:
+            answer, status = {"detail": "Not Found"}, 404
+        self.send_response(status)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who asked no longer waits
+            self.wfile.write(json.dumps(answer).encode())
+
+    def answer(self, server: Server, path: str, body: dict) -> dict:
+        if path == "/inference/v1/generate":
+            values = body["sampling_params"]
+            server.asked.append(values["seed"])
+            return {"choices": [self.completion(values["seed"], i) for i in reversed(range(values["n"]))]}
+        updating = {"/start_weight_update": False, "/update_weights": True, "/finish_weight_update": True}
+        if path in updating and server.updating != updating[path]:
+            raise RuntimeError("an update is active" if server.updating else "no update is active")
+        if path == "/update_weights":
+            server.weights |= load(b64decode(body["update_info"]["safetensors"]))
+        server.updating = path in ("/start_weight_update", "/update_weights")
+        server.version = body.get("weight_version", server.version)
+        return {route: {} for route in ("/pause", "/resume", *updating)}[path]
+
+    def completion(self, seed: int, index: int) -> dict:
+        ids = [seed % 1000, index, *range(seed % 3)]
+        versions = [{"version": version, "start": 0, "end": len(ids)} for version in self.server.version.split("+")]
+        logprobs = {"content": [{"token_id": token, "logprob": -token / 8} for token in ids]}
+        reason = self.server.finish_reason
+        return {
+            "index": index,
+            "token_ids": ids,
+            "logprobs": logprobs,
+            "weight_versions": versions,
+            "finish_reason": reason,
+        }
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    both = [Server(), Server()]
+    yield both
+    for server in both:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(ModelConfig(one_layer()), CPU)
+
+
+@contextlib.contextmanager
+def engine_of(servers: list[Server], timeout: float = 60.0) -> Iterator[Servers]:
+    rollout = RolloutConfig(engine="vllm", servers=[server.url for server in servers])
+    engine = Servers(TrainConfig(rollout=rollout, distributed=DistributedConfig(timeout=timeout)), 256, CPU)
+    yield engine
+    engine.close()
+
+
+def drawn_by(engine: Servers, prompts: int = 6) -> tuple[list[list[int]], list[list[float]]]:
+    torch.manual_seed(5)
+    ids, logprobs, _ = engine.complete([[3, 4]] * prompts, Sampling(stop_ids=(1,), pad_id=0), group_size=2)
+    return ids.tolist(), logprobs.tolist()
+
+
+def expected(prompts: int = 6) -> tuple[list[list[int]], list[list[float]]]:
+    torch.manual_seed(5)
+    seeds = torch.randint(2**31, (prompts,)).tolist()
+    rows = [[seed % 1000, index, *range(seed % 3)] for seed in seeds for index in range(2)]
+    padded = [row + [0] * (max(map(len, rows)) - len(row)) for row in rows]
+    return padded, [[-token / 8 for token in row] for row in padded]
+
+
+def test_prompts_are_spread_and_their_order_is_kept(servers, policy):
+    servers[0].before = lambda path: path.endswith("generate") and time.sleep(0.3)  # it answers last
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        assert drawn_by(engine) == expected()
+    assert [len(server.asked) for server in servers] == [3, 3]
+
+
+def test_what_is_pushed_to_servers_are_the_weights_of_files(servers, policy, monkeypatch):
+    monkeypatch.setattr("pspo.engines.servers.CHUNK_BYTES", 2**18)  # several
+    with engine_of(servers) as engine:
+        engine.push(policy, 3)
+        names = {server.version for server in servers}
+        assert names == {engine.version}
+        assert engine.version.endswith("-3")
+        for name, weight in weights_of_files(policy):
+            assert all(torch.equal(server.weights[name], weight) for server in servers)
+        for server in servers:
+            server.weights = {}
+        engine.push(policy, 3)  # they have it
+        assert not servers[0].weights
+    with engine_of(servers) as other:
+        other.push(policy, 3)  # another process's third version may be another one
+        assert engine.version != other.version == servers[0].version
+
+
+def die(path: str) -> None:
+    if path.endswith("generate"):
+        raise RuntimeError("EngineCore has died")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"before": die}, "answers /inference/v1/generate by 500"),
+        ({"before": lambda path: path.endswith("generate") and time.sleep(5)}, "does not answer"),
+        ({"version": "default"}, "drew with weights default, not"),  # it was restarted
+        ({"version": "VERSION+other"}, "drew with weights"),  # it got others meanwhile
+        ({"finish_reason": "abort"}, "of 128 tokens (abort)"),
+    ],
+)
+def test_what_a_server_fails_to_draw_another_one_draws(servers, policy, capsys, fault, says):
+    with engine_of(servers, timeout=3.0) as engine:
+        engine.push(policy, 0)
+        good = {name: getattr(servers[0], name) for name in fault}
+        for name, value in fault.items():
+            value = value.replace("VERSION", engine.version) if isinstance(value, str) else value
+            setattr(servers[0], name, value)
+        assert drawn_by(engine) == expected()
+        assert len(servers[1].asked) == 6
+        warnings = capsys.readouterr().err.splitlines()
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"WARNING: {servers[0].url} ")
+        assert says in warnings[0]
+        for name, value in good.items():
+            setattr(servers[0], name, value)
+        servers[0].asked, servers[0].weights = [], {}
+        engine.push(policy, 1)  # it is asked again once it has weights
+        assert servers[0].version == servers[1].version == engine.version
+        assert servers[0].weights.keys() == servers[1].weights.keys()
+        assert drawn_by(engine) == expected()
+        assert len(servers[0].asked) == 3
+
+
+def test_a_server_that_is_gone_is_used_again_when_it_is_back(servers, policy, capsys):
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        servers[0].stop()
+        assert drawn_by(engine) == expected()
+        engine.push(policy, 1)
+        assert drawn_by(engine) == expected()
+        assert capsys.readouterr().err.count("WARNING") == 1
+        servers[0] = Server(servers[0].server_port)
+        engine.push(policy, 2)
+        assert drawn_by(engine) == expected()
+        assert len(servers[0].asked) == 3
+
+
+def test_a_push_that_a_killed_trainer_left_unfinished_is_finished(servers, policy):
+    servers[0].updating = True
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        assert not engine.failures
+        assert drawn_by(engine) == expected()
+
+
+def test_without_a_server_that_draws_it_raises(servers, policy):
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        for server in servers:
+            server.version = "default"
+        with pytest.raises(EngineError, match=r"drew with weights default.*; .*drew with weights default"):
+            drawn_by(engine)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"vllm": "0.9.1"}, "runs vLLM 0.9.1, not 0.32.x"),
+        ({"url": "http://127.0.0.1:9"}, "does not answer /version (ConnectionError)"),
+        ({"before": lambda path: {}[path]}, 'answers /version by 404 {"detail": "Not Found"}: start it by python -m'),
+    ],
+)
+def test_servers_that_are_none_are_one_line(servers, fault, says):
+    for name, value in fault.items():
+        setattr(servers[0], name, value)
+    with pytest.raises(ValueError, match=re.escape(f"--rollout.servers: {servers[0].url} {says}")):
+        engine_of(servers[:1]).__enter__()
+
+
+def test_a_run_without_servers_leaves_nothing(capsys):
+    assert train("out", "--rollout.engine=vllm", "--rollout.servers=[http://127.0.0.1:9]") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("pspo.train: error: --rollout.servers: http://127.0.0.1:9 does not answer /version")
+    assert not Path("out").exists()
+
+
+class VLLMServer:
+    """A real one, of tiny-base, in processes of its own."""
+
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "pspo.serve", f"--port={self.port}", "--max_tokens=256"]
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        while self.process.poll() is None:
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"pspo.serve ended with {self.process.returncode}")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def running(self) -> float:
+        """Completions that it is drawing."""
+        metrics = requests.get(f"{self.url}/metrics", timeout=5).text
+        return float(re.search(r"^vllm:num_requests_running{.*} (\S+)$", metrics, re.MULTILINE)[1])
+
+    @property
+    def version(self) -> str:
+        return requests.get(f"{self.url}/weight_info", timeout=5).json()["weight_version"]
+
+
+@pytest.fixture(scope="module")
+def vllm_servers() -> Iterator[list[VLLMServer]]:
+    both = [VLLMServer(), VLLMServer()]
+    try:
+        for server in both:
+            server.start()
+        for server in both:
+            server.wait()
+        yield both
+    finally:
+        for server in both:
+            server.kill()
+
+
+@pytest.fixture(scope="module", params=["tiny-base", "tiny-math", "servers"])
 def served(request):
     """An engine's sampler, with the weights of its learner."""
-    config = TrainConfig(model=ModelConfig(request.param), rollout=RolloutConfig(engine="vllm"))
+    servers = [server.url for server in request.getfixturevalue("vllm_servers")] if request.param == "servers" else []
+    model = ModelConfig("tiny-base" if servers else request.param)
+    config = TrainConfig(model=model, rollout=RolloutConfig(engine="vllm", servers=servers))
     policy, tokenizer = load_policy(config.model, CPU), load_tokenizer(config.model)
-    engine, learner = VLLM(config, 256, CPU), Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
+    engine = find_engine(config.rollout)(config, 256, CPU)
+    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
     yield EngineSampler(engine, learner, tokenizer, make_sampling(policy, tokenizer, config.rollout, logprobs=True))
     engine.close()
-    assert engine.process.poll() is not None
+    assert servers or engine.process.poll() is not None
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +590,7 @@ def test_logprobs_are_the_policys(served, prompts):
 
 
 @needs_vllm
+@pytest.mark.parametrize("served", ["tiny-base", "tiny-math"], indirect=True)  # a server draws fewer at a time
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.85, 0, 0.0), (1.0, 6, 0.0), (1.0, 0, 0.0), (1.0, 0, 0.2)])
 def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, prompts, top_p, top_k, min_p):
     policy = served.learner.policy
@@ -353,9 +671,89 @@ def test_killed_and_resumed_it_ends_as_undisturbed(lag):
 
 
 @needs_vllm
+@pytest.mark.parametrize("served", ["tiny-base", "tiny-math"], indirect=True)
 def test_a_prompt_that_leaves_no_room_raises(served):
     long = replace(served, sampling=replace(served.sampling, min_completion_tokens=128))
     with pytest.raises(EngineError, match="no room"):
         long.draw(Prompts([Problem("")], [[5] * 200]), 1)
     with pytest.raises(EngineError, match="process has died"):  # from then on
         served.draw(Prompts([Problem("")], [[5] * 20]), 1)
+
+
+def train_by(servers: list[VLLMServer], output: str, *args: str) -> int:
+    urls = ", ".join(server.url for server in servers)
+    return train(
+        output, "--rollout.engine=vllm", f"--rollout.servers=[{urls}]", "--model.name_or_path=tiny-base", *args
+    )
+
+
+@needs_vllm
+@pytest.mark.parametrize("lag", [0, 1])
+def test_servers_draw_for_a_run_and_for_the_one_that_resumes_it(vllm_servers, capsys, lag):
+    def killed() -> int:
+        kill_at_step(3)
+        return train_by(vllm_servers, "out", f"--rollout.lag={lag}")
+
+    assert forked(killed) == -signal.SIGKILL
+    left = {server.version for server in vllm_servers}
+    assert len(left) == 1
+    assert train_by(vllm_servers, "out", f"--rollout.lag={lag}") == 0
+    assert "WARNING" not in capsys.readouterr().err
+    lines = read_jsonl(Path("out/metrics.jsonl"))
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    if lag == 0:  # else ratios are to the log-probs of the servers' own, older weights
+        assert all(abs(line["kl_sampler_old"]) < 1e-6 for line in lines)
+    names = {server.version for server in vllm_servers}
+    assert len(names) == 1
+    assert names != left
+
+
+@needs_vllm
+def test_no_completion_is_drawn_by_two_versions(vllm_servers, prompts):
+    """Of a push while servers draw: what was asked for before is drawn before; then the first weights are gone."""
+    prompts = prompts.take(range(8))
+    mine, other = load_policy(ModelConfig("tiny-base"), CPU), load_policy(ModelConfig("tiny-base"), CPU)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.05)
+    tokenizer = load_tokenizer(ModelConfig("tiny-base"))
+    sampling = make_sampling(mine, tokenizer, RolloutConfig(), logprobs=True)
+    learner = Learner(mine, torch.optim.SGD(mine.parameters(), lr=0.0))
+    with engine_of(vllm_servers) as engine, engine_of(vllm_servers) as intruder:
+        sampler = EngineSampler(engine, learner, tokenizer, replace(sampling, stop_ids=(), max_completion_tokens=160))
+        sampler.prefetch(prompts, 4)
+        while sum(server.running for server in vllm_servers) < 32:
+            time.sleep(0.05)
+        intruder.push(other, 0)
+        drawn = sampler.collect(prompts, 4)
+        errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, sampling.temperature)
+        assert errors.abs().max() < 1e-4
+        assert {server.version for server in vllm_servers} == {intruder.version}
+        with pytest.raises(EngineError, match=f"drew with weights {intruder.version}, not {engine.version}"):
+            sampler.draw(prompts, 4)
+
+
+@needs_vllm
+def test_a_server_that_is_killed_while_it_draws_loses_nothing_and_one_that_comes_draws(vllm_servers, prompts, capsys):
+    mine, tokenizer = load_policy(ModelConfig("tiny-base"), CPU), load_tokenizer(ModelConfig("tiny-base"))
+    sampling = make_sampling(mine, tokenizer, RolloutConfig(), logprobs=True)
+    learner = Learner(mine, torch.optim.SGD(mine.parameters(), lr=0.0))
+    with engine_of(vllm_servers) as engine:
+        sampler = EngineSampler(engine, learner, tokenizer, sampling)
+        sampler.prefetch(prompts, 4)
+        while not vllm_servers[0].running:
+            time.sleep(0.05)
+        vllm_servers[0].kill()
+        vllm_servers[0].start()
+        drawn = sampler.collect(prompts, 4)
+        errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, sampling.temperature)
+        assert errors.abs().max() < 1e-4
+        assert torch.equal(drawn.prompt_ids[::4], sampler.draw(prompts, 1).prompt_ids)
+        warnings = capsys.readouterr().err.splitlines()
+        assert [line.startswith(f"WARNING: {vllm_servers[0].url} does not answer") for line in warnings] == [True]
+        vllm_servers[0].wait()
+        assert vllm_servers[0].version == "default"
+        learner.steps += 1
+        sampler.draw(prompts, 4)
+        assert not engine.failures
+        assert {server.version for server in vllm_servers} == {engine.version}

@@ -15,7 +15,7 @@ FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
 ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"__init__"},  # the version
-    {"losses", "tasks", "distributed"},
+    {"losses", "tasks", "distributed", "plugins"},
     {"records"},
     {"config"},
     {"hub"},
@@ -28,7 +28,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"update"},
     {"run"},
     {"train"},
-    {"sweep", "report", "export", "__main__"},
+    {"sweep", "report", "export", "serve", "__main__"},
     {"view"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}

@@ -122,8 +122,8 @@ def test_advice_lists_switches_by_what_is_needed_then(folder, monkeypatch, capsy
 
 def test_an_engines_share_of_a_gpu_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
-    for engine, there in (("transformers", 60), ("vllm", 40)):
-        config = TrainConfig(rollout=RolloutConfig(engine=engine, engine_memory=0.25))
+    for engine, servers, there in (("transformers", [], 60), ("vllm", [], 40), ("vllm", ["http://a:8000"], 60)):
+        config = TrainConfig(rollout=RolloutConfig(engine=engine, engine_memory=0.25, servers=servers))
         assert memory.available_memory(config, torch.device("cuda")) == there
 
 

@@ -256,7 +256,8 @@ def available_memory(config: TrainConfig, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return max(0.0, free - (config.rollout.engine_memory * total if config.rollout.external else 0))
+        beside = config.rollout.external and not config.rollout.servers
+        return max(0.0, free - (config.rollout.engine_memory * total if beside else 0))
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if (meminfo := Path("/proc/meminfo")).exists():
         machine = 1024 * int(meminfo.read_text().partition("MemAvailable:")[2].split()[0])

@@ -11,13 +11,13 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pspo.config import TrainConfig
+from pspo.config import RolloutConfig, TrainConfig
 from pspo.optimizers.learner import Learner
 from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
 from pspo.rollout.types import Nucleus
 from pspo.tasks.environment import import_for
 
-BUILT_IN = {"vllm": "pspo.engines.vllm.VLLM"}
+VLLM, SERVERS = "pspo.engines.vllm.VLLM", "pspo.engines.servers.Servers"
 
 
 class EngineError(RuntimeError):
@@ -84,10 +84,11 @@ class EngineSampler:
         return as_rollout(self.tokenizer, prompt_ids, prompt_mask, *drawn, self.sampling)
 
 
-def find_engine(name: str) -> type[Engine]:
+def find_engine(config: RolloutConfig) -> type[Engine]:
     """Import the class of --rollout.engine; raises ValueError if there is none, or its library is not installed."""
-    rule = f"give transformers, {', '.join(BUILT_IN)}, or the import path of a class"
-    engine = import_for("rollout.engine", BUILT_IN.get(name, name), rule)
+    name, rule = config.engine, "give transformers, vllm, or the import path of a class"
+    path = {"vllm": SERVERS if config.servers else VLLM}.get(name, name)
+    engine = import_for("rollout.engine", path, rule)
     if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
         raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.engines.Engine says what it needs")
     engine.check()

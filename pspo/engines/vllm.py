@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.config import TrainConfig
+from pspo.config import ModelConfig, TrainConfig
 from pspo.engines import EngineError
 from pspo.hub.adapters import weights_of_files
 from pspo.hub.models import locate
@@ -37,26 +37,13 @@ class VLLM:
     def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
         self.check()
         model = config.model.resolved()
-        bf16 = casts_to_bf16(model.autocast, device)
-        options = {
-            "model": locate(model.name_or_path),
-            "revision": model.revision,
-            "trust_remote_code": model.trust_remote_code,
-            "load_format": "dummy",  # random: that the weights that are pushed arrive is seen at once
-            "dtype": torch.bfloat16 if bf16 else weights_dtype(model, device),
-            "max_model_len": max_tokens,
-            "max_num_seqs": config.rollout.max_rows,
-            "enable_chunked_prefill": False,  # it would rewind requests' generators, which a CPU's cannot
-            "max_num_batched_tokens": max(max_tokens, 8192),
-            "seed": 0,  # every request has its own
-            "enforce_eager": device.type == "cpu",
-            "gpu_memory_utilization": config.rollout.engine_memory,
-        }
+        options = vllm_options(model, device, max_tokens, config.rollout.max_rows)
+        options |= {"gpu_memory_utilization": config.rollout.engine_memory}
         self.folder = tempfile.TemporaryDirectory(prefix="pspo-vllm-")  # vLLM leaves files of its own behind
         environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TMPDIR": self.folder.name}
         self.process, self.connection = start_python(__name__, **environment)
         self.version, self.begun = None, False
-        self.tolerance = 0.03 if options["dtype"].itemsize == 2 else 0.003
+        self.tolerance = tolerance(model, device)
         try:
             self._send((options, device))
             self._answer()
@@ -85,25 +72,7 @@ class VLLM:
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
-        seeds = torch.randint(2**31, (len(prompts),)).tolist()
-        values = {
-            "n": group_size,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "max_tokens": sampling.max_completion_tokens,
-            "min_tokens": sampling.min_completion_tokens,
-            "stop_token_ids": list(sampling.stop_ids),
-            "stop": list(sampling.stop_strings),
-            "ignore_eos": True,  # the stop tokens are all named
-            "logprobs": 0,  # the drawn token's
-            "detokenize": bool(sampling.stop_strings),
-        }
-        self._send(("complete", [list(prompt) for prompt in prompts], seeds, values))
+        self._send(("complete", [list(prompt) for prompt in prompts], sampling_params(prompts, sampling, group_size)))
         self.begun = True
 
     def complete(
@@ -117,9 +86,7 @@ class VLLM:
         if version != self.version:
             self.close()
             raise EngineError(f"the engine drew with weights {version}, not {self.version}")
-        ids, logprobs = ([torch.tensor(row[part]) for row in rows] for part in (0, 1))
-        padded = pad_sequence(ids, batch_first=True, padding_value=sampling.pad_id)
-        return padded, pad_sequence(logprobs, batch_first=True), None
+        return pad_rows(rows, sampling.pad_id)
 
     def close(self) -> None:
         self.process.kill()
@@ -146,6 +113,61 @@ class VLLM:
         return answer
 
 
+def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:
+    """How vLLM runs a model for this trainer: the fields of its EngineArgs."""
+    return {
+        "model": locate(model.name_or_path),
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "load_format": "dummy",  # random: that the weights that are pushed arrive is seen at once
+        "dtype": str(engine_dtype(model, device)).removeprefix("torch."),
+        "max_model_len": max_tokens,
+        "max_num_seqs": max_rows,
+        "enable_chunked_prefill": False,  # it would rewind requests' generators, which a CPU's cannot
+        "max_num_batched_tokens": max(max_tokens, 8192),
+        "seed": 0,  # every request has its own
+        "enforce_eager": device.type == "cpu",
+    }
+
+
+def engine_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if casts_to_bf16(model.autocast, device) else weights_dtype(model, device)
+
+
+def tolerance(model: ModelConfig, device: torch.device) -> float:
+    """`Engine.tolerance` of vLLM."""
+    return 0.03 if engine_dtype(model, device).itemsize == 2 else 0.003
+
+
+def sampling_params(prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> list[dict[str, Any]]:
+    """The fields of vLLM's SamplingParams for each prompt, each with a seed from torch's global generator."""
+    values = {
+        "n": group_size,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": sampling.max_completion_tokens,
+        "min_tokens": sampling.min_completion_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop_strings),
+        "ignore_eos": True,  # the stop tokens are all named
+        "logprobs": 0,  # the drawn token's
+        "detokenize": bool(sampling.stop_strings),
+    }
+    return [values | {"seed": seed} for seed in torch.randint(2**31, (len(prompts),)).tolist()]
+
+
+def pad_rows(rows: Sequence[tuple[list[int], list[float]]], pad_id: int) -> tuple[Tensor, Tensor, None]:
+    """(N, T) token ids and log-probs of completions, padded after their stop token; no nucleus."""
+    ids, logprobs = ([torch.tensor(row[part]) for row in rows] for part in (0, 1))
+    padded = pad_sequence(ids, batch_first=True, padding_value=pad_id)
+    return padded, pad_sequence(logprobs, batch_first=True), None
+
+
 def serve(connection: Connection) -> None:
     """Answer `VLLM` until the trainer is gone."""
     options, device = connection.recv()
@@ -164,12 +186,11 @@ def serve(connection: Connection) -> None:
     try:
         from vllm import LLM, SamplingParams
 
-        llm = LLM(**options)
+        from pspo.plugins.vllm import tell_logprobs_at_temperature
+
+        tell_logprobs_at_temperature()
+        llm, version = LLM(**options), None
         runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        version, temperature = None, 1.0
-        if not hasattr(runner.sampler, "compute_logprobs"):
-            raise RuntimeError(f"{type(runner.sampler).__module__} does not tell log-probs at a temperature")
-        runner.sampler.compute_logprobs = lambda logits: (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
         connection.send("ready")
         while True:
             what, *rest = connection.recv()
@@ -179,16 +200,16 @@ def serve(connection: Connection) -> None:
                 [version] = rest
                 connection.send(version)
             else:
-                prompts, seeds, values = rest
-                temperature = values["temperature"]
+                prompts, params = rest
                 outputs = llm.generate(
                     [{"prompt_token_ids": prompt} for prompt in prompts],
-                    [SamplingParams(seed=seed, **values) for seed in seeds],
+                    [SamplingParams(**values) for values in params],
                     use_tqdm=False,
                 )
                 drawn = [one for output in outputs for one in sorted(output.outputs, key=lambda one: one.index)]
-                if any(one.finish_reason == "length" and len(one.token_ids) < values["max_tokens"] for one in drawn):
-                    raise RuntimeError(f"a prompt leaves no room for {values['max_tokens']} tokens")
+                limit = params[0]["max_tokens"]
+                if any(one.finish_reason == "length" and len(one.token_ids) < limit for one in drawn):
+                    raise RuntimeError(f"a prompt leaves no room for {limit} tokens")
                 connection.send((version, [(list(one.token_ids), drawn_logprobs(one)) for one in drawn]))
     except EOFError:  # the trainer has ended
         return

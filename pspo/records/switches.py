@@ -2,7 +2,8 @@
 
 FREE = {  # changes no number of the run
     "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
-    "reward.timeout", "reward.workers", "rollout.engine_memory", "run.keep", "run.name", "run.quiet", "run.tracker",
+    "reward.timeout", "reward.workers", "rollout.engine_memory", "rollout.servers", "run.keep", "run.name", "run.quiet",
+    "run.tracker",
 }  # fmt: skip
 STEERED = {  # how far a step goes, and what is written when; not what is optimized, nor on which samples
     "algorithm.beta", "algorithm.entropy_coef", "optimizer.lr", "optimizer.max_grad_norm", "run.gradients_every",

@@ -58,7 +58,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         check_tracker(config.run.tracker)
         check_optimizer(config.optimizer.name)
         if config.rollout.external:
-            find_engine(config.rollout.engine)
+            find_engine(config.rollout)
         make_environment = load_environment(config.rollout.environment)
         tokenizer = load_tokenizer(config.model, config.data)
         token_ids(tokenizer, config.rollout.stop_tokens or ())

@@ -62,7 +62,7 @@ class Sampler:
         if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-        engine = find_engine(config.rollout.engine)(config, room, device)
+        engine = find_engine(config.rollout)(config, room, device)
         resources.callback(engine.close)
         self.engine = EngineSampler(engine, self.learner, self.tokenizer, self.sampling, self.generators)
         mean, largest = check_engine(self.engine, prompts["train"].take(range(min(8, len(prompts["train"])))))

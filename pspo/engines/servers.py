@@ -1,0 +1,175 @@
+"""Rollouts by vLLM servers, on this machine or others: --rollout.servers, each started by ``python -m pspo.serve``.
+
+Prompts are spread over the servers; what one does not answer another one is asked. vLLM tells with every completion
+which weights drew it: only those that this process pushed last count.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import requests
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+from pspo import distributed as dist
+from pspo.config import TrainConfig
+from pspo.engines import EngineError
+from pspo.engines.vllm import TESTED, pad_rows, sampling_params, tolerance
+from pspo.hub.adapters import weights_of_files
+from pspo.rollout import Sampling
+
+CHUNK_BYTES = 2**26  # of weights in one request
+Rows = list[tuple[list[int], list[float]]]  # completions: token ids and log-probs
+
+
+class Servers:
+    """The servers of a run, as one engine; ValueError if none of them can be used.
+
+    A server that fails is left out until the next push, when it is tried again, and gets the weights.
+
+    Attributes:
+        version: the name of the weights that were pushed last; no other process's weights have it.
+        failures: why servers are left out, by address.
+    """
+
+    def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
+        urls, first = config.rollout.servers, dist.rank() % len(config.rollout.servers)
+        self.urls = [*urls[first:], *urls[:first]]  # each rank begins with another one
+        self.timeout = config.distributed.timeout
+        self.tolerance = tolerance(config.model.resolved(), device)
+        self.name, self.version = dist.run_on_main(lambda: secrets.token_hex(4)), ""
+        self.failures: dict[str, str] = {}
+        self.threads, self.begun = ThreadPoolExecutor(256), []
+        if not self.each(self.urls, self.check_server):
+            raise ValueError(f"--rollout.servers: {self.reasons()}")
+
+    @staticmethod
+    def check() -> None: ...
+
+    def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
+        """Give every server the policy's weights, with adapters merged, unless this version was pushed last."""
+        if (name := f"{self.name}-{version}") == self.version:
+            return
+        self.version = name
+        servers = self.each(self.urls if dist.is_main() else [], self.start_update)
+        for tensors in chunks(weights_of_files(policy)):  # all ranks gather them in step, rank 0 sends them
+            packed = b64encode(safetensors.torch.save(tensors)).decode() if servers else ""
+            body = {"update_info": {"safetensors": packed}}
+            servers = self.each(servers, lambda url, body=body: self.call(url, "/update_weights", body))
+        for url in self.each(servers, self.finish_update):
+            self.failures.pop(url, None)
+        self.failures = dist.gather_objects(self.failures)[0]
+
+    def check_server(self, url: str) -> None:
+        version = self.call(url, "/version")["version"]
+        if not version.startswith(TESTED):
+            raise EngineError(f"{url} runs vLLM {version}, not {TESTED}x")
+
+    def start_update(self, url: str) -> None:
+        self.check_server(url)
+        self.call(url, "/pause?mode=wait", {})  # until all is drawn that was asked for; it empties the caches
+        try:
+            self.call(url, "/start_weight_update", {})
+        except EngineError:  # a trainer was killed while it pushed
+            self.call(url, "/finish_weight_update", {})
+            self.call(url, "/start_weight_update", {})
+
+    def finish_update(self, url: str) -> None:
+        self.call(url, "/finish_weight_update", {"weight_version": self.version})
+        self.call(url, "/resume", {})
+
+    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
+        """Ask for all completions; every prompt has a seed from torch's global generator."""
+        params = sampling_params(prompts, sampling, group_size)
+        asked = [{"token_ids": list(ids), "sampling_params": its} for ids, its in zip(prompts, params, strict=True)]
+        self.begun = [self.threads.submit(self.draw, *which) for which in enumerate(asked)]
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus."""
+        if not self.begun:
+            self.begin(prompts, sampling, group_size)
+        begun, self.begun = self.begun, []
+        return pad_rows([row for future in begun for row in future.result()], sampling.pad_id)
+
+    def draw(self, index: int, request: dict[str, Any]) -> Rows:
+        """Completions of a prompt by the server whose turn it is, or by another one if that fails."""
+        while ready := [url for url in self.urls if url not in self.failures]:
+            url = ready[index % len(ready)]
+            try:
+                return self.read_rows(url, request)
+            except EngineError as error:
+                self.fail(url, error)
+        raise EngineError(self.reasons())
+
+    def read_rows(self, url: str, request: dict[str, Any]) -> Rows:
+        """A server's completions of a prompt; EngineError unless all are whole, and drawn with the last weights."""
+        rows, limit = [], request["sampling_params"]["max_tokens"]
+        answer = self.call(url, "/inference/v1/generate", request)
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+            versions, ids = {span["version"] for span in choice["weight_versions"]}, choice["token_ids"]
+            if versions != {self.version}:
+                raise EngineError(f"{url} drew with weights {' and '.join(versions)}, not {self.version}")
+            if choice["finish_reason"] != "stop" and len(ids) < limit:
+                raise EngineError(f"{url} drew {len(ids)} of {limit} tokens ({choice['finish_reason']})")
+            rows.append((ids, [token["logprob"] for token in choice["logprobs"]["content"]]))
+        return rows
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def each(self, urls: Iterable[str], action: Callable[[str], Any]) -> list[str]:
+        """Do something with several servers at once; those that did not fail."""
+
+        def succeeds(url: str) -> bool:
+            try:
+                action(url)
+            except EngineError as error:
+                self.fail(url, error)
+                return False
+            return True
+
+        return [url for url, done in zip(urls, self.threads.map(succeeds, urls), strict=True) if done]
+
+    def fail(self, url: str, error: EngineError) -> None:
+        """Leave a server out, and say so, once."""
+        reason = str(error)
+        if self.failures.setdefault(url, reason) is reason:
+            tqdm.write(f"WARNING: {reason}: it draws nothing until it has taken weights again", file=sys.stderr)
+
+    def reasons(self) -> str:
+        return "; ".join(self.failures.values())
+
+    def call(self, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A server's answer, to GET without a body; raises EngineError if it has none, or failed."""
+        try:
+            method = "GET" if body is None else "POST"
+            answer = requests.request(method, url + path, json=body, timeout=(10, self.timeout))
+        except requests.RequestException as error:
+            raise EngineError(f"{url} does not answer {path} ({type(error).__name__})") from error
+        if not answer.ok:
+            start_it = ": start it by python -m pspo.serve" if answer.status_code == 404 else ""
+            raise EngineError(f"{url} answers {path} by {answer.status_code} {answer.text[:200]}{start_it}")
+        return answer.json()
+
+
+def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The weights on the CPU, about CHUNK_BYTES of them at a time."""
+    chunk: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        chunk[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # tied ones are there twice
+        if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk

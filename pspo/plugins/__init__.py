@@ -1,0 +1,1 @@
+"""What other programs load of this package: plugins of vLLM. Light to import."""

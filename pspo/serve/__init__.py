@@ -1,0 +1,1 @@
+"""Start a vLLM server for --rollout.servers: ``python -m pspo.serve``."""

@@ -1,0 +1,67 @@
+"""Start a vLLM server for --rollout.servers: ``python -m pspo.serve --model.name_or_path tiny-base --port 8000``.
+
+It starts from random weights: a trainer pushes its own before it draws. ``/health`` answers when it is ready.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pspo import distributed as dist
+from pspo.cli.parse import parse, user_errors
+from pspo.config import ModelConfig
+from pspo.engines.vllm import VLLM, vllm_options
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Start a vLLM server that draws rollouts for --rollout.servers.
+
+    Args:
+        model: as in training
+        host: address to listen on; 0.0.0.0 for all, in a network where nobody else may send it weights
+        port: port to listen on
+        max_tokens: most tokens of a prompt and its completion together
+        max_rows: completions decoded at a time
+        arguments: more arguments for vLLM's own server, such as [--tensor-parallel-size=2]
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_tokens: int = 1024
+    max_rows: int = 256
+    arguments: list[str] = field(default_factory=list)
+
+
+def serve(config: ServeConfig) -> None:
+    """Become vLLM's server."""
+    VLLM.check()
+    options = vllm_options(config.model.resolved(), dist.local_device(), config.max_tokens, config.max_rows)
+    options |= {"host": config.host, "port": config.port, "disable_uvicorn_access_log": True}
+    options |= {"enable_scale_out": True, "weight_transfer_config": json.dumps({"backend": "http"})}
+    words = [word for name, value in options.items() for word in as_words(name.replace("_", "-"), value)]
+    plugins = ",".join(filter(None, (os.environ.get("VLLM_PLUGINS"), "pspo")))
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": plugins, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *config.arguments]
+    os.execve(sys.executable, command, {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ | environment)
+
+
+def as_words(name: str, value: object) -> list[str]:
+    """A switch of vLLM's server, as words of its command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [] if value is None else [f"--{name}", str(value)]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    config, _ = parse(ServeConfig, "pspo.serve", args)
+    with user_errors("pspo.serve"):
+        serve(config)
+
+
+if __name__ == "__main__":
+    main()
