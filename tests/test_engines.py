@@ -31,6 +31,7 @@ from safetensors.torch import load, load_file
 
 import pspo.run.prepare
 import pspo.run.sampler
+import pspo.serve.__main__
 import pspo.train
 from pspo.config import (
     AlgorithmConfig,
@@ -43,8 +44,9 @@ from pspo.config import (
 )
 from pspo.engines import EngineError, EngineSampler, find_engine
 from pspo.engines.servers import Servers
+from pspo.engines.vllm import VLLM
 from pspo.hub.adapters import weights_of_files
-from pspo.model import load_policy, load_tokenizer, token_logprobs
+from pspo.model import ASSETS, load_policy, load_tokenizer, token_logprobs
 from pspo.optimizers.learner import Learner
 from pspo.records.files import read_jsonl
 from pspo.rollout import Prompts, Sampling, generate, load_prompts, make_sampling
@@ -468,6 +470,22 @@ def test_servers_that_are_none_are_one_line(servers, fault, says):
         setattr(servers[0], name, value)
     with pytest.raises(ValueError, match=re.escape(f"--rollout.servers: {servers[0].url} {says}")):
         engine_of(servers[:1]).__enter__()
+
+
+def test_serve_is_vllms_own_server(monkeypatch):
+    monkeypatch.setattr(VLLM, "check", lambda: None)
+    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+    calls = []
+    assert run_command(pspo.serve.__main__.main, "--port=8001", "--arguments=[--tensor-parallel-size=2]") == 0
+    [(_, words, environment)] = calls
+    command = " ".join(words)
+    assert f"-m vllm.entrypoints.openai.api_server --model {ASSETS / 'tiny-base'} --no-trust-remote-code" in command
+    assert "--dtype float32 --max-model-len 1024" in command
+    assert "--host 127.0.0.1 --port 8001" in command
+    assert "--revision" not in command
+    assert words[-1] == "--tensor-parallel-size=2"
+    assert environment["VLLM_PLUGINS"] == "theirs,pspo"
 
 
 def test_a_run_without_servers_leaves_nothing(capsys):
