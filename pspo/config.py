@@ -502,17 +502,14 @@ class DistributedConfig(Section, name="distributed"):
     gather: Literal["microbatch", "step"] = "microbatch"
     timeout: float = number(600.0, "above 0 and below 2^31")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, default in (("rollout", "gathered"), ("gather", "microbatch")):
-            fits = self.strategy == "fsdp2" or getattr(self, name) == default
-            rule = f"must be {default} unless distributed.strategy is fsdp2"
-            require(fits, f"distributed.{name}", rule, getattr(self, name))
-
 
 # What does not go together, for every run: the switch to change, what it must be, and when it is not.
 NO_LOGPROBS = "with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, which cannot tell it"
 CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
+    ("distributed.rollout", "must be gathered unless distributed.strategy is fsdp2",
+     lambda c: c.distributed.rollout != "gathered" and not c.sharded),
+    ("distributed.gather", "must be microbatch unless distributed.strategy is fsdp2",
+     lambda c: c.distributed.gather != "microbatch" and not c.sharded),
     ("algorithm.correction", "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own "
      "log-probs", lambda c: c.ratios_to_engine and c.algorithm.correction != "none"),
     ("algorithm.correction_floor", "must be below algorithm.correction_cap ({algorithm.correction_cap})",

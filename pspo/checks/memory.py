@@ -23,13 +23,12 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
-from pspo.hub.models import without_dropout
 from pspo.model import autocast, casts_to_bf16, has_adapters
-from pspo.model.load import ready, weights_dtype
+from pspo.model.load import empty_policy
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
 from pspo.records.files import as_argument
 from pspo.records.folders import nearest
@@ -57,6 +56,8 @@ class Planner:
         self.config, self.device = config.resolved(), device
         self.prompt_tokens, self.shared_tokens = prompt_tokens, shared_tokens
         self.policy, self.cast = empty_policy(self.config, device), casts_to_bf16(config.autocast, device)
+        self.parameters = list(self.policy.parameters())
+        self.trained = [p for p in self.parameters if p.requires_grad]
 
     @cached_property
     def layers(self) -> tuple[float, float, float]:
@@ -69,16 +70,14 @@ class Planner:
 
     def certain(self, config: TrainConfig) -> dict[str, float]:
         """Bytes of what every run of this configuration has, however short its prompts and completions are."""
-        parameters = list(self.policy.parameters())
         ranks = dist.world_size() if config.sharded else 1
-        weights = sum(p.nbytes for p in parameters) / ranks
-        trained = [p for p in parameters if p.requires_grad]
-        gradients = sum(p.nbytes for p in trained) / ranks
+        weights = sum(p.nbytes for p in self.parameters) / ranks
+        gradients = sum(p.nbytes for p in self.trained) / ranks
         copies = gradients if self.config.has_adapters else weights  # of the reference
         rows = (1 + config.rollout.lag) * rank_prompts(config) * config.rollout.group_size
         return {
             "weights": weights + (copies if config.algorithm.beta > 0 else 0),
-            "optimizer": STATES[config.optimizer.name] * sum(p.numel() for p in trained) / ranks,
+            "optimizer": STATES[config.optimizer.name] * sum(p.numel() for p in self.trained) / ranks,
             "gradients": gradients,
             "rollouts": ROLLOUT_BYTES * rows * (self.prompt_tokens + config.rollout.max_completion_tokens),
         }
@@ -87,9 +86,8 @@ class Planner:
         """Bytes of a rank's tensors in its rollouts, in the passes of its training, and in its optimizer's step."""
         resting, (layer, rest, keys) = self.certain(config), self.layers
         gradients, ranks = resting.pop("gradients"), dist.world_size() if config.sharded else 1
-        text, parameters = self.policy.config.get_text_config(), list(self.policy.parameters())
+        text, parameters, trained = self.policy.config.get_text_config(), self.parameters, self.trained
         layers, vocab, residual = text.num_hidden_layers, text.vocab_size, 4 * text.hidden_size
-        trained = [p for p in parameters if p.requires_grad]
         linear = [m.weight for m in self.policy.modules() if isinstance(m, nn.Linear)]
         cast_copies = sum(2 * w.numel() for w in linear if w.dtype == torch.float32) if self.cast else 0
         head = self.policy.get_output_embeddings().weight
@@ -181,20 +179,6 @@ def rows_to_decode(config: TrainConfig) -> int:
     run = config.run
     evaluated = max(run.test_limit, run.validation_limit if run.validate_every else 0)
     return max(rank_prompts(config) * config.rollout.group_size, -(-evaluated // dist.world_size()))
-
-
-def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> transformers.PreTrainedModel:
-    """The policy without memory, on the meta device; or random on the device, with so many layers and 8 tokens."""
-    model_config = without_dropout(config)
-    if layers:
-        text = model_config.get_text_config()
-        text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, 8, None
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-    with torch.device(device if layers else "meta"), torch.random.fork_rng(devices=[]):
-        options = {"dtype": weights_dtype(config, device), "attn_implementation": config.attn_implementation}
-        options["trust_remote_code"] = config.trust_remote_code
-        return ready(AutoModelForCausalLM.from_config(model_config, **options), config)
 
 
 def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, float, float]:

@@ -13,12 +13,12 @@ import torch
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
 
-from pspo.checks.memory import empty_policy
 from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig, require
 from pspo.hub.adapters import merged_weights
 from pspo.hub.save import save_pretrained
 from pspo.model import load_policy, load_tokenizer
+from pspo.model.load import empty_policy
 from pspo.records.folders import settle
 
 

@@ -74,18 +74,10 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
     dist.run_on_main(lambda: weight_files(config))  # downloads once, before the other ranks look
-    files, model_config = weight_files(config), without_dropout(config)
+    files, policy = weight_files(config), empty_policy(config, device)
     with load_errors(config):
-        with torch.device("meta"):
-            policy = AutoModelForCausalLM.from_config(
-                model_config,
-                dtype=weights_dtype(config, device),
-                attn_implementation=config.attn_implementation,
-                trust_remote_code=config.trust_remote_code,
-            )
         if (files[0].parent / "generation_config.json").exists():
             policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
-    policy = ready(policy, config)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     missing, unexpected = dist.fill(policy, files, device)
     fix = "; load it in one process and save it with save_pretrained"
@@ -94,6 +86,23 @@ def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.P
     policy._adjust_missing_and_unexpected_keys(loading)  # as `from_pretrained`'s loading info; transformers 5.23
     refuse(UNEXPECTED, loading.unexpected_keys, config)
     return policy
+
+
+def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> transformers.PreTrainedModel:
+    """The policy without memory, on the meta device; or random on the device, with so many layers and 8 tokens."""
+    model_config = without_dropout(config)
+    if layers:
+        text = model_config.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, 8, None
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    options = {"dtype": weights_dtype(config, device), "attn_implementation": config.attn_implementation}
+    with torch.device(device if layers else "meta"), torch.random.fork_rng(devices=[]):
+        with load_errors(config):
+            model = AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=config.trust_remote_code, **options
+            )
+        return ready(model, config)
 
 
 def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
