@@ -75,9 +75,6 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings
     try:
         namespace = parser.parse_args(words)
         parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
-        sections = sorted({name.partition(".")[0] for name in switches if "." in name})
-        for name in sections:
-            require(isinstance(namespace[name], Namespace), name, "must be a mapping of fields", namespace[name])
         values = parser.instantiate(namespace)
         config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
     except (ArgumentError, OverflowError, TypeError, ValueError) as error:
@@ -87,7 +84,7 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings
         switch = re.match(r"--([\w.]+)", message)
         file = files.get(leaf_of(switch[1], files)) if switch else None
         raise ValueError(f"--config {file}: {message}" if file else message) from error
-    for name in sections:
+    for name in first_fields(switches):
         for key in [key for key, value in vars(namespace[name]).items() if value is None]:
             namespace[f"{name}.{key}"] = getattr(getattr(config, name), key)  # a default that depends on the model
     only_printed = namespace.pop("print_config", False)
@@ -193,8 +190,8 @@ def config_word(content: Settings, switches: Switches) -> str:
     for key in flat(content):
         if leaf_of(key, switches) is None and key not in firsts:
             raise ValueError(f"{key} is unknown{suggestion(key, switches)}")
-    for key in firsts:  # text would be a file, which is read without a word
-        require(not isinstance(content.get(key), str), key, "must be a mapping of fields", content.get(key))
+    for key in firsts:  # of text the parser would make a file's content
+        require(isinstance(content.get(key, {}), dict), key, "must be a mapping of fields", content.get(key))
 
     def as_typed(value: Any, name: str) -> Any:
         if name in switches:

@@ -14,11 +14,11 @@ from pspo.cli.parse import read_config
 from pspo.config import TrainConfig
 from pspo.records.files import as_setting, to_jsonl, write_text
 from pspo.tasks import Problem
+from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import check_characters
 
 SHORT = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 ENOUGH = 50  # problems to hold some out
-SPLITS = ("train", "validation", "test")
 
 
 def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, str]:

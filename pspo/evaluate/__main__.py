@@ -151,10 +151,10 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         for temperature in config.eval.temperatures:
             sampler = replace(decoder, sampling=replace(decoder.sampling, temperature=temperature))
+            if make_environment:
+                sampler = EnvironmentSampler(sampler, make_environment, config.data.special_tokens)
             result = evaluate(
-                EnvironmentSampler(sampler, make_environment, config.data.special_tokens)
-                if make_environment
-                else sampler,
+                sampler,
                 prompts,
                 config.reward,
                 samples=config.eval.samples if temperature > 0 else 1,

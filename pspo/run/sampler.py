@@ -87,9 +87,9 @@ class Sampler:
         return self._in_environment(replace(self.decoder, policy=policy, sampling=self.sampling.greedy()))
 
     def _in_environment(self, sampler: RolloutSampler) -> RolloutSampler:
-        special_tokens = self.config.data.special_tokens
-        make = self.make_environment
-        return EnvironmentSampler(sampler, make, special_tokens) if make else sampler
+        if self.make_environment is None:
+            return sampler
+        return EnvironmentSampler(sampler, self.make_environment, self.config.data.special_tokens)
 
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
