@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from pspo.distributed.ranks import rank, world_size
+from pspo.distributed.ranks import world_size
 
 T = TypeVar("T")
 
@@ -54,32 +53,27 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, files: list[Path], device: torch.device) -> tuple[set[str], set[str]]:
+def fill(model: nn.Module, folder: Path, device: torch.device) -> tuple[set[str], set[str]]:
     """Allocate a sharded model of the meta device, and read each rank's rows of the weights from safetensors files.
 
     Returns the names that the files lack, and those that the model lacks.
     """
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     model.to_empty(device=device)
     model.tie_weights()
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies and the like
             model._init_weights(module)
     kept = model.state_dict().keys()  # parameters, and the buffers that are saved
-    missing = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
-    missing = {name.replace(".base_layer.", "."): tensor for name, tensor in missing.items()}  # beneath LoRA's
-    unexpected: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            unexpected |= {*tensors.keys()} - {name.replace(".base_layer.", ".") for name in kept}
-            for name in missing.keys() & tensors.keys():
-                tensor = missing.pop(name)
-                if not hasattr(tensor, "placements"):
-                    tensor.copy_(tensors.get_tensor(name))
-                    continue
-                size = -(-len(tensor) // world_size())  # rows of a rank; the last ones may have fewer, or none
-                rows = tensors.get_slice(name)[rank() * size : min((rank() + 1) * size, len(tensor))]
-                tensor.to_local().copy_(rows)
-    return set(missing), unexpected
+    own = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
+    own = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}  # beneath LoRA's
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata.keys()
+    with _plain_error():
+        checkpoint.load({name: tensor for name, tensor in own.items() if name in saved}, storage_reader=reader)
+    return own.keys() - saved, saved - {name.replace(".base_layer.", ".") for name in kept}
 
 
 @contextlib.contextmanager

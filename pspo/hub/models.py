@@ -159,17 +159,16 @@ def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedToken
     return tokenizer.pad_token_id
 
 
-def weight_files(config: ModelConfig) -> list[Path]:
-    """The safetensors files of a local model, or of one of the hub, downloaded if need be."""
+def weight_folder(config: ModelConfig) -> Path:
+    """The folder with the safetensors files of a local model, or of one of the hub, downloaded if need be."""
     with load_errors(config):
         source = locate(config.name_or_path)
         if not Path(source).is_dir():
             patterns = ["*.safetensors", "*.json"]
             source = huggingface_hub.snapshot_download(source, revision=config.revision, allow_patterns=patterns)
-        files = sorted(Path(source).glob("*.safetensors"))
-        if not files:
+        if not any(Path(source).glob("*.safetensors")):
             raise ValueError("it has no safetensors files")
-        return files
+        return Path(source)
 
 
 @contextlib.contextmanager

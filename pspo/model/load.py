@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from pspo import distributed as dist
 from pspo.config import ModelConfig
 from pspo.hub.adapters import add_adapters, fill_adapters
-from pspo.hub.models import from_pretrained, load_errors, weight_files, without_dropout
+from pspo.hub.models import from_pretrained, load_errors, weight_folder, without_dropout
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
 
@@ -73,13 +73,13 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
-    dist.run_on_main(lambda: weight_files(config))  # downloads once, before the other ranks look
-    files, policy = weight_files(config), empty_policy(config, device)
+    dist.run_on_main(lambda: weight_folder(config))  # downloads once, before the other ranks look
+    folder, policy = weight_folder(config), empty_policy(config, device)
     with load_errors(config):
-        if (files[0].parent / "generation_config.json").exists():
-            policy.generation_config = transformers.GenerationConfig.from_pretrained(files[0].parent)
+        if (folder / "generation_config.json").exists():
+            policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
-    missing, unexpected = dist.fill(policy, files, device)
+    missing, unexpected = dist.fill(policy, folder, device)
     fix = "; load it in one process and save it with save_pretrained"
     refuse("its files lack", [name for name in missing if "lora_" not in name], config, fix)
     loading = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
