@@ -57,7 +57,7 @@ def make_config(surrogate, aggregation, model="tied", autocast="none", checkpoin
         model=ModelConfig(model, autocast=autocast, gradient_checkpointing=checkpointed),
         algorithm=AlgorithmConfig(surrogate=surrogate, aggregation=aggregation, **algorithm),
         rollout=RolloutConfig(prompts=8, group_size=4, max_completion_tokens=20, temperature=0.7),
-        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=150),
+        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=250),
         run=RunConfig(max_steps=100, gradients_every=measured),
     )
 
@@ -209,7 +209,8 @@ def cases(tiny_model, tmp_path_factory) -> dict[str, TrainConfig]:
     """CASES, their models in folders."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("tied", "untied"):
-        model = tiny_model("Qwen2", vocab_size=512, tie_word_embeddings=name == "tied", initializer_range=0.02)
+        settings = {"tie_word_embeddings": name == "tied", "num_hidden_layers": 1 if name == "tied" else 2}
+        model = tiny_model("Qwen2", vocab_size=512, initializer_range=0.02, **settings)
         model.save_pretrained(folder / name)
     return {
         name: replace(config, model=replace(config.model, name_or_path=str(folder / config.model.name_or_path)))
