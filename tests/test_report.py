@@ -537,13 +537,13 @@ def test_alphas_stand_beside_the_papers(make_run, tmp_path, saved):
 
 OTHERS_TEXT = [  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
     "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'",
+    "[here](javascript:alert(1)) ![](http://example.com/x.svg) [a]: http://example.com [x][a] <http://example.com>",
+    "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
+    "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066",
     "# head\n## head\n\n---\n| a | b |\n> quote\n1. one\n- two\n```\ncode",
     "1. one",
     "* **strong** __strong__ _em_ ~~gone~~ `code` \\*em*",
-    "[here](javascript:alert(1)) ![](http://example.com/x.svg) [a]: http://example.com [x][a] <http://example.com>",
     "![](up.svg)\n![x](../secret.svg)",
-    "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
-    "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066",
     "../../up/../x - y - z",
     "[not, a list",
 ]  # fmt: skip
@@ -574,7 +574,9 @@ def others_report(make_run, make_evaluation, tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("text", OTHERS_TEXT)
+@pytest.mark.parametrize(
+    "text", [*OTHERS_TEXT[:4], *(pytest.param(text, marks=pytest.mark.nightly) for text in OTHERS_TEXT[4:])]
+)
 def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
     files, printed = others_report(text)
     pictures = [content for name, content in files.items() if name.endswith(".svg")]
@@ -619,7 +621,7 @@ def test_a_comparison_prints_no_control_characters(tmp_path, capsys):
     for folder, correct in (("a", False), ("\x1b[2Jb", True)):
         records = [
             {"problem": i, "sample": 0, "temperature": 0.0, "prompt": text, "gold": text, "completion": text,
-             "correct": correct, "contains_gold": correct, "reward": float(correct), "rewards": {OTHERS_TEXT[-3]: 0.5},
+             "correct": correct, "contains_gold": correct, "reward": float(correct), "rewards": {OTHERS_TEXT[3]: 0.5},
              "format": correct, "truncated": correct, "tokens": 2}
             for i, text in enumerate(OTHERS_TEXT)
         ]  # fmt: skip
