@@ -29,10 +29,10 @@ def test_grpo_in_one_file_is_the_command(tmp_path, one_thread):
     specification = importlib.util.spec_from_file_location("grpo", FILE)
     grpo = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(grpo)
-    ours = grpo.train(steps=6, seed=3).state_dict()
+    ours = grpo.train(steps=4, seed=3).state_dict()
 
     (switches,) = re.findall(r"python -m pspo\.train (.*?)\n\n", source, re.DOTALL)
-    own = ["--run.max_steps=6", "--run.seed=3", "--run.test_limit=0", "--run.quiet", f"--run.output_dir={tmp_path}/run"]
+    own = ["--run.max_steps=4", "--run.seed=3", "--run.test_limit=0", "--run.quiet", f"--run.output_dir={tmp_path}/run"]
     train([*shlex.split(switches.replace("\\\n", "")), *own])
     theirs = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(ours[name], weights) for name, weights in theirs.items())
