@@ -533,6 +533,17 @@ def advantage_table() -> list[tuple[str, float]]:
     both = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights}
     theirs = trl_scored(make_trainer(both, rewards=(REWARDS, FORMAT)), everyone)["advantages"]
     add("`gdpo`: TRL, multi_objective_aggregation=normalize_then_sum", gdpo(rewards, 4, by_function, weights), theirs)
+    one_token = {
+        "prompts": torch.zeros(ROWS, 1),
+        "attention_mask": torch.ones(ROWS, 2, dtype=torch.long),
+    }  # rows of one length
+    theirs = CORE.compute_gdpo_outcome_advantage(
+        rewards[:, None], torch.ones(ROWS, 1), group, epsilon=1e-9, batch=one_token,
+        config={"gdpo_reward_keys": [*by_function], "gdpo_reward_weights": weights},
+        non_tensor_batch={name: values.numpy() for name, values in by_function.items()},
+    )[0][:, 0]  # fmt: skip
+    mine = gdpo(rewards, 4, by_function, weights, 1e-9)
+    add("`gdpo`: verl, gdpo; it whitens over tokens, of rows of one length", mine, theirs)
     grpo, rloo = CORE.compute_grpo_outcome_advantage, CORE.compute_rloo_outcome_advantage
     for name, scale, function in (
         ("grpo, norm_adv_by_std_in_grpo=False", "none", partial(grpo, norm_adv_by_std_in_grpo=False)),

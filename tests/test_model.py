@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pspo.distributed
+import pspo.losses.entropy
 import pspo.model.load
 import pspo.model.logprobs
-import pspo.model.one_pass
 import pspo.model.shared_prompts
 from pspo.config import ModelConfig
 from pspo.model import (
@@ -243,7 +243,7 @@ def test_the_gradient_of_entropies_by_finite_differences(tiny_model, monkeypatch
 @pytest.mark.parametrize("spread", [1.0, 30.0])
 @pytest.mark.parametrize("cached", [1, 2**16])
 def test_entropies_are_over_the_whole_vocabulary(tiny_model, monkeypatch, spread, cached):
-    monkeypatch.setattr(pspo.model.one_pass, "CACHED", cached)
+    monkeypatch.setattr(pspo.losses.entropy, "CACHED", cached)
     model = tiny_model("Qwen2")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(spread)  # 30: some tokens are certain

@@ -8,15 +8,33 @@ import math
 import torch
 from torch import Tensor
 
+CACHED = 2**16  # logits that stay in a CPU's cache
+
 
 def token_entropies(logits: Tensor) -> Tensor:
     """H = -sum_v p_v log p_v in nats, (n,), of logits (n, V); exact, with its gradient, logits of -inf included."""
     return _Entropy.apply(logits)
 
 
-def entropy_slopes(probs: Tensor, entropies: Tensor) -> Tensor:
-    """dH / dlogits = -p (log p + H), (n, V), of probabilities (n, V) and their entropies (n, 1)."""
-    return torch.special.entr(probs) - probs * entropies
+def add_entropy_slopes_(probs: Tensor, slopes: Tensor, entropy_slopes: Tensor, entropies: Tensor) -> None:
+    """Turn probabilities p (n, V) in place into -p s - p (log p + H) e, of slopes s, e and entropies H (n, 1).
+
+    With dH / dlogits = -p (log p + H) it is the gradient of what depends on logits by log-probs and entropies, but for
+    the drawn tokens' s.
+    """
+    parts = (probs, slopes, entropy_slopes, entropies)
+    for p, s, e, h in zip(*(x.split(cached_rows(probs)) for x in parts), strict=True):
+        p.mul_(safe_log(p).add_(h).mul_(e).add_(s).neg_())
+
+
+def safe_log(probs: Tensor) -> Tensor:
+    """log p, finite where p is 0."""
+    return probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
+
+
+def cached_rows(logits: Tensor) -> int:
+    """Rows of logits (n, V) that stay in a CPU's cache; on a GPU all."""
+    return max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
 
 
 class _Entropy(torch.autograd.Function):
@@ -25,14 +43,16 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor) -> Tensor:
         probs = logits.softmax(dim=1)
-        entropies = torch.special.entr(probs).sum(dim=1)
+        entropies = torch.cat([-(p * safe_log(p)).sum(dim=1) for p in probs.split(cached_rows(probs))])
         ctx.save_for_backward(probs, entropies)
         return entropies
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         probs, entropies = ctx.saved_tensors
-        return gradient[:, None] * entropy_slopes(probs, entropies[:, None])
+        slopes = probs.clone()
+        add_entropy_slopes_(slopes, torch.zeros_like(gradient)[:, None], gradient[:, None], entropies[:, None])
+        return slopes
 
 
 def entropy_quantile(entropies: Tensor, share: float) -> Tensor:

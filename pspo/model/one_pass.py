@@ -13,10 +13,8 @@ import transformers
 from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.losses.entropy import entropy_slopes
+from pspo.losses.entropy import add_entropy_slopes_, cached_rows
 from pspo.model.logprobs import chunk_tokens, head_logits, hidden_states, nucleus_by_chunk, outside, unflatten
-
-CACHED = 2**16  # logits that stay in a CPU's cache
 
 
 @dist.gathers_weights
@@ -66,11 +64,12 @@ def backward_in_one_pass(
         entropies = (total.log() - weighted / total).requires_grad_()
         logprobs = (logprobs - (total.log() + peak)).requires_grad_()
         chunk_loss = (token_loss(logprobs, entropies, *chunk_inputs) / divisor).sum()
-        slopes, entropy_weights = torch.autograd.grad(chunk_loss, (logprobs, entropies), allow_unused=True)
-        bonus = None if entropy_weights is None else entropy_weights * entropy_slopes(probs / total, entropies.detach())
-        # dlogprob / dlogits = one-hot of the target - probs
-        d_logits = probs.mul_(-slopes / total).scatter_add_(1, target, slopes.to(probs.dtype))
-        d_logits = d_logits if bonus is None else d_logits.add_(bonus)
+        slopes, entropy_slopes = torch.autograd.grad(chunk_loss, (logprobs, entropies), allow_unused=True)
+        if entropy_slopes is None:
+            probs.mul_(-slopes / total)
+        else:
+            add_entropy_slopes_(probs.div_(total), slopes, entropy_slopes, entropies.detach())
+        d_logits = probs.scatter_add_(1, target, slopes.to(probs.dtype))  # dlogprob / dlogits = one-hot - probs
         with torch.autocast(h.device.type, enabled=False):
             logits.backward(d_logits.to(logits.dtype))
         loss = loss + chunk_loss.detach()
@@ -84,7 +83,7 @@ def backward_in_one_pass(
 def exp_(logits: Tensor) -> Tensor:
     """Exponentiate logits (n, V) in place; returns the sums of exp(x) x, (n, 1). Some rows at a time fit the cache."""
     sums = []
-    for rows in logits.split(max(1, CACHED // logits.shape[1])):
+    for rows in logits.split(cached_rows(logits)):
         x = rows.nan_to_num(nan=torch.nan, neginf=torch.finfo(rows.dtype).min)  # exp is 0 there, and 0 times it is
         sums.append(x.mul_(rows.exp_()).sum(dim=1, keepdim=True))
     return torch.cat(sums)
