@@ -56,8 +56,6 @@ def render_prompts(
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''"
         raise ValueError(f"{what} failed ({error}); {fix}") from error
-    if not all(rendered):
-        raise ValueError(f"{what} makes a prompt of nothing")
     if probe == rendered[0]:
         raise ValueError(f"{what} leaves the last turn out: all prompts would be alike")
     return rendered

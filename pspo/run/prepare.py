@@ -52,7 +52,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
     settings = yaml.safe_load(resolved)
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-        output, resumed = dist.run_on_main(lambda: find_output(config, settings, resources))
+        output, resumed, parent = dist.run_on_main(lambda: find_output(config, settings, resources))
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         check_tracker(config.run.tracker)
@@ -93,7 +93,7 @@ def prepare(config: TrainConfig, resolved: str) -> Run:
         if not resumed:
             dist.run_on_main(lambda: make_output(output, settings, resources))
         if resumed or config.run.fork_from:
-            restore(config, settings, checkpointer)
+            restore(config, settings, checkpointer, parent)
         dist.run_on_main(lambda: write_start(output, device, learner.steps, settings))
         own = {"sampler": sampler, "checkpointer": checkpointer, "resources": resources.pop_all()}
         return Run(config, output=output, planned_memory=planned, **parts, **own)
@@ -140,8 +140,10 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     return Learner(policy, optimizer, scheduler, reference, config.optimizer.one_pass)
 
 
-def find_output(config: TrainConfig, settings: records.Settings, resources: contextlib.ExitStack) -> tuple[Path, bool]:
-    """The run's folder, and whether it holds a run to resume, which is then locked."""
+def find_output(
+    config: TrainConfig, settings: records.Settings, resources: contextlib.ExitStack
+) -> tuple[Path, bool, Path | None]:
+    """The run's folder; whether it holds a run to resume, which is then locked; a fork's parent, until it is copied."""
     resumed = run_to_resume(config.run)
     output = resumed or Path(config.run.output_dir or default_output(config))
     check_output(output)
@@ -151,9 +153,8 @@ def find_output(config: TrainConfig, settings: records.Settings, resources: cont
         if changed := records.changed_code(output, settings):
             advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from forks it"
             print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
-    if config.run.fork_from and not checkpoints(output):
-        fork_parent(config.run, settings)
-    return output, resumed is not None
+    forks = config.run.fork_from and not checkpoints(output)
+    return output, resumed is not None, fork_parent(config.run, settings) if forks else None
 
 
 def resolve_auto(

@@ -221,15 +221,15 @@ def record_changes(run: Path, step: int, changes: Changes) -> None:
 # Restoring
 
 
-def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer) -> None:
-    """Restore the parts and the run's folder to its newest checkpoint, or to that of the run which it forks.
+def restore(config: TrainConfig, settings: Settings, checkpointer: Checkpointer, parent: Path | None) -> None:
+    """Restore the parts and the run's folder to its newest checkpoint, or to ``parent``, that of the run it forks.
 
     What changed since the checkpoint holds from its step on. Raises ValueError if the run has other problems now.
     """
     run, parts, ranks, changes = checkpointer.output, checkpointer.parts, dist.world_size(), {}
     checkpoint = dist.run_on_main(lambda: find_checkpoint(run, config.run.resume))
-    if checkpoint is None and config.run.fork_from is not None:
-        checkpoint = dist.run_on_main(lambda: copy_parent(fork_parent(config.run, settings), run))
+    if checkpoint is None and parent is not None:
+        checkpoint = dist.run_on_main(lambda: copy_parent(parent, run))
         print(f"forked from {config.run.fork_from} at {checkpoint.name}")
     else:
         print(f"resuming {run} " + (f"from {checkpoint.name}" if checkpoint else "from the start: nothing was saved"))
