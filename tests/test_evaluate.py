@@ -367,7 +367,7 @@ def test_changes_of_rewards_and_what_a_terminal_must_not_see():
     assert lines[2:5] == ["  problem  a b", "  before   0.250:", "  after    1.000: best"]
     assert re.fullmatch(r"  before   0\.500: x+ \.\.\. x+", lines[7])
     assert len(lines[7]) == 11 + 200
-    assert clip("\x1b[2Jsame") == "?[2Jsame"
+    assert clip("\x1b[2Jsame") == r"\x1b[2Jsame"
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------

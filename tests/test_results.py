@@ -26,7 +26,7 @@ def rows(page: str, header: str) -> list[list[str]]:
 
 
 def percent(row: pd.Series, interval: bool = True) -> str:
-    return results.percent(row.value, (row.low, row.high) if interval else None)
+    return results.as_text("accuracy", row.value, (row.low, row.high) if interval else None)
 
 
 def cell_text(cell, digits: int) -> str:

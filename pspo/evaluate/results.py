@@ -192,8 +192,8 @@ def problem_count(n: int) -> str:
 
 
 def clip(text: str, width: int = 200) -> str:
-    """Text in one line, without its middle if it is long; model output cannot move the cursor."""
-    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    """Text in one line, without its middle if it is long."""
+    text = one_line(text)
     return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"
 
 
@@ -212,9 +212,9 @@ def as_text(name: str, value: float, ci95: tuple[float, float] | None = None, le
     """A measure as "42.0% [37.7, 46.4]"; rewards as "0.420 [0.377, 0.464]"; lengths as "41.3"."""
     if name == "completion_tokens":
         return f"{value:.1f}"
-    interval = f" [{ci95[0]:.3f}, {ci95[1]:.3f}]" if ci95 else ""
-    text = f"{value:.3f}{interval}" if "reward" in name else percent(value, ci95)
-    return f"{text} ({left_out:,} left out)" if left_out else text
+    scale, form, unit = (1, ".3f", "") if "reward" in name else (100, ".1f", "%")
+    interval = f" [{scale * ci95[0]:{form}}, {scale * ci95[1]:{form}}]" if ci95 else ""
+    return f"{scale * value:{form}}{unit}{interval}" + (f" ({left_out:,} left out)" if left_out else "")
 
 
 def from_record(record: Record, name: str) -> str:
@@ -228,9 +228,3 @@ def from_record(record: Record, name: str) -> str:
 def label(name: str) -> str:
     """A measure's name in tables."""
     return name.removeprefix("mean_").removeprefix("completion_").removesuffix("_share").replace("_", " ")
-
-
-def percent(share: float, ci95: tuple[float, float] | None = None) -> str:
-    """A share as "42.0%", with its interval as "42.0% [37.7, 46.4]"."""
-    interval = f" [{100 * ci95[0]:.1f}, {100 * ci95[1]:.1f}]" if ci95 else ""
-    return f"{100 * share:.1f}%{interval}"
