@@ -25,7 +25,6 @@ Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
 ADVANTAGE_INPUTS = ("lengths", "mask", "truncated", "rewards_by_function", "weights", "problems")
 Decoder = Literal["pspo", "graphs", "hf"]
 SpecialTokens = Literal["text", "allow"]
-Strategy = Literal["none", "ddp", "fsdp2"]
 
 
 def require(ok: bool, switch: str, rule: str, value: object) -> None:
@@ -497,7 +496,7 @@ class DistributedConfig(Section, name="distributed"):
         timeout: seconds a rank waits for the others, and for a server of rollout.servers
     """
 
-    strategy: Strategy = "none"
+    strategy: Literal["none", "ddp", "fsdp2"] = "none"
     rollout: Literal["gathered", "synced"] = "gathered"
     gather: Literal["microbatch", "step"] = "microbatch"
     timeout: float = number(600.0, "above 0 and below 2^31")

@@ -47,9 +47,9 @@ from pspo.config import TrainConfig
 from pspo.losses import NoClip, Surrogate
 from pspo.records.files import differences, flat, read_json, read_jsonl
 from pspo.records.folders import RunFailed, checkpoints, describe, writing
-from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
+from pspo.records.switches import FIXED, FREE, LONGER, ROUNDING, STEERED
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.resume import FIXED, find_checkpoint
+from pspo.run.resume import find_checkpoint
 from pspo.run.run import Run
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
@@ -585,6 +585,7 @@ def test_every_switch_that_may_change_is_one():
     _, text = parse(TrainConfig, "", [])
     known = flat(yaml.safe_load(text)).keys()
     assert known >= FREE | STEERED | ROUNDING | LONGER | FIXED
+    assert {name for name in known if name.startswith("model.lora.")} <= FIXED
 
 
 @pytest.mark.parametrize("finished", [True, pytest.param(False, marks=pytest.mark.nightly)])

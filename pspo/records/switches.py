@@ -1,4 +1,4 @@
-"""The table of switches: which of them may change between the starts of a run, and which make another setting."""
+"""The table of switches: which of them may change between the starts of a run or in a fork, which make a setting."""
 
 FREE = {  # changes no number of the run
     "data.path", "distributed.timeout", "optimizer.halve_on_oom", "optimizer.max_skipped", "reward.on_error",
@@ -12,6 +12,11 @@ STEERED = {  # how far a step goes, and what is written when; not what is optimi
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
             "optimizer.one_pass", "distributed.gather"}  # fmt: skip
+FIXED = {  # in a fork, too, in which all others may change
+    "distributed.strategy", "model.dtype", "model.lora.alpha", "model.lora.name_or_path", "model.lora.rank",
+    "model.lora.target_modules", "model.name_or_path", "model.revision", "optimizer.name",
+}  # fmt: skip
+REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and scores its rollouts anew
 NO_SETTING = FREE | ROUNDING | {  # by which no optimizer step is another one, but for rounding: no setting
     "distributed.rollout", "distributed.strategy", "rollout.max_rows", "run.fork_from", "run.gradients_every",
     "run.output_dir", "run.record_tokens", "run.resume", "run.samples", "run.save_every", "run.test_limit",

@@ -10,13 +10,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.config import LoraConfig, RunConfig, TrainConfig
+from pspo.config import RunConfig, TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.records.escape import one_line
 from pspo.records.files import (
@@ -32,14 +31,11 @@ from pspo.records.files import (
     write_text,
 )
 from pspo.records.folders import checkpoints, damage, hidden, numbered, prune, step_of, tidy
-from pspo.records.switches import FREE, LONGER, ROUNDING, STEERED
+from pspo.records.switches import FIXED, FREE, LONGER, REDRAWN, ROUNDING, STEERED
 from pspo.records.tokens import FOLDER
 from pspo.run.checkpointer import Checkpointer, States, position
 
 OURS = {".lock", "config.yaml", "data", "environment.json", "starts.jsonl"}  # of a run that has computed nothing
-FIXED = {"distributed.strategy", "model.name_or_path", "model.revision", "model.dtype", "optimizer.name",
-         *(f"model.lora.{part.name}" for part in fields(LoraConfig))}  # in forks, too  # fmt: skip
-REDRAWN = ("rollout.", "reward.", "algorithm.")  # a fork with others draws and scores its rollouts anew
 
 Changes = dict[str, tuple[Any, Any]]  # by switch, (old, new)
 
