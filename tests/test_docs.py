@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from processes import one_layer
 
 import pspo.evaluate.__main__
 import pspo.losses
@@ -25,8 +26,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig}
-SMALL = ["--rollout.prompts=4", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
+SMALL = ["--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
          "--run.validate_every=0", "--run.output_dir=runs/mine", "--data.limit=40"]  # fmt: skip
+ONE_LAYER = [f"--model.name_or_path={one_layer()}", "--rollout.temperature=1"]
+BY_LENGTH = ["--reward.functions=[SoftOverlong]", "--reward.functions.buffer=8"]  # any model's lengths differ
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -64,7 +67,7 @@ def workspace(tmp_path, monkeypatch) -> Path:
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
-    pspo.train.main([*SMALL, f"--run.output_dir={folder}"])
+    pspo.train.main([*SMALL, *ONE_LAYER, f"--run.output_dir={folder}"])
     return folder
 
 
@@ -92,7 +95,8 @@ def test_command(workspace, finished_run, command, switches):
         if command == "evaluate" and here:
             pspo.evaluate.__main__.main([*args, "--data.limit=4", "--eval.max_completion_tokens=8"])
         elif command == "train" and here and config.distributed.strategy == "none":
-            pspo.train.main([*args, *SMALL])
+            small = [*SMALL, *(ONE_LAYER if config.model.name_or_path == "tiny-base" else [])]
+            pspo.train.main([*args, *small, *(BY_LENGTH if "reward" not in switches else [])])
             assert read_jsonl(workspace / "runs/mine/metrics.jsonl")[-1]["step"] == 2
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from processes import one_layer
 
 from pspo.cli.parse import parse
 from pspo.config import (
@@ -145,10 +146,12 @@ def write_problems(data: Path, *splits: str) -> None:
 def test_a_stand_in_models_run_is_evaluated_and_stands_beside_the_paper(tmp_path, capsys):
     write_problems(tmp_path / "data", "train", "validation", "test")
     data, run = f"--data.path={tmp_path / 'data'}", str(tmp_path / "run")
-    args = ["--model.name_or_path=tiny-base", data, "--run.max_tokens=1", "--rollout.prompts=2", "--run.test_limit=0"]
-    main([*switches("clip"), *args, "--run.validation_limit=2", f"--run.output_dir={run}"])
+    args = ["--model.name_or_path=tiny-base", data, "--run.max_tokens=1", "--rollout.prompts=2", "--run.test_limit=0",
+            "--rollout.max_completion_tokens=16", "--run.validation_limit=2"]  # fmt: skip
+    main([*switches("clip"), *args, f"--run.output_dir={run}"])
     for model in ("tiny-base", f"{run}/best"):
         words = [f"--model.name_or_path={model}", "--data.name=gsm8k+math", data, "--data.limit=8"]
+        words.append("--eval.max_completion_tokens=16")
         evaluate([*words, f"--run.output_dir={run}/evaluation-{Path(model).name}"])
     report([run, "--against", "paper", "--output_dir", str(tmp_path / "report")])
     rows = [line.split("|") for line in (tmp_path / "report/against-paper.md").read_text().splitlines()]
@@ -161,7 +164,7 @@ def test_a_stand_in_models_run_is_evaluated_and_stands_beside_the_paper(tmp_path
 def test_files_train_a_stand_in_model(method, tmp_path):
     """One rollout of the embedded model on a few problems in the sources' own formats, all else as the files say."""
     write_problems(tmp_path / "data", "train", "validation")
-    args = ["--model.name_or_path=tiny-base", f"--data.path={tmp_path / 'data'}", "--run.max_tokens=1",
+    args = [f"--model.name_or_path={one_layer()}", f"--data.path={tmp_path / 'data'}", "--run.max_tokens=1",
             "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
     main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
