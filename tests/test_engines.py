@@ -26,13 +26,14 @@ import reference
 import requests
 import torch
 from architectures import OUTCOMES, tiny
-from processes import assert_same, before, forked, kill_at_step, one_layer, run_command, states
+from processes import assert_same, before, forked, kill_at_step, one_layer, ranks, run_command, states
 from safetensors.torch import load, load_file
 
 import pspo.run.prepare
 import pspo.run.sampler
 import pspo.serve.__main__
 import pspo.train
+from pspo import distributed as dist
 from pspo.config import (
     AlgorithmConfig,
     DataConfig,
@@ -44,7 +45,6 @@ from pspo.config import (
 )
 from pspo.engines import EngineError, EngineSampler, find_engine
 from pspo.engines.servers import Servers
-from pspo.engines.vllm import VLLM
 from pspo.hub.adapters import weights_of_files
 from pspo.model import ASSETS, load_policy, load_tokenizer, token_logprobs
 from pspo.optimizers.learner import Learner
@@ -118,7 +118,7 @@ class Copy:
         self.version, self.seed = None, None
 
     @staticmethod
-    def check(): ...
+    def check(config): ...
 
     def push(self, policy, version):
         assert self.seed is None, "it is drawing"
@@ -448,6 +448,22 @@ def test_a_push_that_a_killed_trainer_left_unfinished_is_finished(servers, polic
         assert drawn_by(engine) == expected()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_of_several_ranks_one_pushes_and_all_draw(servers, policy, strategy):
+    def draw() -> None:
+        dist.init(strategy, 60.0)
+        its = load_policy(ModelConfig(one_layer()), CPU, sharded=strategy == "fsdp2")
+        with engine_of(servers) as engine:
+            engine.push(its, 0)
+            assert drawn_by(engine) == expected()
+
+    assert ranks(draw) == [0, 0]
+    assert len({server.version for server in servers}) == 1
+    for name, weight in weights_of_files(policy):
+        assert all(torch.equal(server.weights[name], weight) for server in servers)
+    assert [len(server.asked) for server in servers] == [6, 6]
+
+
 def test_without_a_server_that_draws_it_raises(servers, policy):
     with engine_of(servers) as engine:
         engine.push(policy, 0)
@@ -468,12 +484,14 @@ def test_without_a_server_that_draws_it_raises(servers, policy):
 def test_servers_that_are_none_are_one_line(servers, fault, says):
     for name, value in fault.items():
         setattr(servers[0], name, value)
+    rollout = RolloutConfig(engine="vllm", servers=[servers[0].url])
     with pytest.raises(ValueError, match=re.escape(f"--rollout.servers: {servers[0].url} {says}")):
-        engine_of(servers[:1]).__enter__()
+        find_engine(rollout)
+    find_engine(replace(rollout, servers=[*rollout.servers, servers[1].url]))
 
 
 def test_serve_is_vllms_own_server(monkeypatch):
-    monkeypatch.setattr(VLLM, "check", lambda: None)
+    monkeypatch.setattr(pspo.serve.__main__, "require_vllm", lambda: None)
     monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
     monkeypatch.setenv("VLLM_PLUGINS", "theirs")
     calls = []
@@ -488,7 +506,8 @@ def test_serve_is_vllms_own_server(monkeypatch):
     assert environment["VLLM_PLUGINS"] == "theirs,pspo"
 
 
-def test_a_run_without_servers_leaves_nothing(capsys):
+def test_a_run_without_servers_leaves_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)  # nothing expensive comes first
     assert train("out", "--rollout.engine=vllm", "--rollout.servers=[http://127.0.0.1:9]") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("pspo.train: error: --rollout.servers: http://127.0.0.1:9 does not answer /version")

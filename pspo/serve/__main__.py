@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pspo import distributed as dist
 from pspo.cli.parse import parse, user_errors
 from pspo.config import ModelConfig
-from pspo.engines.vllm import VLLM, vllm_options
+from pspo.engines.vllm import require_vllm, vllm_options
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ServeConfig:
 
 def serve(config: ServeConfig) -> None:
     """Become vLLM's server."""
-    VLLM.check()
+    require_vllm()
     options = vllm_options(config.model.resolved(), dist.local_device(), config.max_tokens, config.max_rows)
     options |= {"host": config.host, "port": config.port, "disable_uvicorn_access_log": True}
     options |= {"enable_scale_out": True, "weight_transfer_config": json.dumps({"backend": "http"})}
