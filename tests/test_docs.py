@@ -94,7 +94,7 @@ def test_command(workspace, finished_run, command, switches):
         here &= config.data.name in ("arithmetic", "letters", "sums") or Path(str(config.data.path)).exists()
         if command == "evaluate" and here:
             pspo.evaluate.__main__.main([*args, "--data.limit=4", "--eval.max_completion_tokens=8"])
-        elif command == "train" and here and config.distributed.strategy == "none":
+        elif command == "train" and here and config.distributed.strategy == "none" and not config.rollout.servers:
             small = [*SMALL, *(ONE_LAYER if config.model.name_or_path == "tiny-base" else [])]
             pspo.train.main([*args, *small, *(BY_LENGTH if "reward" not in switches else [])])
             assert read_jsonl(workspace / "runs/mine/metrics.jsonl")[-1]["step"] == 2

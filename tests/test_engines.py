@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -308,8 +309,8 @@ class Routes(BaseHTTPRequestHandler):
         if path == "/update_weights":
             server.weights |= load(b64decode(body["update_info"]["safetensors"]))
         server.updating = path in ("/start_weight_update", "/update_weights")
-        server.version = body.get("weight_version", server.version)
-        return {route: {} for route in ("/pause", "/resume", *updating)}[path]
+        server.version = body.get("new_version", server.version)
+        return {route: {} for route in ("/pause", "/update_weight_version", "/resume", *updating)}[path]
 
     def completion(self, seed: int, index: int) -> dict:
         ids = [seed % 1000, index, *range(seed % 3)]
@@ -514,6 +515,13 @@ def test_a_run_without_servers_leaves_nothing(monkeypatch, capsys):
     assert not Path("out").exists()
 
 
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class VLLMServer:
     """A real one, of tiny-base, in processes of its own."""
 
@@ -533,14 +541,11 @@ class VLLMServer:
             start_new_session=True,
         )
 
-    def wait(self) -> None:
-        """Wait until it is ready."""
-        while self.process.poll() is None:
-            with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).ok:
-                    return
-            time.sleep(0.5)
-        raise RuntimeError(f"pspo.serve ended with {self.process.returncode}")
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{self.url}/health", timeout=5).ok
+        return False
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -564,8 +569,7 @@ def vllm_servers() -> Iterator[list[VLLMServer]]:
     try:
         for server in both:
             server.start()
-        for server in both:
-            server.wait()
+        until(lambda: all(server.is_ready() for server in both), 400)
         yield both
     finally:
         for server in both:
@@ -717,6 +721,26 @@ def test_a_prompt_that_leaves_no_room_raises(served):
         served.draw(Prompts([Problem("")], [[5] * 20]), 1)
 
 
+@needs_vllm
+def test_nccl_is_asked_to_send_what_vllm_expects(policy, monkeypatch):
+    """vLLM's own trainer side, without the GPUs: its group and its broadcast are replaced."""
+    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from pspo.engines import nccl
+
+    asked, sent, group = {}, {}, SimpleNamespace(destroy=lambda: None)
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: group)
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, **_: sent.update(iterator))
+    monkeypatch.setattr(HTTPVLLMWeightSyncClient, "_post", lambda self, path, json=None: asked.update({path: json}))
+    nccl.send(policy, "http://a:8000", workers=2, timeout=60.0)
+    routes = ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+    assert [*asked] == [*routes, "shutdown_weight_transfer_engine"]
+    assert asked[routes[0]]["init_info"]["world_size"] == 3
+    assert [*sent] == asked["update_weights"]["update_info"]["names"]
+    assert all(torch.equal(sent[name], weight) for name, weight in weights_of_files(policy))
+
+
 def train_by(servers: list[VLLMServer], output: str, *args: str) -> int:
     urls = ", ".join(server.url for server in servers)
     return train(
@@ -759,8 +783,7 @@ def test_no_completion_is_drawn_by_two_versions(vllm_servers, prompts):
     with engine_of(vllm_servers) as engine, engine_of(vllm_servers) as intruder:
         sampler = EngineSampler(engine, learner, tokenizer, replace(sampling, stop_ids=(), max_completion_tokens=160))
         sampler.prefetch(prompts, 4)
-        while sum(server.running for server in vllm_servers) < 32:
-            time.sleep(0.05)
+        until(lambda: sum(server.running for server in vllm_servers) == 32)
         intruder.push(other, 0)
         drawn = sampler.collect(prompts, 4)
         errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, sampling.temperature)
@@ -778,8 +801,7 @@ def test_a_server_that_is_killed_while_it_draws_loses_nothing_and_one_that_comes
     with engine_of(vllm_servers) as engine:
         sampler = EngineSampler(engine, learner, tokenizer, sampling)
         sampler.prefetch(prompts, 4)
-        while not vllm_servers[0].running:
-            time.sleep(0.05)
+        until(lambda: vllm_servers[0].running > 0)
         vllm_servers[0].kill()
         vllm_servers[0].start()
         drawn = sampler.collect(prompts, 4)
@@ -788,7 +810,7 @@ def test_a_server_that_is_killed_while_it_draws_loses_nothing_and_one_that_comes
         assert torch.equal(drawn.prompt_ids[::4], sampler.draw(prompts, 1).prompt_ids)
         warnings = capsys.readouterr().err.splitlines()
         assert [line.startswith(f"WARNING: {vllm_servers[0].url} does not answer") for line in warnings] == [True]
-        vllm_servers[0].wait()
+        until(vllm_servers[0].is_ready, 400)
         assert vllm_servers[0].version == "default"
         learner.steps += 1
         sampler.draw(prompts, 4)

@@ -11,6 +11,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import requests
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.config import RolloutConfig, TrainConfig
 from pspo.engines import EngineError
-from pspo.engines.vllm import TESTED, pad_rows, sampling_params, tolerance
+from pspo.engines.vllm import TESTED, pad_rows, require_vllm, sampling_params, tolerance
 from pspo.hub.adapters import weights_of_files
 from pspo.rollout import Sampling
 
@@ -44,7 +45,8 @@ class Servers:
     def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
         urls, first = config.rollout.servers, dist.rank() % len(config.rollout.servers)
         self.urls = [*urls[first:], *urls[:first]]  # each rank begins with another one
-        self.timeout = config.distributed.timeout
+        self.timeout, self.on_gpu = config.distributed.timeout, device.type == "cuda"
+        self.post = partial(call, timeout=self.timeout)
         self.tolerance = tolerance(config.model.resolved(), device)
         self.name, self.version = dist.run_on_main(lambda: secrets.token_hex(4)), ""
         self.failures: dict[str, str] = {}
@@ -52,7 +54,9 @@ class Servers:
 
     @staticmethod
     def check(config: RolloutConfig) -> None:
-        """Raise ValueError if no server is there."""
+        """Raise ValueError if no server is there, or vLLM's NCCL classes are needed and missing."""
+        if torch.cuda.is_available():
+            require_vllm()
         failures = []
         for url in config.servers:
             try:
@@ -66,27 +70,44 @@ class Servers:
         if (name := f"{self.name}-{version}") == self.version:
             return
         self.version = name
-        servers = self.each(self.urls if dist.is_main() else [], self.start_update)
-        for tensors in chunks(weights_of_files(policy)):  # all ranks gather them in step, rank 0 sends them
-            packed = b64encode(safetensors.torch.save(tensors)).decode() if servers else ""
-            body = {"update_info": {"safetensors": packed}}
-            servers = self.each(servers, lambda url, body=body: self.post(url, "/update_weights", body))
-        for url in self.each(servers, self.finish_update):
+        servers = self.each(self.urls if dist.is_main() else [], self.pause)  # the other ranks gather in step
+        servers = self.send_by_nccl(policy, servers) if self.on_gpu else self.send(policy, servers)
+        for url in self.each(servers, self.resume):
             self.failures.pop(url, None)
         self.failures = dist.gather_objects(self.failures)[0]
 
-    def start_update(self, url: str) -> None:
+    def pause(self, url: str) -> None:
+        """Wait until all is drawn that was asked for, and empty the caches."""
         check_server(url)
-        self.post(url, "/pause?mode=wait", {})  # until all is drawn that was asked for; it empties the caches
+        self.post(url, "/pause?mode=wait", {})
+
+    def resume(self, url: str) -> None:
+        """Name the server's weights, and let it draw."""
+        self.post(url, "/update_weight_version", {"new_version": self.version})
+        self.post(url, "/resume", {})
+
+    def send(self, policy: transformers.PreTrainedModel, servers: list[str]) -> list[str]:
+        """Send the weights over HTTP; the servers that have taken them all."""
+        servers = self.each(servers, self.start_update)
+        for tensors in chunks(weights_of_files(policy)):
+            packed = b64encode(safetensors.torch.save(tensors)).decode() if servers else ""
+            body = {"update_info": {"safetensors": packed}}
+            servers = self.each(servers, lambda url, body=body: self.post(url, "/update_weights", body))
+        return self.each(servers, lambda url: self.post(url, "/finish_weight_update", {}))
+
+    def start_update(self, url: str) -> None:
         try:
             self.post(url, "/start_weight_update", {})
         except EngineError:  # a trainer was killed while it pushed
             self.post(url, "/finish_weight_update", {})
             self.post(url, "/start_weight_update", {})
 
-    def finish_update(self, url: str) -> None:
-        self.post(url, "/finish_weight_update", {"weight_version": self.version})
-        self.post(url, "/resume", {})
+    def send_by_nccl(self, policy: transformers.PreTrainedModel, servers: list[str]) -> list[str]:
+        from pspo.engines import nccl
+
+        for url in dist.gather_objects(servers)[0]:
+            nccl.send(policy, url, call(url, "/get_world_size")["world_size"], self.timeout)
+        return servers
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Ask for all completions; every prompt has a seed from torch's global generator."""
@@ -128,9 +149,6 @@ class Servers:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
-
-    def post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return call(url, path, body, self.timeout)
 
     def each(self, urls: Iterable[str], action: Callable[[str], Any]) -> list[str]:
         """Do something with several servers at once; those that did not fail."""

@@ -39,9 +39,10 @@ class ServeConfig:
 def serve(config: ServeConfig) -> None:
     """Become vLLM's server."""
     require_vllm()
-    options = vllm_options(config.model.resolved(), dist.local_device(), config.max_tokens, config.max_rows)
-    options |= {"host": config.host, "port": config.port, "disable_uvicorn_access_log": True}
-    options |= {"enable_scale_out": True, "weight_transfer_config": json.dumps({"backend": "http"})}
+    device = dist.local_device()
+    options = vllm_options(config.model.resolved(), device, config.max_tokens, config.max_rows)
+    options |= {"host": config.host, "port": config.port, "disable_uvicorn_access_log": True, "enable_scale_out": True}
+    options |= {"weight_transfer_config": json.dumps({"backend": "nccl" if device.type == "cuda" else "http"})}
     words = [word for name, value in options.items() for word in as_words(name.replace("_", "-"), value)]
     plugins = ",".join(filter(None, (os.environ.get("VLLM_PLUGINS"), "pspo")))
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": plugins, "VLLM_USE_V2_MODEL_RUNNER": "0"}
