@@ -27,9 +27,10 @@ import reference
 import requests
 import torch
 from architectures import OUTCOMES, tiny
-from processes import assert_same, before, forked, kill_at_step, one_layer, ranks, run_command, states
+from processes import assert_same, at_call, before, forked, kill_at_step, one_layer, ranks, run_command, send, states
 from safetensors.torch import load, load_file
 
+import pspo.engines.servers
 import pspo.run.prepare
 import pspo.run.sampler
 import pspo.serve.__main__
@@ -719,6 +720,21 @@ def test_a_prompt_that_leaves_no_room_raises(served):
         long.draw(Prompts([Problem("")], [[5] * 200]), 1)
     with pytest.raises(EngineError, match="process has died"):  # from then on
         served.draw(Prompts([Problem("")], [[5] * 20]), 1)
+
+
+@needs_vllm
+@pytest.mark.parametrize("served", ["servers"], indirect=True)
+def test_a_trainer_that_is_killed_while_it_pushes_leaves_servers_that_are_usable(vllm_servers, served, prompts):
+    def killed() -> None:
+        pspo.engines.servers.CHUNK_BYTES = 2**18
+        before("b64encode", at_call(2, lambda: send(signal.SIGKILL)), pspo.engines.servers)
+        with engine_of(vllm_servers) as engine:
+            engine.push(served.learner.policy, 0)
+
+    assert forked(killed) == -signal.SIGKILL
+    served.learner.steps += 1
+    assert logprob_errors(served, prompts.take(range(4)))[1].abs().max() < 1e-4
+    assert not served.engine.failures
 
 
 @needs_vllm

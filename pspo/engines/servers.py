@@ -174,7 +174,7 @@ class Servers:
 
 
 def check_server(url: str) -> None:
-    version = call(url, "/version")["version"]
+    version = str(call(url, "/version").get("version"))
     if not version.startswith(TESTED):
         raise EngineError(f"{url} runs vLLM {version}, not {TESTED}x")
 
@@ -183,12 +183,12 @@ def call(url: str, path: str, body: dict[str, Any] | None = None, timeout: float
     """A server's answer, to GET without a body; raises EngineError if it has none, or failed."""
     try:
         answer = requests.request("GET" if body is None else "POST", url + path, json=body, timeout=(10, timeout))
+        if answer.ok:
+            return answer.json()
     except requests.RequestException as error:
         raise EngineError(f"{url} does not answer {path} ({type(error).__name__})") from error
-    if not answer.ok:
-        start_it = ": start it by python -m pspo.serve" if answer.status_code == 404 else ""
-        raise EngineError(f"{url} answers {path} by {answer.status_code} {answer.text[:200]}{start_it}")
-    return answer.json()
+    start_it = ": start it by python -m pspo.serve" if answer.status_code == 404 else ""
+    raise EngineError(f"{url} answers {path} by {answer.status_code} {answer.text[:200]}{start_it}")
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
