@@ -76,7 +76,8 @@ MODES = {  # switches, and every how many of its file events a run is killed
 def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_is_left(tmp_path, monkeypatch, mode):
     monkeypatch.chdir(tmp_path)
     switches, stride = MODES[mode]
-    importlib.import_module("peft")  # its files would be opened in every process
+    for module in ("peft", "test_resume"):  # their files would be opened in every process
+        importlib.import_module(module)
     small = (
         f"--model.name_or_path={one_layer()}",
         "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.max_steps=4", "--run.validate_every=2",
