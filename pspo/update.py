@@ -39,7 +39,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     """
     if learner.steps >= config.run.max_steps:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
+    minibatches = split_minibatches(rollout, advantages, config, learner)
     retry = partial(retry_in_halves, learner, minibatches, config)  # if memory runs out
     retry(add_fixed_logprobs, learner, minibatches, config)
     retry(keep_uncertain_tokens, learner, minibatches, config)
@@ -160,7 +160,7 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     """
     if config.ratios_to_engine:
         return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
-    minibatches = split_minibatches(rollout, advantages, config, learner.microbatch_limit)
+    minibatches = split_minibatches(rollout, advantages, config, learner)
     policy_alone = replace(learner, reference=None)
     retry_in_halves(learner, minibatches, config, add_fixed_logprobs, policy_alone, minibatches, config, 0)
     logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)

@@ -18,6 +18,7 @@ from batches import AGGREGATIONS, SURROGATES, by_root, by_token, row_mean_weight
 from processes import one_layer
 
 import pspo.model.logprobs
+import pspo.rollout.batching
 import pspo.update
 from pspo import distributed as dist
 from pspo.config import (
@@ -925,19 +926,22 @@ def test_sorting_by_length_saves_padding():
     assert sum(batch.rollout.completion_ids.numel() for batch in batches) <= 1.15 * int(lengths.sum())
 
 
-def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
-    """Ranks that hold shards compute prompts row by row; recomputing activations shares them."""
+def test_a_prompt_counts_for_every_row_where_it_is_not_shared(policy, monkeypatch):
+    """Ranks with shards and models with states compute prompts row by row; recomputing activations shares them."""
     rollout, advantages = make_rollout(8)
     config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
     plain = split_minibatches(rollout, advantages, config)[0][1]
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=True))
     checkpointed = split_minibatches(rollout, advantages, config)[0][1]
     assert [batch.rollout.texts for batch in checkpointed] == [batch.rollout.texts for batch in plain]
-    assert all(padded_tokens(batch) == batch.padded_tokens for batch in plain)
+    assert all(padded_tokens(batch) == batch.padded_tokens() for batch in plain)
     sharded = dataclasses.replace(config, distributed=DistributedConfig("fsdp2"))
-    unshared = split_minibatches(rollout, advantages, sharded)[0][1]
-    assert len(unshared) > len(plain)
-    assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
+    monkeypatch.setattr(pspo.rollout.batching, "shares_prompts", lambda _: False)
+    for how in (sharded, config):
+        unshared = split_minibatches(rollout, advantages, how, make_learner(policy, config))[0][1]
+        assert len(unshared) > len(plain)
+        assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
+        assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
 
 
 def test_rows_left_out_are_counted():

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
-from pspo.model import is_out_of_memory
+from pspo.model import is_out_of_memory, shares_prompts
 from pspo.optimizers.learner import Learner
 from pspo.rollout.types import Batch, Rollout, to_device
 
@@ -29,19 +29,22 @@ class Minibatch(NamedTuple):
 
 
 def split_minibatches(
-    rollout: Rollout, advantages: Tensor, config: TrainConfig, limit: int | None = None
+    rollout: Rollout, advantages: Tensor, config: TrainConfig, learner: Learner | None = None
 ) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
     Rows with zero gradient (no unmasked token; A = 0 if the surrogate is silent then, without a KL or entropy term) are
     left out but counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
     minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
-    --optimizer.microbatch_tokens.
+    --optimizer.microbatch_tokens, or the learner's limit. A prompt counts once if its rows share it.
     """
     algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.distributed.strategy == "fsdp2"
     advantages = advantages.reshape(len(rollout), -1)  # (B, 1) or (B, T)
     whole = Batch(prepare_rollout(rollout, algorithm), advantages)
-    rollout, limit = whole.rollout, min(limit or math.inf, config.optimizer.microbatch_tokens)
+    rollout, limit = whole.rollout, config.optimizer.microbatch_tokens
+    if learner is not None:
+        limit = min(limit, learner.microbatch_limit or math.inf)
+    shared = not sharded and (learner is None or shares_prompts(learner.policy))
     silent = algorithm.surrogate.silent_at_zero_advantage and not algorithm.needs_every_row
     contributes = (rollout.loss_mask.any(dim=1) & (advantages.any(dim=1) | (not silent))).tolist()  # by row
     masks = (rollout.prompt_mask, rollout.completion_mask, rollout.loss_mask)
@@ -49,7 +52,7 @@ def split_minibatches(
 
     def tokens(rows: list[int]) -> int:
         """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        prompts = rows if sharded else {row // group_size for row in rows}
+        prompts = {row // group_size for row in rows} if shared else rows
         return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
 
     minibatches = []
@@ -108,7 +111,8 @@ def retry_in_halves(
                 raise
         # Outside the except block, whose error holds the tensors of the failed pass.
         learner.optimizer.zero_grad()
-        learner.microbatch_limit = max(1, max(batch.padded_tokens for batch in batches) // 2)
+        shared = shares_prompts(learner.policy)
+        learner.microbatch_limit = max(1, max(batch.padded_tokens(shared) for batch in batches) // 2)
         for minibatch in minibatches:
             minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
         torch.cuda.empty_cache()  # does nothing without a GPU

@@ -252,9 +252,8 @@ class Batch:
         parts = torch.arange(len(self.rollout), device=self.advantages.device).tensor_split(2)
         return [self.rows(part) for part in parts if len(part)]
 
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens that a forward pass computes, padding included, prompts of adjacent rows once."""
+    def padded_tokens(self, shared: bool = True) -> int:
+        """Tokens that a forward pass computes, padding included, prompts of adjacent rows once if they are shared."""
         ids = self.rollout.prompt_ids
-        prompts = 1 + int((ids[1:] != ids[:-1]).any(dim=1).sum())
+        prompts = 1 + int((ids[1:] != ids[:-1]).any(dim=1).sum()) if shared else len(ids)
         return prompts * ids.shape[1] + self.rollout.completion_ids.numel()
