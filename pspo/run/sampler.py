@@ -25,7 +25,7 @@ from pspo.run.generators import Generators
 from pspo.tasks.environment import MakeEnvironment
 
 
-class Decoder(TransformersSampler):
+class StoppableSampler(TransformersSampler):
     """The policy's own decoding; a signal interrupts it between two passes, unless all ranks must take part in them."""
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
@@ -52,7 +52,7 @@ class Sampler:
         asked |= {"nucleus": config.algorithm.nucleus == "replay", "synced": config.distributed.rollout == "synced"}
         self.sampling = make_sampling(learner.policy, tokenizer, config.rollout, **asked)
         precision, weights = config.model.autocast, config.distributed.rollout
-        self.decoder = Decoder(learner.policy, tokenizer, self.sampling, precision, weights)
+        self.decoder = StoppableSampler(learner.policy, tokenizer, self.sampling, precision, weights)
         self.engine: EngineSampler | None = None
 
     def start_engine(self, prompts: dict[str, Prompts], resources: contextlib.ExitStack) -> None:
