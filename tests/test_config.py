@@ -15,6 +15,7 @@ import pspo
 from pspo.cli.parse import parse
 from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, Surrogate
+from pspo.records.files import to_yaml
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
@@ -108,7 +109,7 @@ def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(sur
     assert train_config("--config", str(TINY), name).algorithm.surrogate == type(surrogate)()
     config, resolved = parse(TrainConfig, "pspo.train", ["--config", str(TINY), name, *args, "--run.output_dir=0123"])
     assert config.algorithm.surrogate == surrogate
-    assert parse(TrainConfig, "pspo.train", yaml_file(resolved)) == (config, resolved)
+    assert parse(TrainConfig, "pspo.train", yaml_file(to_yaml(resolved))) == (config, resolved)
     assert capsys.readouterr() == ("", "")
     assert not [warning for warning in recwarn if issubclass(warning.category, UserWarning)]
 
@@ -120,7 +121,7 @@ def test_answers_of_another_kind_with_another_reward(yaml_file):
         config, resolved = parse(config_class, "pspo", args)
         assert config.data.splits == {"train": "train_sft", "test": "test_sft"}
         assert (config.data.config, config.data.answer_kind, config.data.system_text) == ("main", "text", "")
-        assert parse(config_class, "pspo", yaml_file(resolved))[0] == config
+        assert parse(config_class, "pspo", yaml_file(to_yaml(resolved)))[0] == config
     assert TrainConfig().data.system_text == SYSTEM_PROMPT
 
 
@@ -129,7 +130,7 @@ def test_resolved_text_parses_back(yaml_file):
     args = [f"--reward.functions={rewards}", "--reward.weights=[1, 0.5]", "--eval.temperatures=[0, 0.6, 1]",
             "--data.system_prompt=Say: 'yes'\n# \"no\" \u00e9 #### 1", "--run.output_dir=a: b # c"]  # fmt: skip
     config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
-    assert parse(EvaluateConfig, "pspo.evaluate", yaml_file(resolved))[0] == config
+    assert parse(EvaluateConfig, "pspo.evaluate", yaml_file(to_yaml(resolved)))[0] == config
     assert config.data.system_prompt == "Say: 'yes'\n# \"no\" \u00e9 #### 1"
     assert config.reward.functions == [MathReward(tolerance=1e-3, marker="first"), FormatReward()]
     assert config.eval.temperatures == [0.0, 0.6, 1.0]
@@ -155,7 +156,7 @@ def test_own_surrogate_by_import_path(yaml_file):
     config, resolved = parse(TrainConfig, "pspo.train", args)
     surrogate = config.algorithm.surrogate
     assert (type(surrogate).__module__, type(surrogate).__name__, surrogate.strength) == ("test_config", "MyLoss", 3.0)
-    assert train_config(*yaml_file(resolved)).algorithm == config.algorithm
+    assert train_config(*yaml_file(to_yaml(resolved))).algorithm == config.algorithm
     text = "{class_path: test_config.MyLoss, init_args: {strength: 4}}"
     args = yaml_file(f"algorithm:\n  surrogate: {text}\n")
     assert train_config(*args).algorithm.surrogate == replace(surrogate, strength=4.0)
@@ -167,7 +168,7 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
         file.truncate(int(TINY_BYTES))
     for name in ("Qwen/Qwen2.5-0.5B", str(tmp_path)):
         config, resolved = parse(TrainConfig, "pspo.train", [f"--model.name_or_path={name}"])
-        assert config.optimizer.lr == yaml.safe_load(resolved)["optimizer"]["lr"] == 1e-6
+        assert config.optimizer.lr == resolved["optimizer"]["lr"] == 1e-6
         assert train_config(f"--model.name_or_path={name}", "--optimizer.lr=3e-5").optimizer.lr == 3e-5
 
 

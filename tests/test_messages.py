@@ -14,6 +14,7 @@ import yaml
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
+from pspo.records.files import to_yaml
 from pspo.tasks import MathReward
 from pspo.train import main
 
@@ -104,7 +105,7 @@ def test_what_is_accepted_means_what_it_looks_like(here):
 def test_text_that_looks_like_something_else_stays_text_and_its_file_is_read_again(text, here):
     config, resolved = parse(TrainConfig, "pspo.train", [f"--run.output_dir={text}", f"--data.prompt_column={text}"])
     assert config.run.output_dir == config.data.prompt_column == text
-    Path("again.yaml").write_text(resolved)
+    Path("again.yaml").write_text(to_yaml(resolved))
     assert parse(TrainConfig, "pspo.train", ["--config", "again.yaml"]) == (config, resolved)
 
 

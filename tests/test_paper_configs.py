@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 from processes import one_layer
 
 from pspo.cli.parse import parse
@@ -61,7 +60,7 @@ def switches(method: str | None, *words: str) -> list[str]:
 
 @functools.cache
 def resolved(method: str, *words: str) -> dict:
-    return yaml.safe_load(parse(TrainConfig, "pspo.train", switches(method, *words))[1])
+    return parse(TrainConfig, "pspo.train", switches(method, *words))[1]
 
 
 def test_every_file_and_switch_is_listed_here():

@@ -582,8 +582,8 @@ def test_a_change_of_the_experiment_is_refused_and_any_other_said(cut_off, capfd
 
 
 def test_every_switch_that_may_change_is_one():
-    _, text = parse(TrainConfig, "", [])
-    known = flat(yaml.safe_load(text)).keys()
+    _, settings = parse(TrainConfig, "", [])
+    known = flat(settings).keys()
     assert known >= FREE | STEERED | ROUNDING | LONGER | FIXED
     assert {name for name in known if name.startswith("model.lora.")} <= FIXED
 

@@ -18,7 +18,7 @@ from processes import run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import RewardConfig, TrainConfig
-from pspo.records.files import read_jsonl
+from pspo.records.files import read_jsonl, to_yaml
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
@@ -439,7 +439,7 @@ def test_functions_by_import_path_and_back_from_the_resolved_text(tmp_path):
     functions += "{class_path: SoftOverlong, init_args: {buffer: 8}}, {class_path: RegexMatch, init_args: {pattern: a}}"
     config, resolved = parse(TrainConfig, "pspo.train", [f"--reward.functions=[{functions}]"])
     assert config.reward.functions == [token_count, Returns([1.0]), MathReward(), SoftOverlong(8), RegexMatch("a")]
-    (tmp_path / "own.yaml").write_text(resolved)
+    (tmp_path / "own.yaml").write_text(to_yaml(resolved))
     assert parse(TrainConfig, "pspo.train", ["--config", str(tmp_path / "own.yaml")])[0].reward == config.reward
 
 

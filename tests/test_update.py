@@ -869,7 +869,7 @@ def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
         optimizer=OptimizerConfig(lr=peak, schedule=schedule, warmup_steps=warmup),
         run=RunConfig(output_dir=str(tmp_path / "run"), max_steps=steps, validate_every=0, test_limit=0),
     )
-    learner = prepare(config, "").learner
+    learner = prepare(config, {}).learner
     used = []
     learner.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
     metrics = update(learner, *make_rollout(groups=1), config)

@@ -53,8 +53,8 @@ class Switch(NamedTuple):
 Switches = dict[str, Switch]
 
 
-def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, str]:
-    """Read switches and YAML files; returns the configuration and the YAML text of all its fields, runnable as it is.
+def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, Settings]:
+    """Read switches and YAML files; returns the configuration, and the settings of all its fields as YAML has them.
 
     Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """
@@ -63,7 +63,7 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         return read_config(config_class, prog, args)
 
 
-def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings | None = None) -> tuple[C, str]:
+def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings | None = None) -> tuple[C, Settings]:
     """Read switches and YAML files as `parse` does, or a nested dict over its "config" file; raises ValueError."""
     parser, switches = make_parser(config_class, prog)
     files: dict[str, str] = {}  # by switch, the file that set it
@@ -92,7 +92,7 @@ def read_config(config_class: type[C], prog: str, args: Sequence[str] | Settings
     if only_printed:
         print(resolved, end="")
         raise SystemExit(0)
-    return config, resolved
+    return config, yaml.safe_load(resolved)
 
 
 @functools.cache

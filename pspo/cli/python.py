@@ -12,7 +12,7 @@ from typing import Any
 
 from pspo.cli.parse import read_config
 from pspo.config import TrainConfig
-from pspo.records.files import as_setting, to_jsonl, write_text
+from pspo.records.files import Settings, as_setting, to_jsonl, write_text
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import check_characters
@@ -21,8 +21,8 @@ SHORT = {"model": "name_or_path", "data": "name", "reward": "functions", "algori
 ENOUGH = 50  # problems to hold some out
 
 
-def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, str]:
-    """The configuration of `pspo.train`'s arguments, and its YAML text, as `pspo.cli.parse.parse` returns them.
+def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, Settings]:
+    """The configuration of `pspo.train`'s arguments, and its settings, as `pspo.cli.parse.parse` returns them.
 
     The arguments override the YAML file. Problems among them are written into the run's folder.
     """
@@ -65,7 +65,7 @@ def default_output(config: TrainConfig) -> str:
     return free
 
 
-def _resolve(settings: dict[str, Any]) -> tuple[TrainConfig, str]:
+def _resolve(settings: dict[str, Any]) -> tuple[TrainConfig, Settings]:
     """Read settings as the command reads a YAML file."""
     return read_config(TrainConfig, "pspo.train", _plain(settings))
 

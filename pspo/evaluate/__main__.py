@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 
 from pspo import distributed as dist
 from pspo.checks.exactness import check_exactness
@@ -51,11 +50,11 @@ def fingerprint(policy: transformers.PreTrainedModel, prompts: Prompts) -> dict[
 
 
 def prepare(
-    config: EvaluateConfig, resolved: str, device: torch.device
+    config: EvaluateConfig, settings: records.Settings, device: torch.device
 ) -> tuple[TransformersSampler, MakeEnvironment | None, Prompts]:
     """Load everything, and make the output folder; ValueError if it holds another evaluation."""
     output = Path(config.run.output_dir)
-    dist.run_on_main(lambda: check_folder(output, resolved))
+    dist.run_on_main(lambda: check_folder(output, settings))
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
@@ -67,15 +66,15 @@ def prepare(
     sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder)
     check_exactness(policy, tokenizer, prompts.ids, sampling, config.model.autocast)
     about = fingerprint(policy, prompts)
-    dist.run_on_main(lambda: begin(output, resolved, about, device))
+    dist.run_on_main(lambda: begin(output, settings, about, device))
     return TransformersSampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
 
 
-def check_folder(output: Path, resolved: str) -> None:
+def check_folder(output: Path, settings: records.Settings) -> None:
     """Raise ValueError if the folder holds something else, as far as the switches tell."""
     check_output(output)
     if (output / FINGERPRINT).exists():
-        changed = records.differences(records.read_config(output / "config.yaml"), yaml.safe_load(resolved))
+        changed = records.differences(records.read_config(output / "config.yaml"), settings)
         listed = ", ".join(f"--{name} is {old!r} there and {new!r} here" for name, (old, new) in changed.items()
                            if name not in ("run.output_dir", "run.quiet"))  # fmt: skip
         if listed:
@@ -84,7 +83,7 @@ def check_folder(output: Path, resolved: str) -> None:
         raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
 
 
-def begin(output: Path, resolved: str, about: dict[str, str], device: torch.device) -> None:
+def begin(output: Path, settings: records.Settings, about: dict[str, str], device: torch.device) -> None:
     """Make the folder; ValueError if it holds an evaluation of another model or of other problems."""
     if (known := output / FINGERPRINT).exists():
         old = records.read_json(known)
@@ -92,7 +91,7 @@ def begin(output: Path, resolved: str, about: dict[str, str], device: torch.devi
             raise ValueError(f"--run.output_dir {output} holds an evaluation of other {changed}: choose another folder")
         return
     output.mkdir(parents=True, exist_ok=True)
-    records.write_text(output / "config.yaml", resolved)
+    records.write_text(output / "config.yaml", records.to_yaml(settings))
     records.write_json(output / "environment.json", records.environment(str(device), dist.world_size()))
     records.write_json(known, about)
 
@@ -131,13 +130,13 @@ def main(args: Sequence[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     if "--compare" in args:
         return compare(args)
-    config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
+    config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
         dist.init("ddp" if dist.under_torchrun() else "none", timeout=3600)
     device, output = dist.local_device(), Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
-        decoder, make_environment, prompts = prepare(config, resolved, device)
+        decoder, make_environment, prompts = prepare(config, settings, device)
         done = dist.run_on_main(lambda: records.read_jsonl(kept))
         summary = dist.run_on_main(lambda: records.read_json(finished) if finished.exists() else {})
     if summary:

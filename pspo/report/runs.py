@@ -304,7 +304,7 @@ def defaults() -> Row:
     from pspo.cli.parse import read_config  # slow to import: torch
     from pspo.config import TrainConfig
 
-    return _as_row(flat(yaml.safe_load(read_config(TrainConfig, "pspo.report", {})[1])))
+    return _as_row(flat(read_config(TrainConfig, "pspo.report", {})[1]))
 
 
 def in_sentences(configs: pd.DataFrame) -> Iterator[str]:

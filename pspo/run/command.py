@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
@@ -21,7 +20,7 @@ from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label,
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
 from pspo.records.escape import printable
-from pspo.records.files import changed_code, read_jsonl, reading
+from pspo.records.files import Settings, changed_code, read_jsonl, reading
 from pspo.records.folders import RunFailed, newest_checkpoint
 from pspo.records.switches import NO_SETTING
 from pspo.rollout import Experience, Prompts
@@ -45,12 +44,12 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
     Exit codes: 1 for a run that failed, 2 for an error of the user's, 75 for a run stopped by a signal and saved, 130
     for one interrupted at once.
     """
-    config, resolved = parse(TrainConfig, "pspo.train", args)
+    config, settings = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train", once=True):
         dist.init(config.distributed.strategy, config.distributed.timeout)
     try:
         with user_errors("pspo.train"):
-            run = None if print_if_finished(config, resolved) else prepare(config, resolved)
+            run = None if print_if_finished(config, settings) else prepare(config, settings)
         if run:
             run_training(train, config, run)
     except (Stopped, KeyboardInterrupt) as stopped:
@@ -61,9 +60,8 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
         raise SystemExit(1) from None
 
 
-def print_if_finished(config: TrainConfig, resolved: str) -> dict[str, Any]:
+def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]:
     """Print the summary of a run that is finished, and return it; {} of any other."""
-    settings = yaml.safe_load(resolved)
     if summary := dist.run_on_main(lambda: finished_summary(config.run, settings)):
         file = Path(str(summary.get("best_model"))).with_name("summary.json")
         print(f"already finished: {file}\n")
@@ -271,14 +269,14 @@ class CallableModule(ModuleType):
                     "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
         given = {name: section for name, section in sections.items() if section is not None}
         try:
-            settings, resolved = config_from_python(config, **given)
-            if summary := print_if_finished(settings, resolved):
+            train_config, settings = config_from_python(config, **given)
+            if summary := print_if_finished(train_config, settings):
                 return summary
-            prepared = prepare(settings, resolved)
+            prepared = prepare(train_config, settings)
         except (ValueError, OSError, Stopped, RunFailed) as error:  # our frames say nothing, and fill a notebook
             raise error.with_traceback(None) from None
         prepared.on_rollout = on_rollout
         try:
-            return run_training(self.train, settings, prepared)
+            return run_training(self.train, train_config, prepared)
         except (Stopped, RunFailed) as error:
             raise error.with_traceback(None) from None

@@ -12,7 +12,6 @@ from itertools import takewhile
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
@@ -43,13 +42,12 @@ from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
 
-def prepare(config: TrainConfig, resolved: str) -> Run:
+def prepare(config: TrainConfig, settings: records.Settings) -> Run:
     """Load everything, and make the run's folder or restore the run that it holds.
 
-    ``resolved`` is the configuration as YAML, for the folder. Raises ValueError for anything the user can mend, before
-    anything expensive happens if possible.
+    ``settings`` is the configuration for the folder. Raises ValueError for anything the user can mend, before anything
+    expensive happens if possible.
     """
-    settings = yaml.safe_load(resolved)
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
         output, resumed, parent = dist.run_on_main(lambda: find_output(config, settings, resources))

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from jsonargparse.typing import PositiveInt
 
 from pspo.cli.parse import parse, user_errors
@@ -187,8 +186,7 @@ def evaluations_of_untrained(sweep: SweepConfig, name: str, jobs: list[Job]) -> 
 def jobs_of(sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches) -> list[Job]:
     """Jobs of a setting in a stage; ValueError if one cannot run or was run with other switches."""
     prog, searching, jobs = f"pspo.sweep: {name}/{setting}", stage != "full", []
-    parsed, text = parse_once(TrainConfig, prog, tuple(as_args(switches)))
-    complete = yaml.safe_load(text)
+    parsed, complete = parse_once(TrainConfig, prog, tuple(as_args(switches)))
     data, rollout, algorithm, run = parsed.data, parsed.rollout, parsed.algorithm, parsed.run
     tokens = rollout.prompts * rollout.group_size * (data.max_prompt_tokens + rollout.max_completion_tokens)
     rollouts = math.ceil(run.max_steps / (algorithm.epochs * algorithm.minibatches))
