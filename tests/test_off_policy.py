@@ -66,6 +66,12 @@ def cells_of_study() -> dict[Cell, pd.DataFrame]:
     return {Cell(*key): of for key, of in runs_of_study().groupby(WHERE)}
 
 
+@functools.cache
+def runs_by_seed() -> dict[Cell, dict[int, dict[str, float]]]:
+    """Final reward and ess of a cell's runs."""
+    return {cell: of.set_index("seed")[["final", "ess"]].T.to_dict() for cell, of in cells_of_study().items()}
+
+
 def interval(values: np.ndarray) -> tuple[float, float, float, float]:
     """Mean, 95% t-interval and p of being 0; NaN below three values."""
     n, mean = len(values), values.mean()
@@ -90,7 +96,7 @@ def holm(p: dict[tuple, float]) -> dict[tuple, float]:
 def family(name: str) -> dict[tuple, tuple]:
     """Differences of a family by cell: seeds, mean, low, high, adjusted p, and ess, the lower one of each pair."""
     belongs, other = FAMILIES[name]
-    cells, found = {key: of.set_index("seed")[["final", "ess"]].T.to_dict() for key, of in cells_of_study().items()}, {}
+    cells, found = runs_by_seed(), {}
     for cell, runs in cells.items():
         base = cells.get(cell._replace(**other), {})
         pairs = [(run, base[seed]) for seed, run in runs.items() if seed in base]

@@ -453,9 +453,9 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 
 DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
     "first test": (Validator, "test", 1, (), []),
-    "first validation": (Validator, "validate", 1, (), []),
     "rollout": (pspo.train, "draw_prompts", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
+    "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
     "lag fills": (pspo.train, "draw_prompts", 2, MODES["lag"], ["step-000000"]),
     "resampled": (
@@ -466,7 +466,7 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if i < 5 else pytest.mark.nightly) for i, case in enumerate(DRAWING)]
+    "case", [pytest.param(case, marks=[] if i < 3 else pytest.mark.nightly) for i, case in enumerate(DRAWING)]
 )
 def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resumes_exactly(whole_with, capfd, case):
     """What was being drawn is drawn again; so it is if the resumed run is killed."""
@@ -825,7 +825,7 @@ def test_neither_rewards_nor_validations_touch_what_sampling_draws_from(mode):
     runs = {"quiet": ("quiet", 2), "seeding": ("seeding", 2), "not validated": ("quiet", 0)}
     completions = {}
     for run, (reward, every) in runs.items():
-        switches = (f"--reward.functions=[test_resume.{reward}]", f"--run.validate_every={every}")
+        switches = (f"--reward.functions=[test_resume.{reward}]", f"--run.validate_every={every}", "--run.max_steps=4")
         assert train(run, *MODES[mode], *switches) == 0
         completions[run] = [sample["completion"] for sample in read_jsonl(Path(run, "samples.jsonl"))]
     assert completions["quiet"] == completions["seeding"] == completions["not validated"]

@@ -346,24 +346,22 @@ def test_alarms(tmp_path, imported, call, monkeypatch, capsys):
     assert list(found) == ["reward"]
     assert ends_as_the_run(run, folder)
 
-    for treatment in script.TREATMENTS:
-        for update, run, _ in script.replay(folder, updates, 1):
-            if update == 3:
-                script.treat(run, treatment)
-            if update > 3:
-                assert len(run.delay.waiting) == (0 if treatment == "on time" else 2)
+    call(script, "watch", folder, "--problems", 5, "--output", watched)
+    assert [line["update"] for line in read_jsonl(watched)] == [1, 2, 3, 4, 5]
+    treat, treated = script.treat, []
+    monkeypatch.setattr(script, "treat", lambda *of: (treated.append(of), treat(*of)))
+    call(script, "fork", folder, "--problems", 5, "--watch", watched, "--output", forked)
+    assert {treatment for _, treatment in treated} == {*script.TREATMENTS}
+    for run, treatment in treated:
+        assert len(run.delay.waiting) == (0 if treatment == "on time" else 2)
         assert not ends_as_the_run(run, folder)
         (group,) = run.learner.optimizer.param_groups
         assert group["lr"] == pytest.approx(1e-3 / 3 if treatment == "lr / 3" else 1e-3)
         steps = {int(state["step"]) for state in run.learner.optimizer.state.values()}
         assert steps == {4 if treatment == "new moments" else 10}
-
-    call(script, "watch", folder, "--problems", 5, "--output", watched)
-    assert [line["update"] for line in read_jsonl(watched)] == [1, 2, 3, 4, 5]
-    call(script, "fork", folder, "--problems", 5, "--watch", watched, "--output", forked)
     for command, path in ((["watch"], watched), (["fork", "--watch", watched], forked)):
         written = path.read_text()
-        path.write_text("".join(written.splitlines(keepends=True)[:-2]))
+        path.write_text("".join(written.splitlines(keepends=True)[:-1]))
         call(script, *command, folder, "--problems", 5, "--output", path)
         assert path.read_text() == written  # goes on where it stopped, with the same numbers
     call(script, "table", watched, "--forks", forked)

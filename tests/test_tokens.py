@@ -1,5 +1,6 @@
 """``tokens.parquet``: what it says of a token is what the step computed, and recording changes no number of a run."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from processes import metric_lines
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pspo.config import ModelConfig
 from pspo.losses import GSPO, Clip, token_weights
@@ -46,11 +47,15 @@ def test_recording_changes_no_number(run):
     assert not (none / "tokens.parquet").exists()
 
 
+@functools.cache
+def untrained() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float32)
+
+
 def plain_numbers(prompt_ids: list[int], ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and entropies (T,) of the untrained model, from a log_softmax of its own logits in float64."""
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float32)
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1].double()
+        logits = untrained()(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1].double()
     logprobs = (logits / TEMPERATURE).log_softmax(dim=1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=1)
     return logprobs[range(len(ids)), ids].numpy(), entropies.numpy()

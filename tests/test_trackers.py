@@ -10,14 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import one_layer
 
 import pspo.run.prepare
 import pspo.train
 from pspo.records.files import read_jsonl
 from pspo.records.trackers import MODULES, start_tracker
 
-ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=0",
-        "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20", "--run.output_dir=out")  # fmt: skip
+ARGS = (f"--model.name_or_path={one_layer()}", "--run.max_steps=4", "--rollout.prompts=2", "--run.test_limit=0",
+        "--rollout.max_completion_tokens=8", "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20",
+        "--run.output_dir=out")  # fmt: skip
 
 
 @pytest.fixture
