@@ -86,7 +86,7 @@ def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarra
     """Values (n, samples) of `ESTIMATES`, reward/<function> and `MEANS` by name; NaN where a record has none."""
     columns = {name: [record[key] for record in completions] for name, key in (ESTIMATES | MEANS).items()}
     for name in completions[0]["rewards"]:
-        columns[f"reward/{name}"] = [record["rewards"][name] for record in completions]
+        columns[f"reward/{name}"] = [record["rewards"].get(name) for record in completions]
     return {name: np.array(column, dtype=float).reshape(-1, samples) for name, column in columns.items()}
 
 
