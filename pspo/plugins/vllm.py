@@ -12,12 +12,8 @@ import safetensors.torch
 from torch import Tensor
 from vllm import envs
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -51,23 +47,13 @@ class Chunk(WeightTransferUpdateInfo):
     safetensors: str
 
 
-class HTTPWeightTransfer(WeightTransferEngine):
-    """Takes weights from the body of ``/update_weights``; on a CPU none of vLLM's own ways works."""
+class HTTPWeightTransfer(NCCLWeightTransferEngine):
+    """Takes weights from the bodies of ``/update_weights``; all of vLLM's own ways need CUDA. The rest is NCCL's."""
 
-    init_info_cls, update_info_cls = WeightTransferInitInfo, Chunk
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None: ...
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+    update_info_cls = Chunk
 
     def update_weights(self, update_info: dict[str, Any]) -> None:  # the base class's synchronizes an accelerator
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Chunk) -> None:
         self.model.load_weights(safetensors.torch.load(b64decode(update_info.safetensors)).items())
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None: ...
