@@ -1,16 +1,24 @@
 """The planner against transformers, autograd, torch's counters, the trainer's microbatches and sums by hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from processes import one_layer, run_command
 from torch.utils.flop_counter import FlopCounterMode
 
+import pspo.train
+from benchmarks.floor import Machine, Work, floors, measure_run
 from benchmarks.plan.__main__ import main
 from benchmarks.plan.cost import Assumptions, Load, PlanConfig, Strategy, memory, messages, seconds, shapes
 from benchmarks.plan.shapes import QWEN, Shape
-from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
+from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, RolloutConfig
+from pspo.model import load_tokenizer
 from pspo.model.logprobs import hidden_states, token_logprobs
-from pspo.rollout import Rollout
+from pspo.records.files import read_jsonl
+from pspo.rollout import Rollout, encode_prompts
 from pspo.rollout.batching import split_minibatches
+from pspo.tasks import load_problems
 
 TOTALS = {  # parameters of the published weights: the safetensors index's bytes / 2
     "0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512, "14B": 14_770_033_664,
@@ -147,3 +155,34 @@ def test_the_command(capsys):
         with pytest.raises(SystemExit):
             main(args)
         assert message in capsys.readouterr().err
+
+
+def test_a_run_s_floor_by_hand(tmp_path, monkeypatch):
+    """What a run recorded, against its own problems; and sums over TINY."""
+    monkeypatch.chdir(tmp_path)
+    run_command(
+        pspo.train.main, f"--model.name_or_path={one_layer()}", "--rollout.prompts=4", "--rollout.group_size=2",
+        "--rollout.max_completion_tokens=8", "--run.max_steps=6", "--run.test_limit=0", "--run.validate_every=0",
+        "--data.limit=4", "--reward.functions=[test_resume.Noisy]", "--run.quiet", "--run.output_dir=run",
+    )  # fmt: skip
+    shape, work, seconds, dtype = measure_run(Path("run"))
+    texts = [problem.prompt for problem in load_problems("arithmetic", "train", limit=4)]
+    prompts = list(encode_prompts(load_tokenizer(ModelConfig()), texts, SYSTEM_PROMPT))
+    lines = read_jsonl(Path("run/metrics.jsonl"))[1:]
+    assert work.prompt_tokens == pytest.approx(sum(map(len, prompts)) / 4)  # each rollout has all four
+    assert work.completion_tokens == pytest.approx(sum(line["completion_tokens"] for line in lines) / 2)
+    assert (work.rows, work.prompts, work.epochs, work.minibatches, dtype) == (8, 4, 2, 1, "fp32")
+    assert all(p[: work.common] == prompts[0][: work.common] for p in prompts)
+    assert set(seconds) == {"generate", "train"}
+    assert shape.layers == 1
+
+    work = Work(8, 6.0, 4, 10.0, 3, 5.0, 7.0, epochs=2, microbatches=2.0)
+    forward = 2 * TINY.layers * TINY.layer * (6 * 4 + 3 * 7 + 2 * 3) + 2 * TINY.head * 6 * 5
+    forward += 4 * TINY.layers * TINY.heads * TINY.head_dim * 6 * 5 * 12.5
+    found = floors(work, TINY, "fp32", Machine(flops=1.0, bandwidth=1e30))
+    assert found["train"] == pytest.approx(2 * 3 * forward)
+    assert found["generate"] == pytest.approx(2 * (TINY.layers * TINY.layer * (40 + 8 * 5) + TINY.head * 8 * 5))
+    found = floors(work, TINY, "fp32", Machine(flops=1e30, bandwidth=1.0))
+    assert found["train"] == pytest.approx(2 * 7 * 4 * TINY.parameters)
+    keys = 4 * 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 8 * 5 * 12.5
+    assert found["generate"] == pytest.approx(7 * 4 * TINY.matrices + keys)
