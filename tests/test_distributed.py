@@ -315,7 +315,6 @@ def test_shards_of_an_optimizer_that_keeps_nothing(tmp_path, kind):
     optimizers = [kind(model.parameters(), lr=0.1) for model in (kept, other)]
     dist.save_shards(tmp_path / "shards", kept, optimizers[0])
     dist.load_shards(tmp_path / "shards", other, optimizers[1])
-    dist.UnshardedState(optimizers[1]).load_state_dict(dist.UnshardedState(optimizers[0]).state_dict())
     assert torch.equal(kept.weight, other.weight)
     for model, optimizer in ((kept, optimizers[0]), (other, optimizers[1])):
         model(torch.ones(3)).sum().backward()

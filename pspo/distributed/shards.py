@@ -148,33 +148,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     return get_model_state_dict(model, options=options)
 
 
-class UnshardedState:
-    """Optimizer state that is the same on every rank: learning rates and AdamW's step. `save_shards` has the rest."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        step = next((float(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0.0)
-        return {"step": step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for group, lr in zip(self.optimizer.param_groups, saved["lr"], strict=True):
-            group["lr"] = lr
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(saved["step"])
-
-
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """This rank's shards of the weights that are trained, and of the moments that the optimizer keeps of each."""
+    """This rank's shards of the weights that are trained, and of what the optimizer keeps of each."""
     shards = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        state = optimizer.state.get(parameter, {})
-        moments = {f"optimizer.{name}.{key}": value for key, value in state.items() if value.ndim > 0}
-        shards |= {f"model.{name}": parameter} | moments
+        if parameter.requires_grad:
+            state = optimizer.state.get(parameter, {})
+            shards |= {f"model.{name}": parameter} | {f"optimizer.{name}.{key}": value for key, value in state.items()}
     return shards
 
 
@@ -195,15 +175,13 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # until `UnshardedState` is loaded
-    optimizer.step()  # moves nothing, but makes the moments' tensors
+    optimizer.step()  # makes the state's tensors; they and the weights are read next
     optimizer.zero_grad()
-    wanted, reader = _shards(model, optimizer), HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     if not any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
-        wanted = {name: part for name, part in wanted.items() if name.startswith("model.")}  # saved before any step
+        optimizer.state.clear()  # saved before any step
     with torch.no_grad(), _plain_error():
-        checkpoint.load(wanted, storage_reader=reader)
+        checkpoint.load(_shards(model, optimizer), storage_reader=reader)
 
 
 @contextlib.contextmanager

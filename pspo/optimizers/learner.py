@@ -21,7 +21,8 @@ from pspo.records.tokens import TokenRecord
 class Learner:
     """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
 
-    Its state is that of a checkpoint without the weights, which are saved as a model.
+    Its state is that of a checkpoint without the weights, which are saved as a model; of a sharded one without the
+    optimizer's, which is saved with them.
 
     Attributes:
         scheduler: None for a constant learning rate.
@@ -86,7 +87,7 @@ class Learner:
         return {
             "steps": self.steps,
             "microbatch_limit": self.microbatch_limit,  # a resumed run computes in the same shapes
-            "optimizer": self._optimizer_state().state_dict(),
+            "optimizer": None if dist.is_sharded(self.policy) else self.optimizer.state_dict(),
             "entropy": (self.entropy_coef, self.entropy_weight),
             "reference": [weight for weight, _ in self._reference_weights()] if self.reference_moved else None,
         }
@@ -94,7 +95,8 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and the like stay this optimizer's own."""
         self.steps, self.microbatch_limit = state["steps"], state["microbatch_limit"]
-        self._optimizer_state().load_state_dict(state["optimizer"])
+        if state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.entropy_coef, self.entropy_weight = state["entropy"]
         if state["reference"] is not None and self.reference is not None:
             self.reference_moved = True
@@ -103,7 +105,3 @@ class Learner:
         for group in self.optimizer.param_groups:
             group.update({name: value for name, value in self.optimizer.defaults.items() if name in group})
         self.scheduler = schedule(self.optimizer, self.scheduler.lr_lambdas[0], self.steps)
-
-    def _optimizer_state(self) -> torch.optim.Optimizer | dist.UnshardedState:
-        """The optimizer; of a sharded one what is no shard, which are saved with the weights."""
-        return dist.UnshardedState(self.optimizer) if dist.is_sharded(self.policy) else self.optimizer
