@@ -185,7 +185,7 @@ def saved(tmp_path_factory) -> Path:
 def test_any_change_of_a_checkpoint_is_damage(saved, tmp_path, data):
     """Bytes anywhere overwritten, cut or put in."""
     shutil.copytree(checkpoints(saved)[0], tmp_path / "step-000004", dirs_exist_ok=True)
-    file = tmp_path / "step-000004" / data.draw(st.sampled_from(["model.safetensors", "training.pt", "state.json"]))
+    file = tmp_path / "step-000004" / data.draw(st.sampled_from(["model.safetensors", "parts.pt", "rank-0.pt"]))
     before = file.read_bytes()
     place, cut = data.draw(st.integers(0, len(before))), data.draw(st.integers(0, 9))
     after = before[:place] + data.draw(st.binary(max_size=9)) + before[place + cut :]

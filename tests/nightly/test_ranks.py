@@ -49,6 +49,7 @@ class Collectives(TorchDispatchMode):
 
 def test_weights_are_gathered_and_gradients_reduced_for_each_microbatch_or_once_a_step(tmp_path):
     config = make_config(SAPO(), "grpo", model="tiny-base", epochs=2)
+    config = replace(config, optimizer=replace(config.optimizer, microbatch_tokens=150))
 
     def work() -> None:
         dist.init("fsdp2", 60)
