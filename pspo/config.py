@@ -313,8 +313,9 @@ class RolloutConfig(Section, name="rollout"):
         rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
         require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
         require(all(self.stop_strings), "rollout.stop_strings", "must not be empty texts", self.stop_strings)
-        addresses = all(re.fullmatch(r"https?://[^/\s]+:\d+", url) for url in self.servers)
-        require(addresses, "rollout.servers", "must be addresses such as http://host:8000", self.servers)
+        addresses = {url for url in self.servers if re.fullmatch(r"https?://[^/\s]+:\d+", url)}
+        rule = "must be different addresses such as http://host:8000"
+        require(len(addresses) == len(self.servers), "rollout.servers", rule, self.servers)
 
     @property
     def external(self) -> bool:

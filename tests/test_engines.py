@@ -86,8 +86,12 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, found, what):
             ("--rollout.servers=[http://a:1]", "--rollout.engine=transformers"),
             "rollout.servers must be left out unless",
         ),
-        (("--rollout.servers=[a:8000]",), "rollout.servers must be addresses such as http://host:8000, got ['a:8000']"),
-        (("--rollout.servers=[http://a:1/v1]",), "rollout.servers must be addresses such as"),
+        (
+            ("--rollout.servers=[a:1]",),
+            "rollout.servers must be different addresses such as http://host:8000, got ['a:1']",
+        ),
+        (("--rollout.servers=[http://a:1/v1]",), "rollout.servers must be different addresses such as"),
+        (("--rollout.servers=[http://a:1,http://a:1]",), "rollout.servers must be different addresses such as"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(capsys, switches, named):
