@@ -365,7 +365,7 @@ def test_steps_and_tokens_end_a_run(here):
     ],
 )
 def test_option(here, args):
-    (line,) = fast(*(f"--{arg}" for arg in args.split()))
+    (line,) = fast(TINIEST[0], "--reward.functions=[test_cli.length]", *(f"--{arg}" for arg in args.split()))
     assert (line["step"], line["step_skipped"]) == (2, 0)
     assert all(math.isfinite(value) for value in line.values())
     assert ("kl_reference" in line) == ("beta" in args)

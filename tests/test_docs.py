@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from processes import one_layer
 
 import pspo.evaluate.__main__
@@ -72,7 +73,7 @@ def finished_run(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("command", "switches"), commands())
-def test_command(workspace, finished_run, command, switches):
+def test_command(workspace, finished_run, monkeypatch, command, switches):
     args = shlex.split(switches)
     if "vllm" in args:
         pytest.importorskip("vllm")
@@ -86,6 +87,7 @@ def test_command(workspace, finished_run, command, switches):
         config, _ = parse(SweepConfig, "pspo.sweep", flags)
         assert {*(config.only or [])} <= {*config.experiments}
     elif command == "report":
+        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())  # test_report.py draws
         shutil.copytree(finished_run, workspace / args[0] / "mine")
         pspo.report.__main__.main(args)
     else:

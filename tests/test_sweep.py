@@ -350,9 +350,9 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
-    ("first", "null", 12), ("paper", "[alpha]", 12), ("tiny", "[control]", 45),
-    ("control", "[tokens]", 30), ("tiny-control", "[steps]", 80), ("one-day", "null", 15),
+    ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
     ("main-table", "[qwen2.5-0.5b]", 18), ("order", "null", 20),
+    pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
     pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
     pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),
