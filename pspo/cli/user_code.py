@@ -22,10 +22,8 @@ def fail_together() -> Iterator[None]:
     try:
         with end_forks():
             yield
-    except (RunFailed, EngineError):  # no fault of the user's code, or on all ranks already
-        raise
     except Exception as error:  # a user's code may raise anything
-        if is_out_of_memory(error):
+        if isinstance(error, RunFailed | EngineError) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
     failures = dist.gather_objects(failure and (Stopped if type(failure) is Stopped else user_traceback(failure)))

@@ -86,10 +86,9 @@ def run_training(train: Callable[[Run], dict[str, Any]], config: TrainConfig, ru
         if dist.is_main():
             print(f"\nstopped; the same command with --run.output_dir {run.output} resumes", file=sys.stderr)
         raise
-    except RunFailed:
-        raise
     except Exception as error:  # a surrogate of the user's may raise anything
-        if is_out_of_memory(error) or not (user_frames(error) or type(error) is SurrogateError):
+        is_users = user_frames(error) or type(error) is SurrogateError
+        if isinstance(error, RunFailed) or is_out_of_memory(error) or not is_users:
             raise
         saved = f"last checkpoint: {newest_checkpoint(run.output)}"
         raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error

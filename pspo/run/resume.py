@@ -264,10 +264,8 @@ def holding_states(checkpoint: Path) -> Iterator[None]:
     """Raise ValueError if a checkpoint is whole by its manifest, and holds something else than the parts' states."""
     try:
         yield
-    except (OSError, ValueError):
-        raise
     except Exception as error:  # what is not ours raises anything
-        if is_out_of_memory(error):
+        if isinstance(error, OSError | ValueError) or is_out_of_memory(error):
             raise
         kind = type(error).__name__
         raise ValueError(f"{checkpoint} does not hold what a run saves ({kind}): choose another folder") from error
