@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import assert_same, one_layer, run_command
+from processes import Payload, assert_same, one_layer, run_command
 from safetensors.torch import load_file
 
 import pspo.train
@@ -301,13 +301,6 @@ def test_empty_and_truncated_completions_are_counted():
 
 
 # --- models that bring code ------------------------------------------------------------------------------------------
-
-
-class Payload:
-    """Creates a file when it is unpickled."""
-
-    def __reduce__(self):
-        return Path.touch, (Path("executed"),)
 
 
 def needs_remote_code(folder: Path) -> None:

@@ -236,14 +236,6 @@ def test_wrong_settings_raise(here, call, message):
 def test_sampling_has_the_commands_defaults(tiny_model):
     config = TrainConfig().rollout
     sampling = Sampling([1], 0)
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "max_completion_tokens",
-        "max_rows",
-        "decoder",
-    ):
+    names = "temperature top_p top_k min_p repetition_penalty max_completion_tokens max_rows decoder"
+    for name in names.split():
         assert getattr(sampling, name) == getattr(config, name)

@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from processes import (
+    Payload,
     assert_same,
     at_call,
     before,
@@ -289,11 +290,6 @@ def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     assert_same(whole, cut_off)
 
 
-class Payload:
-    def __reduce__(self):
-        return Path.touch, (Path("executed"),)
-
-
 @pytest.mark.parametrize(
     ("content", "error"),
     [({"learner": Payload()}, "UnpicklingError"), ({"learner": {}}, "KeyError"), ([1], "TypeError")],
@@ -328,38 +324,24 @@ def spoiled(run: Path, file: str, content: str) -> None:
     (run / file).write_text(content)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"),
-        (lambda run: shutil.rmtree(run / "best"), "out/best is missing"),
-        (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
-        *(
-            (partial(spoiled, file=file, content=content), f"out/{file} is damaged")
-            for file, content in [
-                ("metrics.jsonl", "{}\n"),
-                ("samples.jsonl", '{"step": "2"}\n'),
-                ("changes.jsonl", '{"step": null}\n'),
-                ("summary.json", "{}"),
-                ("summary.json", '{"optimizer_steps": []}'),
-                ("summary.json", '{"optimizer_steps": 99, "best_model": "out/best"}'),
-                ("config.yaml", "optimizer: 1"),
-            ]
-        ),
-    ],
-    ids=[
-        "every checkpoint is damaged",
-        "the best model is missing",
-        "the disk fails",
-        "metrics without a step",
-        "samples of no step",
-        "changes of no step",
-        "an empty summary",
-        "a summary of other types",
-        "half a summary",
-        "no sections",
-    ],
-)
+SPOILT = {  # how a run's folder is spoiled, and what is said
+    "every checkpoint is damaged": (
+        lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"
+    ),
+    "the best model is missing": (lambda run: shutil.rmtree(run / "best"), "out/best is missing"),
+    "the disk fails": (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
+    **{
+        f"{file} {content}": (partial(spoiled, file=file, content=content), f"out/{file} is damaged")
+        for file, content in (
+            ("metrics.jsonl", "{}\n"), ("samples.jsonl", '{"step": "2"}\n'), ("changes.jsonl", '{"step": null}\n'),
+            ("summary.json", "{}"), ("summary.json", '{"optimizer_steps": []}'),
+            ("summary.json", '{"optimizer_steps": 99, "best_model": "out/best"}'), ("config.yaml", "optimizer: 1"),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILT.values(), ids=SPOILT)
 def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said):
     spoil(cut_off)
     left = stamps(cut_off)
@@ -380,7 +362,7 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd,
         return train("out")
 
     assert forked(action) == 1
-    steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))]
     assert steps == [2, 4]
     err = capfd.readouterr().err
     assert "Traceback" not in err
@@ -500,7 +482,7 @@ def test_sigterm_from_outside_to_the_command_itself():
             time.sleep(0.01)
         running.send_signal(signal.SIGTERM)
         assert running.wait(timeout=60) == 75
-    steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))]
     assert checkpoints(Path("out"))[0].name == f"step-{steps[-1]:06d}"
 
 

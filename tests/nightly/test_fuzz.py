@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import run_command
+from processes import Payload, run_command
 
 import pspo.train
 from pspo.cli.parse import parse
@@ -154,13 +154,6 @@ TINY = (
     "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.max_steps=4", "--run.validate_every=0",
     "--run.test_limit=0", "--run.save_every=1", "--data.limit=5", "--run.output_dir=out",
 )  # fmt: skip
-
-
-class Payload:
-    """Creates a file when it is unpickled."""
-
-    def __reduce__(self):
-        return Path.touch, (Path("executed"),)
 
 
 def refused(capsys, *args: str) -> str:
