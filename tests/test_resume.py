@@ -525,6 +525,7 @@ def test_a_finished_run_stays_as_it_is(capfd):
         ((*args, "--run.max_steps=3"), 2, "--run.max_steps was 4, is 3"),
         ((*args, "--optimizer.lr=1e-4"), 2, "out is finished, --optimizer.lr would change nothing"),
         ((*args, "--algorithm.epochs=1"), 2, "--algorithm.epochs was 2, is 1"),
+        ((*args, "--run.seed=3"), 2, "--run.seed was 0, is 3"),
         ((*args, "--run.resume=never"), 2, "--run.output_dir out"),
     ):
         capfd.readouterr()
