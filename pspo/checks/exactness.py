@@ -89,14 +89,14 @@ def differences(
         ids = pad_sequence(completions, batch_first=True, padding_value=-1)
         batch = *left_pad([prompt for prompt, _ in rows[part]], sampling.pad_id), ids.clamp(min=0), ids >= 0
         prompt_ids, prompt_mask, ids, mask = (tensor.to(policy.device) for tensor in batch)
-        expected = torch.cat([gathered(*of_row) for of_row in zip(alone[part], completions, strict=True)])
+        expected = torch.cat([pick_logprobs(*of_row) for of_row in zip(alone[part], completions, strict=True)])
         by_check.append((what, (token_logprobs(policy, prompt_ids, prompt_mask, ids, mask)[mask] - expected).abs()))
     greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
     drawn = generate(policy, tokenizer, [short, long], greedy, group_size=2).completion_ids
     for prompt, completion in ((short, drawn[0]), (long, drawn[3])):
         logits = logits_alone(policy, prompt, completion.tolist())
-        likeliest = gathered(logits, logits.argmax(dim=1))
-        by_check.append((DECODING.format(sampling.decoder), likeliest - gathered(logits, completion)))
+        likeliest = pick_logprobs(logits, logits.argmax(dim=1))
+        by_check.append((DECODING.format(sampling.decoder), likeliest - pick_logprobs(logits, completion)))
     return alone[0].dtype.itemsize == 2, by_check
 
 
@@ -106,6 +106,6 @@ def logits_alone(policy: PreTrainedModel, prompt: list[int], completion: list[in
     return policy(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
 
 
-def gathered(logits: Tensor, tokens: Tensor) -> Tensor:
+def pick_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """(t,) float32 log-probs of tokens (t,) by logits (t, V)."""
     return logits.float().log_softmax(dim=1).gather(1, tokens.to(logits.device)[:, None]).squeeze(1)

@@ -18,9 +18,9 @@ def rollout_metrics(rows: dict[str, list[Any]], drawn_rewards: list[float] | Non
     pairs = zip(rows["text"], rows["problem"], strict=True)
     formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
     metrics = {
-        "reward": np.mean(known(rows["reward"])),
-        "reward_std": np.std(known(rows["reward"])),
-        **{name: np.mean(known(values)) for name, values in rows.items() if name.startswith("reward/")},
+        "reward": np.mean(drop_nan(rows["reward"])),
+        "reward_std": np.std(drop_nan(rows["reward"])),
+        **{name: np.mean(drop_nan(values)) for name, values in rows.items() if name.startswith("reward/")},
         "reward_unknown_share": np.isnan(rows["reward"]).mean(),
         "empty_share": np.mean([not text.strip() for text in rows["text"]]),
         "zero_advantage_share": np.mean([advantage == 0 for advantage in rows["advantage"]]),
@@ -34,7 +34,7 @@ def rollout_metrics(rows: dict[str, list[Any]], drawn_rewards: list[float] | Non
     }  # fmt: skip
     if drawn_rewards is not None:
         metrics["resampled_share"] = (len(drawn_rewards) - len(rows["reward"])) / len(rows["reward"])
-        metrics["reward_drawn"] = np.mean(known(drawn_rewards))
+        metrics["reward_drawn"] = np.mean(drop_nan(drawn_rewards))
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -55,7 +55,7 @@ def sample(rows: dict[str, list[Any]], row: int, step: int, group_size: int) -> 
     }
 
 
-def known(values: list[float]) -> list[float]:
+def drop_nan(values: list[float]) -> list[float]:
     """Without NaN; a single NaN if there is nothing else."""
     return [value for value in values if not math.isnan(value)] or [math.nan]
 
