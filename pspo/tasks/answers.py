@@ -158,13 +158,13 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
     return match is not None and not re.search("[$£€¥₹]", line) and _read(match) is not None
 
 
-def extract_text(completion: str, marker: Marker = "last") -> str:
+def extract_text(completion: str) -> str:
     """Return the text that the completion gives as its answer, runs of white space as one blank.
 
-    It is the rest of the marker's line; without a marker, the whole completion.
+    It is the rest of the last marker's line; without a marker, the whole completion.
     """
     completion = after_thoughts(completion)
-    line = _marked_line(completion, marker)
+    line = _marked_line(completion, "last")
     return " ".join((completion if line is None else line).split())
 
 
