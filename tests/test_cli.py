@@ -186,7 +186,7 @@ def test_metrics_samples_and_summary(run):
 
 def test_a_collapse_cannot_hide_behind_the_best_model(here, capsys):
     args = ["--model.name_or_path=tiny-math", "--optimizer.lr=3e-2", "--rollout.prompts=8", "--run.test_limit=16",
-            "--rollout.max_completion_tokens=64"]  # fmt: skip
+            "--rollout.max_completion_tokens=64", "--data.limit=100"]  # fmt: skip
     train([*args, "--run.max_steps=4", "--run.validate_every=2", "--run.validation_limit=16", "--run.output_dir=out"])
     summary, said = read_json(here / "out/summary.json"), capsys.readouterr().out
     assert (summary["best_step"], summary["best_model"]) == (0, "out/best")

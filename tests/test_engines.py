@@ -163,7 +163,7 @@ class DeadEngine(Copy):
 TINY = (  # an engine of one's own, by its import path
     f"--model.name_or_path={one_layer()}", "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24",
     "--rollout.engine=test_engines.Copy", "--rollout.prompts=4", "--rollout.max_completion_tokens=24",
-    "--rollout.temperature=1.0",
+    "--rollout.temperature=1.0", "--data.limit=100",
     "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=0", "--run.validate_every=4",
     "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
 )  # fmt: skip
