@@ -269,7 +269,7 @@ class ForkingCalculator(Calculator):
     "sections",
     [
         {"algorithm": ForkingLoss},
-        {"data": "sums", "rollout": {"environment": "test_faults.ForkingCalculator"}},
+        {"data": {"name": "sums", "limit": 20}, "rollout": {"environment": "test_faults.ForkingCalculator"}},
         {"on_rollout": lambda *_: forks_once()},
     ],
     ids=["surrogate", "environment", "on_rollout"],
@@ -277,7 +277,7 @@ class ForkingCalculator(Calculator):
 def test_user_code_that_forks_makes_no_second_trainer(sections):
     rollout = {"prompts": 2, "max_completion_tokens": 8, "temperature": 1} | sections.pop("rollout", {})
     run = {"output_dir": "out", "max_steps": 4, "validate_every": 0, "test_limit": 0}
-    pspo.train(one_layer(), rollout=rollout, run=run, **sections)
+    pspo.train(one_layer(), rollout=rollout, run=run, **{"data": {"limit": 20}} | sections)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
     assert [line["step"] for line in metrics()] == [2, 4]
 
