@@ -41,7 +41,7 @@ def check_exactness(
         with inference(policy), autocast(autocast_mode if flash else "none", policy.device):
             in_16_bits, by_check = differences(policy, tokenizer, prompts, sampling)
     except Exception as error:  # the library raises anything if a model needs more than token ids
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise ValueError(f"--model.name_or_path: {name} fails on a small batch: {reason}") from error

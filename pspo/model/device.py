@@ -15,7 +15,7 @@ def autocast(mode: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=casts_to_bf16(mode, device))
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """True if a GPU's allocator found no memory, or the CPU's, oneDNN's or C++'s."""
     cpu = ("can't allocate memory", "could not create a primitive", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
