@@ -57,7 +57,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
     steps, of_rollout = [], nucleus_mass(rollout)
     if gradients := GradientMetrics.if_due(learner, config):
-        of_rollout |= retry(gradients.noise, minibatches, gradient)
+        of_rollout |= gradients.noise(minibatches, gradient)
     for counts, batches in minibatches * config.algorithm.epochs:
         if learner.steps < config.run.max_steps:
             metrics = retry(accumulate, counts, batches)

@@ -120,6 +120,6 @@ def test_sizes():
     assert {name for name in FILES if "/" not in name} - {"__init__.py", "__main__.py"} == {
         "train.py", "update.py", "config.py",
     }  # fmt: skip
-    assert sum(lines(name) for name in FILES if name.startswith(ALGORITHM)) <= 2855
+    assert sum(lines(name) for name in FILES if name.startswith(ALGORITHM)) <= 2882
     assert lines("update.py") <= 170
     assert all(lines(f"run/{part}.py") <= 150 for part in PARTS)

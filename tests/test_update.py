@@ -568,6 +568,28 @@ def test_measuring_gradients_changes_no_state_of_a_loss(policy):
     assert torch.equal(*ends)
 
 
+def test_a_measure_that_runs_out_of_memory_is_left_out(policy, monkeypatch, capsys):
+    config = make_config(epochs=2, gradients_every=1)
+    plain = run(policy, *make_rollout(), make_config(epochs=2))
+    failing = mock.Mock(
+        side_effect=[torch.OutOfMemoryError("out of memory"), *[mock.DEFAULT] * 9], wraps=pspo.update.one_pass
+    )
+    monkeypatch.setattr(pspo.update, "one_pass", failing)
+    learner = make_learner(policy, config)
+    steps = update(learner, *make_rollout(), config)
+    assert "gradient_norm2" not in steps[0]
+    assert "gradient noise is not measured" in capsys.readouterr().err
+    assert learner.microbatch_limit is None
+    assert torch.equal(weights(learner.policy), plain[0])
+
+
+def test_without_a_gradient_there_is_no_cosine(policy):
+    rollout, advantages = make_rollout()
+    steps = run(policy, rollout, 0 * advantages, make_config(epochs=2, gradients_every=1))[1]
+    assert [step.get("gradient_cosine") for step in steps] == [None, None]
+    assert steps[0]["gradient_norm2"] == steps[0]["gradient_variance"] == 0
+
+
 def test_gradients_are_measured_where_a_multiple_is_crossed(policy):
     config = make_config(epochs=2, gradients_every=3)
     learner = make_learner(policy, config)

@@ -82,16 +82,17 @@ def token_values(
     name = f"--algorithm.{switch} {called}"
     rows, shape = len(mask), tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
-        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         rule = f"a tensor with a value per row (B,) = ({rows},) or per token (B, T) = {shape}"
         raise SurrogateError(f"{name} returned {got}; it must return {rule}")
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     values = values.detach().to(mask.device, dtype).view(rows, -1)
     known = mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True)
     values = values.where(known, float(above_0))
-    if not (values.isfinite().all() and (not above_0 or (values > 0).all())):
+    bad = ~values.isfinite() | ((values <= 0) if above_0 else False)
+    if bad.any():
         rule = "finite and above 0" if above_0 else "finite"
-        raise SurrogateError(f"{name} returned {values.min():g} to {values.max():g}; every value must be {rule}")
+        raise SurrogateError(f"{name} returned {bad.sum()} of {bad.numel()} values that are not {rule}")
     return values
 
 

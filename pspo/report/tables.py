@@ -36,10 +36,10 @@ NOTES = {
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
     "same order. Mean, and from three seeds on the 95% t-interval, of this difference alone. Accuracies in percentage "
     "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
-    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step: percentiles of the ratio r; "
-    "effective sample size of tokens and completions; share of tokens without weight, also by the sign of A; total "
-    "variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; gradient norm "
-    "and how many were clipped; cosine with the first epoch's gradient; gradient noise scale in prompts.",
+    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
+    "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
+    "weight; total variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; "
+    "gradient norm, share of these clipped; cosine with the first epoch's. The noise scale is of means, in prompts.",
 }
 
 # The numbers of each run, as rows of run, column (of a table) and value; accuracies have their interval besides

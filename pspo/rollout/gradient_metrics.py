@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -10,9 +11,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
+from pspo.model import is_out_of_memory
 from pspo.optimizers.learner import Learner
 from pspo.rollout.batching import Minibatch
 
@@ -20,13 +23,14 @@ from pspo.rollout.batching import Minibatch
 class GradientMetrics:
     """Measures the gradients of a rollout in which a multiple of --run.gradients_every steps is crossed.
 
-    The noise takes a pass over the rollout, prompt by prompt; all of it the memory of three gradients.
+    The noise takes a pass over the rollout, prompt by prompt; all of it memory for three gradients in float32.
     """
 
     def __init__(self, learner: Learner, config: TrainConfig) -> None:
         self.learner, self.config, self.sharded = learner, config, dist.is_sharded(learner.policy)
-        self.steps, self.epoch = 0, torch.zeros(())  # this epoch's gradient so far
-        self.first: Tensor | None = None  # the first epoch's
+        self.steps = 0
+        self.first: Tensor | None = None  # the first epoch's gradient
+        self.epoch: Tensor | None = None  # this epoch's so far
 
     @classmethod
     def if_due(cls, learner: Learner, config: TrainConfig) -> GradientMetrics | None:
@@ -35,6 +39,18 @@ class GradientMetrics:
         return cls(learner, config) if due else None
 
     def noise(self, minibatches: list[Minibatch], backward: Callable[..., object]) -> dict[str, float]:
+        """`_noise`, or {} if memory runs out, with a warning: it must not change how the run goes on."""
+        try:
+            return self._noise(minibatches, backward)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or dist.world_size() > 1:  # the other ranks would wait
+                raise
+        self.learner.optimizer.zero_grad()
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        tqdm.write("WARNING: out of memory: this rollout's gradient noise is not measured", file=sys.stderr)
+        return {}
+
+    def _noise(self, minibatches: list[Minibatch], backward: Callable[..., object]) -> dict[str, float]:
         """Size and noise of a minibatch's gradient at the policy before the rollout's first step; unbiased.
 
         With g_1, ..., g_n the gradients of n prompts' shares of the loss, independent and alike, and G their sum:
@@ -62,8 +78,9 @@ class GradientMetrics:
                     backward(self.learner, part, counts, config)
                 gradient = self._gradient()
                 total += gradient
-                squares += gradient.square().sum(dtype=torch.float64)
+                squares += dot(gradient, gradient)
                 self.learner.optimizer.zero_grad()
+                del gradient
         total = total if self.sharded else dist.sum_over_ranks(total)
         size = dist.world_size() if self.sharded else 1  # of a part, in prompts
         if (n := prompts // size) < 2:
@@ -78,18 +95,22 @@ class GradientMetrics:
     def cosine(self) -> dict[str, float]:
         """At the last step of an epoch but the first, ``gradient_cosine`` of its gradient and the first epoch's.
 
+        {} where either has none.
+
         To be called at every step, when its gradient is there, clipped and of all ranks; an epoch's is the sum.
         """
-        self.steps, epoch = self.steps + 1, self.epoch + self._gradient()
-        if self.steps % self.config.algorithm.minibatches:
-            self.epoch = epoch
+        epoch, self.steps = self._gradient(), self.steps + 1
+        if self.epoch is not None:
+            epoch += self.epoch
+        whole = self.steps % self.config.algorithm.minibatches == 0
+        self.epoch = None if whole else epoch
+        if not whole:
             return {}
-        self.epoch = torch.zeros(())
         if self.first is None:
             self.first = epoch
             return {}
-        dot, *norms2 = (self._dot(*pair) for pair in ((self.first, epoch), (self.first, self.first), (epoch, epoch)))
-        return {"gradient_cosine": dot / max(math.prod(norms2) ** 0.5, 1e-300)}
+        both, *norms2 = (self._dot(*pair) for pair in ((self.first, epoch), (self.first, self.first), (epoch, epoch)))
+        return {} if 0 in norms2 else {"gradient_cosine": both / math.prod(norms2) ** 0.5}
 
     def _gradient(self) -> Tensor:
         """(D,) float32: of all trained weights, or of this rank's shards of them."""
@@ -98,5 +119,11 @@ class GradientMetrics:
         return torch.cat([dist.local_shard(gradient).flatten().float() for gradient in gradients])
 
     def _dot(self, one: Tensor, other: Tensor) -> float:
-        product = (one * other).sum(dtype=torch.float64)
+        product = dot(one, other)
         return (dist.sum_over_ranks(product) if self.sharded else product).item()
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """Inner product of vectors in float64, without whole copies in float64."""
+    parts = zip(one.split(2**20), other.split(2**20), strict=True)
+    return torch.stack([(x * y).sum(dtype=torch.float64) for x, y in parts]).sum()
