@@ -126,6 +126,7 @@ def test_solvable_problems(tmp_path):
     assert json.loads((tmp_path / "problems" / "train.jsonl").read_text()) == {"prompt": "problem 0", "answer": "9"}
 
 
+@pytest.mark.nightly
 def test_equal_movement(tmp_path, imported, call):
     """Forks move as far as asked, by a KL computed row by row, and leave the run as if nothing had happened."""
     script, folder, output = imported("equal_movement"), tmp_path / "run", tmp_path / "moves.jsonl"
@@ -196,6 +197,7 @@ def completion_logprobs(model, rollout, row, kept=None):
     return logits.log_softmax(dim=1).gather(1, completion[:, None]).squeeze(1)
 
 
+@pytest.mark.nightly
 def test_gradient_bias(tmp_path, imported, call, monkeypatch, capsys):
     """Gradients by autograd, completion by completion in float64; what is known at lag 0; lines go on."""
     script = imported("gradient_bias")
@@ -316,6 +318,7 @@ def test_gradient_bias_estimates(imported):
     assert script.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
 
 
+@pytest.mark.nightly
 def test_alarms(tmp_path, imported, call, monkeypatch, capsys):
     """The effective sample size row by row in float64; runs go on as they were, and treated ones differently."""
     script = imported("alarms")
