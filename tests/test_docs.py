@@ -160,7 +160,8 @@ def test_what_a_page_names_exists(page):
     text = TEXTS[page]
     known = switches_of(TrainConfig) | switches_of(EvaluateConfig)
     for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", text):
-        assert switch in known or switch.startswith(("algorithm.surrogate.", "algorithm.advantages.", "experiments.")), switch
+        own = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.")
+        assert switch in known or switch.startswith(own), switch
     for path in re.findall(r"`((?:pspo|tests|configs|benchmarks|scripts|results)/[\w./+-]+)`", text):
         assert (ROOT / path).exists(), path
     if page.startswith("docs/methods"):
