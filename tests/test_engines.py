@@ -558,10 +558,11 @@ class VLLMServer:
         self.process.wait()
 
     @property
-    def running(self) -> float:
-        """Completions that it is drawing."""
+    def begun(self) -> float:
+        """Completions that it has drawn since it was started, or is drawing."""
         metrics = requests.get(f"{self.url}/metrics", timeout=5).text
-        return float(re.search(r"^vllm:num_requests_running{.*} (\S+)$", metrics, re.MULTILINE)[1])
+        counts = re.findall(r"^vllm:(?:num_requests_running|request_success_total){.*} (\S+)$", metrics, re.MULTILINE)
+        return sum(map(float, counts))
 
     @property
     def version(self) -> str:
@@ -802,10 +803,11 @@ def test_no_completion_is_drawn_by_two_versions(vllm_servers, prompts):
     learner = Learner(mine, torch.optim.SGD(mine.parameters(), lr=0.0))
     with engine_of(vllm_servers) as engine, engine_of(vllm_servers) as intruder:
         sampler = EngineSampler(engine, learner, tokenizer, replace(sampling, stop_ids=(), max_completion_tokens=160))
-        sampler.prefetch(prompts, 4)
-        until(lambda: sum(server.running for server in vllm_servers) == 32)
+        before = sum(server.begun for server in vllm_servers)
+        sampler.prefetch(prompts, 16)
+        until(lambda: sum(server.begun for server in vllm_servers) == before + 128)  # takes seconds from here on
         intruder.push(other, 0)
-        drawn = sampler.collect(prompts, 4)
+        drawn = sampler.collect(prompts, 16)
         errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, sampling.temperature)
         assert errors.abs().max() < 1e-4
         assert {server.version for server in vllm_servers} == {intruder.version}
@@ -820,8 +822,9 @@ def test_a_server_that_is_killed_while_it_draws_loses_nothing_and_one_that_comes
     learner = Learner(mine, torch.optim.SGD(mine.parameters(), lr=0.0))
     with engine_of(vllm_servers) as engine:
         sampler = EngineSampler(engine, learner, tokenizer, sampling)
+        before = vllm_servers[0].begun
         sampler.prefetch(prompts, 4)
-        until(lambda: vllm_servers[0].running > 0)
+        until(lambda: vllm_servers[0].begun > before)
         vllm_servers[0].kill()
         vllm_servers[0].start()
         drawn = sampler.collect(prompts, 4)
