@@ -821,16 +821,16 @@ def test_a_server_that_is_killed_while_it_draws_loses_nothing_and_one_that_comes
     sampling = make_sampling(mine, tokenizer, RolloutConfig(), logprobs=True)
     learner = Learner(mine, torch.optim.SGD(mine.parameters(), lr=0.0))
     with engine_of(vllm_servers) as engine:
-        sampler = EngineSampler(engine, learner, tokenizer, sampling)
+        sampler = EngineSampler(engine, learner, tokenizer, replace(sampling, stop_ids=(), max_completion_tokens=160))
         before = vllm_servers[0].begun
-        sampler.prefetch(prompts, 4)
+        sampler.prefetch(prompts, 8)
         until(lambda: vllm_servers[0].begun > before)
         vllm_servers[0].kill()
         vllm_servers[0].start()
-        drawn = sampler.collect(prompts, 4)
+        drawn = sampler.collect(prompts, 8)
         errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, sampling.temperature)
         assert errors.abs().max() < 1e-4
-        assert torch.equal(drawn.prompt_ids[::4], sampler.draw(prompts, 1).prompt_ids)
+        assert torch.equal(drawn.prompt_ids[::8], sampler.draw(prompts, 1).prompt_ids)
         warnings = capsys.readouterr().err.splitlines()
         assert [line.startswith(f"WARNING: {vllm_servers[0].url} does not answer") for line in warnings] == [True]
         until(vllm_servers[0].is_ready, 400)
