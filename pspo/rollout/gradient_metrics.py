@@ -59,7 +59,7 @@ class GradientMetrics:
         * ``gradient_variance``: trace of the covariance of n g, by (n sum |g|^2 - |G|^2) n / (n - 1)
 
         Their quotient is the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) in prompts; {} for one
-        prompt. Sharded, the prompts of one pass of all ranks count as one.
+        prompt. Sharded, a g is of one prompt of every rank: still unbiased and in prompts, with more noise.
 
         Args:
             backward: `pspo.update.backward` or `pspo.update.one_pass`.
