@@ -494,7 +494,7 @@ class DistributedConfig(Section, name="distributed"):
         strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
         rollout: fsdp2: sample from gathered weights, or layer by layer (synced: slow, for models too large to gather)
         gather: fsdp2: gather weights per microbatch, or once per optimizer step (faster, more memory)
-        timeout: seconds a rank waits for the others, and for a server of rollout.servers
+        timeout: seconds a rank waits for the others; half as many for a server of rollout.servers
     """
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"

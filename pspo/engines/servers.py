@@ -10,8 +10,8 @@ import secrets
 import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import requests
@@ -45,12 +45,13 @@ class Servers:
     def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
         urls, first = config.rollout.servers, dist.rank() % len(config.rollout.servers)
         self.urls = [*urls[first:], *urls[:first]]  # each rank begins with another one
-        self.timeout, self.on_gpu = config.distributed.timeout, device.type == "cuda"
+        self.timeout = config.distributed.timeout / 2  # the other ranks wait longer than this one does for a server
+        self.on_gpu = device.type == "cuda"
         self.post = partial(call, timeout=self.timeout)
         self.tolerance = tolerance(config.model.resolved(), device)
         self.name, self.version = dist.run_on_main(lambda: secrets.token_hex(4)), ""
         self.failures: dict[str, str] = {}
-        self.threads, self.begun = ThreadPoolExecutor(256), []
+        self.threads, self.begun = ThreadPool(256), []  # none of which keeps a process that ends
 
     @staticmethod
     def check(config: RolloutConfig) -> None:
@@ -113,7 +114,7 @@ class Servers:
         """Ask for all completions; every prompt has a seed from torch's global generator."""
         params = sampling_params(prompts, sampling, group_size)
         asked = [{"token_ids": list(ids), "sampling_params": its} for ids, its in zip(prompts, params, strict=True)]
-        self.begun = [self.threads.submit(self.draw, *which) for which in enumerate(asked)]
+        self.begun = [self.threads.apply_async(self.draw, which) for which in enumerate(asked)]
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
@@ -122,7 +123,7 @@ class Servers:
         if not self.begun:
             self.begin(prompts, sampling, group_size)
         begun, self.begun = self.begun, []
-        return pad_rows([row for future in begun for row in future.result()], sampling.pad_id)
+        return pad_rows([row for result in begun for row in result.get()], sampling.pad_id)
 
     def draw(self, index: int, request: dict[str, Any]) -> Rows:
         """Completions of a prompt by the server whose turn it is, or by another one if that fails."""
@@ -148,7 +149,7 @@ class Servers:
         return rows
 
     def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.terminate()
 
     def each(self, urls: Iterable[str], action: Callable[[str], Any]) -> list[str]:
         """Do something with several servers at once; those that did not fail."""
