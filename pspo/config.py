@@ -492,20 +492,28 @@ class DistributedConfig(Section, name="distributed"):
 
     Args:
         strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
+        shard: fsdp2: over so many neighbouring ranks, such as a node's, with a copy in each group; unset, over all
         rollout: fsdp2: sample from gathered weights, or layer by layer (synced: slow, for models too large to gather)
         gather: fsdp2: gather weights per microbatch, or once per optimizer step (faster, more memory)
         timeout: seconds a rank waits for the others; half as many for a server of rollout.servers
     """
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
+    shard: int | None = number(None, "at least 2")
     rollout: Literal["gathered", "synced"] = "gathered"
     gather: Literal["microbatch", "step"] = "microbatch"
     timeout: float = number(600.0, "above 0 and below 2^31")
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy == "fsdp2"
 
 
 # What does not go together, for every run: the switch to change, what it must be, and when it is not.
 NO_LOGPROBS = "with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, which cannot tell it"
 CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
+    ("distributed.shard", "must be left out unless distributed.strategy is fsdp2",
+     lambda c: c.distributed.shard is not None and not c.sharded),
     ("distributed.rollout", "must be gathered unless distributed.strategy is fsdp2",
      lambda c: c.distributed.rollout != "gathered" and not c.sharded),
     ("distributed.gather", "must be microbatch unless distributed.strategy is fsdp2",
@@ -575,7 +583,7 @@ class TrainConfig:
 
     @property
     def sharded(self) -> bool:
-        return self.distributed.strategy == "fsdp2"
+        return self.distributed.sharded
 
     @property
     def samples_with_logprobs(self) -> bool:
@@ -599,7 +607,10 @@ class TrainConfig:
         return rollout.external and rollout.lag > 0 and alone
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError unless the prompts of a minibatch divide evenly among the ranks."""
+        """Raise ValueError unless a minibatch's prompts divide evenly among the ranks, and the ranks into shards."""
+        shard = self.distributed.shard
+        rule = f"must divide the number of ranks ({ranks})"
+        require(shard is None or ranks % shard == 0, "distributed.shard", rule, shard)
         prompts, parts = self.rollout.prompts, self.algorithm.minibatches * ranks
         rule = f"must be a multiple of algorithm.minibatches x ranks ({parts})"
         if ranks > 1 and prompts % parts:

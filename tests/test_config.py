@@ -214,7 +214,7 @@ optimizer.eps=-1e-8 optimizer.eps=.nan optimizer.weight_decay=-0.1 optimizer.wei
 optimizer.max_grad_norm=-1 optimizer.max_grad_norm=.nan optimizer.microbatch_tokens=0 optimizer.max_skipped=0
 run.seed=-1 run.seed=4294967296 run.max_steps=0 run.max_tokens=0 run.validate_every=-1 run.validation_limit=0
 run.test_limit=-1 run.save_every=-1 run.keep=0 run.samples=-1 distributed.timeout=0 distributed.timeout=.nan
-distributed.gather=step distributed.rollout=synced
+distributed.gather=step distributed.rollout=synced distributed.shard=2 distributed.shard=1
 eval.temperatures=[] eval.temperatures=[-0.1] eval.temperatures=[0.6,.nan] eval.samples=0 eval.top_p=0 eval.top_p=.nan
 eval.max_completion_tokens=0 eval.max_tokens=0
 """

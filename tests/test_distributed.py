@@ -17,6 +17,7 @@ import pytest
 import torch
 from batches import by_root, by_token, row_mean_weights
 from processes import assert_same, at_call, before, contents, one_layer, ranks, run_command, send
+from safetensors.torch import load_file
 from test_update import draw_by_signal
 
 import pspo.evaluate.__main__
@@ -218,6 +219,34 @@ def cases(tiny_model, tmp_path_factory) -> dict[str, TrainConfig]:
     }
 
 
+SPREAD = tuple(name for name in ("minibatches", "untied, gathered once", "LoRA") if name in CASES)  # by four ranks, too
+
+
+def distributed(strategy: str, name: str, shard: int | None = None) -> DistributedConfig:
+    once = strategy == "fsdp2" and "once" in name
+    return DistributedConfig(strategy, shard, gather="step" if once else "microbatch")
+
+
+@pytest.fixture(scope="module")
+def spread(cases, tmp_path_factory) -> dict:
+    """What four ranks computed, of which two hold a model together."""
+    out = tmp_path_factory.mktemp("ranks") / "out.pt"
+
+    def work() -> None:
+        dist.init("fsdp2", 60)
+        results = {name: step(replace(cases[name], distributed=distributed("fsdp2", name, 2))) for name in SPREAD}
+        policy = load_policy(ModelConfig("tiny-base"), CPU, DistributedConfig("fsdp2", 2))
+        for how in ("gathered", "synced"):
+            results[how] = dist.gather_objects(roll_out(policy, dist.rank() % 2, how))
+        results["held"] = dist.gather_objects(sum(dist.local_shard(p).numel() for p in policy.parameters()))
+        results["exported"] = dist.full_state_dict(policy)
+        if dist.is_main():
+            torch.save(results, out)
+
+    assert ranks(work, 4) == [0] * 4
+    return torch.load(out, weights_only=False)
+
+
 @pytest.fixture(scope="module")
 def computed(cases, tmp_path_factory) -> dict:
     """What two ranks computed."""
@@ -228,14 +257,12 @@ def computed(cases, tmp_path_factory) -> dict:
         results = {"talk": talk(), "order": draw_by_signal(60)}
         for strategy in STRATEGIES:
             for name, config in cases.items():
-                once = strategy == "fsdp2" and "once" in name
-                how = DistributedConfig(strategy, gather="step" if once else "microbatch")
-                results[strategy, name] = step(replace(config, distributed=how))
+                results[strategy, name] = step(replace(config, distributed=distributed(strategy, name)))
         results["episodes"] = dist.gather_objects(
-            play(load_policy(ModelConfig("tiny-base"), CPU, sharded=True), dist.rank())
+            play(load_policy(ModelConfig("tiny-base"), CPU, DistributedConfig("fsdp2")), dist.rank())
         )
         for how in ROLLOUTS:
-            policy = load_policy(ModelConfig("tiny-base"), CPU, sharded=how != "none")
+            policy = load_policy(ModelConfig("tiny-base"), CPU, None if how == "none" else DistributedConfig("fsdp2"))
             results[how] = dist.gather_objects(roll_out(policy, dist.rank(), how))
             results["exported"] = dist.full_state_dict(policy)
         if dist.is_main():
@@ -255,6 +282,15 @@ def norm_of_sum(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_take_the_steps_of_one(computed, cases, name):
+    assert_the_steps_of_one(cases, name, {strategy: computed[strategy, name] for strategy in STRATEGIES})
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_model_spread_over_two_of_four_ranks_takes_the_steps_of_one(spread, cases, name):
+    assert_the_steps_of_one(cases, name, {"fsdp2": spread[name]})
+
+
+def assert_the_steps_of_one(cases, name: str, computed: dict) -> None:
     """The same weights and metrics as in one process, in microbatches of any size."""
     config = cases[name]
     weights, metrics = step(replace(config, optimizer=replace(config.optimizer, microbatch_tokens=10**6)))
@@ -262,25 +298,26 @@ def test_two_ranks_take_the_steps_of_one(computed, cases, name):
     moved = float(max((weights[n] - start[n].detach()).abs().max() for n in start))
     assert moved > 1e-3
     rough = "bf16" in name  # other layouts round otherwise
-    for strategy in STRATEGIES:
-        two_weights, two_metrics = computed[strategy, name]
+    for strategy, (its_weights, its_metrics) in computed.items():
         for n, expected in weights.items():
-            torch.testing.assert_close(two_weights[n], expected, rtol=0, atol=moved * (0.2 if rough else 1e-4))
-        for actual, expected in zip(two_metrics, metrics, strict=True):
+            torch.testing.assert_close(its_weights[n], expected, rtol=0, atol=moved * (0.2 if rough else 1e-4))
+        for actual, expected in zip(its_metrics, metrics, strict=True):
             if strategy == "fsdp2":
                 actual, expected = norm_of_sum(actual), norm_of_sum(expected)
             assert actual == pytest.approx(expected, rel=0.1 if rough else 1e-3, abs=2e-2 if rough else 1e-4)
 
 
 @pytest.mark.parametrize("how", ROLLOUTS)
-def test_each_rank_rolls_out_what_one_process_would(computed, how):
-    policy = load_policy(ModelConfig("tiny-base"), CPU)
+def test_each_rank_rolls_out_what_one_process_would(computed, spread, how):
+    policy, pad = load_policy(ModelConfig("tiny-base"), CPU), load_tokenizer(ModelConfig("tiny-base")).pad_token_id
+    pairs = [computed[how]] + ([spread[how][:2], spread[how][2:]] if how in spread else [])
     for rank in range(2):
         expected = torch.tensor(roll_out(policy, rank, how))
-        completions, pad = torch.tensor(computed[how][rank]), load_tokenizer(ModelConfig("tiny-base")).pad_token_id
-        width = expected.shape[1]  # if synced, a rank continues until the other has ended
-        assert torch.equal(completions[:, :width], expected)
-        assert bool((completions[:, width:] == pad).all())
+        for pair in pairs:
+            completions = torch.tensor(pair[rank])
+            width = expected.shape[1]  # if synced, a rank continues until the others have ended
+            assert torch.equal(completions[:, :width], expected)
+            assert bool((completions[:, width:] == pad).all())
 
 
 def test_ranks_play_different_numbers_of_turns(computed):
@@ -289,10 +326,16 @@ def test_ranks_play_different_numbers_of_turns(computed):
     assert [max(turns) for _, turns in computed["episodes"]] == [1, 3]
 
 
-def test_a_sharded_model_is_exported_whole(computed):
+def test_each_group_of_ranks_holds_a_model_once(spread):
+    whole = sum(p.numel() for p in load_policy(ModelConfig("tiny-base"), CPU).parameters())
+    assert [sum(spread["held"][i : i + 2]) for i in (0, 2)] == [whole, whole]
+
+
+def test_a_sharded_model_is_exported_whole(computed, spread):
     expected = load_policy(ModelConfig("tiny-base"), CPU).state_dict()
     assert computed["exported"].keys() >= dict(load_policy(ModelConfig("tiny-base"), CPU).named_parameters()).keys()
-    assert all(torch.equal(value, expected[name]) for name, value in computed["exported"].items())
+    for results in (computed, spread):
+        assert all(torch.equal(value, expected[name]) for name, value in results["exported"].items())
 
 
 def test_ranks_draw_the_prompts_of_one(computed):
@@ -492,6 +535,37 @@ def test_another_number_of_ranks_resumes(whole, tmp_path, capfd):
     assert train(output, "fsdp2", number=1) == [0]
     assert "2 ranks" in capfd.readouterr().err
     metrics, expected = (contents(run)["metrics.jsonl"] for run in (output, whole["fsdp2"]))
+    assert metrics[:2] == expected[:2]
+    assert (metrics[2]["step"], metrics[2]["lr"]) == (6, expected[2]["lr"])
+
+
+@pytest.mark.nightly
+def test_four_ranks_of_which_two_hold_a_model_are_one_run_with_ddp_and_resume(tmp_path, capfd):
+    """Exactly; and on two ranks, which hold the model together, from the same weights and optimizer."""
+    ddp, whole, killed, other = (tmp_path / name for name in ("ddp", "whole", "killed", "other"))
+    args = ("fsdp2", "--rollout.prompts=4", "--distributed.shard=2")
+    assert train(ddp, "ddp", args[1], number=4) == [0] * 4
+    assert train(whole, *args, number=4) == [0] * 4
+    expected = contents(ddp)
+    assert contents(whole)["metrics.jsonl"][0] == pytest.approx(expected["metrics.jsonl"][0], rel=1e-3, abs=1e-4)
+    assert contents(whole)["samples.jsonl"].splitlines()[:16] == expected["samples.jsonl"].splitlines()[:16]
+
+    written = [load_file(file) for file in (whole / "checkpoints/step-000004/shards").iterdir()]
+    numbers = sum(part.numel() for file in written for name, part in file.items() if not name.endswith(".step"))
+    assert numbers == 3 * sum(p.numel() for p in load_policy(ModelConfig(one_layer()), CPU).parameters())  # once each
+
+    assert train(killed, *args, number=4, fault=die_in_second("update", 1, signal.SIGKILL)).count(1) == 3
+    assert train(killed, *args, number=4) == [0] * 4
+    assert_same(whole, killed)
+
+    shutil.copytree(whole, other)
+    (other / "summary.json").unlink()
+    shutil.rmtree(other / "checkpoints/step-000006")
+    assert train(other, "fsdp2", args[1]) == [0, 0]
+    err = capfd.readouterr().err
+    assert "changed from step 4 on: --distributed.shard was 2, is None (other rounding)" in err
+    assert "4 ranks" in err
+    metrics, expected = (contents(run)["metrics.jsonl"] for run in (other, whole))
     assert metrics[:2] == expected[:2]
     assert (metrics[2]["step"], metrics[2]["lr"]) == (6, expected[2]["lr"])
 

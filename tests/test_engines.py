@@ -459,7 +459,7 @@ def test_a_push_that_a_killed_trainer_left_unfinished_is_finished(servers, polic
 def test_of_several_ranks_one_pushes_and_all_draw(servers, policy, strategy):
     def draw() -> None:
         dist.init(strategy, 60.0)
-        its = load_policy(ModelConfig(one_layer()), CPU, sharded=strategy == "fsdp2")
+        its = load_policy(ModelConfig(one_layer()), CPU, DistributedConfig(strategy))
         with engine_of(servers) as engine:
             engine.push(its, 0)
             assert drawn_by(engine) == expected()

@@ -159,11 +159,11 @@ def test_shards_are_divided_and_gathered(folder, monkeypatch):
     model = ModelConfig(folder(**DEEP))
     alone = Planner(model, 20, CPU).needs(TrainConfig(model=model))
     monkeypatch.setattr("pspo.distributed.world_size", lambda: 4)
-    for gather in ("microbatch", "step"):
-        shards = DistributedConfig(strategy="fsdp2", gather=gather)
+    for gather, shard in (("microbatch", None), ("step", 2)):
+        shards = DistributedConfig(strategy="fsdp2", shard=shard, gather=gather)
         found = Planner(model, 20, CPU).needs(TrainConfig(model=model, distributed=shards))
         for part in ("weights", "optimizer"):
-            assert found["step"][part] == alone["step"][part] / 4
+            assert found["step"][part] == alone["step"][part] / (shard or 4)
         assert found["rollout"]["gathered weights"] == alone["step"]["weights"]
         both = found["training"]["gathered weights and gradients"]
         assert both == 2 * alone["step"]["weights"] if gather == "step" else both < 2 * alone["step"]["weights"]

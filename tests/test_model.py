@@ -17,7 +17,7 @@ import pspo.losses.entropy
 import pspo.model.load
 import pspo.model.logprobs
 import pspo.model.shared_prompts
-from pspo.config import ModelConfig
+from pspo.config import DistributedConfig, ModelConfig
 from pspo.model import (
     ASSETS,
     autocast,
@@ -495,9 +495,11 @@ ODD_WEIGHTS = {  # in place of tiny-base's, or beside them
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("strategy", ["none", "fsdp2"])
 @pytest.mark.parametrize("case", ODD_WEIGHTS)
-def test_weights_that_the_configuration_does_not_describe_are_refused_by_name(model_folder, monkeypatch, case, sharded):
+def test_weights_that_the_configuration_does_not_describe_are_refused_by_name(
+    model_folder, monkeypatch, case, strategy
+):
     monkeypatch.setattr(pspo.distributed, "shard", lambda *_: None)  # one rank's rows are all
     change, message = ODD_WEIGHTS[case]
     folder = model_folder()
@@ -507,7 +509,7 @@ def test_weights_that_the_configuration_does_not_describe_are_refused_by_name(mo
     )
     expected = contextlib.nullcontext() if message is None else refused(rf"^--model.name_or_path {folder}: {message}$")
     with expected:
-        load_policy(ModelConfig(name_or_path=str(folder)), CPU, sharded)
+        load_policy(ModelConfig(name_or_path=str(folder)), CPU, DistributedConfig(strategy))
 
 
 def test_weights_of_other_shapes_are_refused_by_name(tiny_model, model_folder, load):

@@ -70,7 +70,7 @@ class Planner:
 
     def certain(self, config: TrainConfig) -> dict[str, float]:
         """Bytes of what every run of this configuration has, however short its prompts and completions are."""
-        ranks = dist.world_size() if config.sharded else 1
+        ranks = shard_ranks(config)
         weights = sum(p.nbytes for p in self.parameters) / ranks
         gradients = sum(p.nbytes for p in self.trained) / ranks
         copies = gradients if self.config.has_adapters else weights  # of the reference
@@ -85,7 +85,7 @@ class Planner:
     def needs(self, config: TrainConfig) -> Needs:
         """Bytes of a rank's tensors in its rollouts, in the passes of its training, and in its optimizer's step."""
         resting, (layer, rest, keys) = self.certain(config), self.layers
-        gradients, ranks = resting.pop("gradients"), dist.world_size() if config.sharded else 1
+        gradients, ranks = resting.pop("gradients"), shard_ranks(config)
         text, parameters, trained = self.policy.config.get_text_config(), self.parameters, self.trained
         layers, vocab, residual = text.num_hidden_layers, text.vocab_size, 4 * text.hidden_size
         linear = [m.weight for m in self.policy.modules() if isinstance(m, nn.Linear)]
@@ -168,6 +168,11 @@ def replace_switches(config: Any, values: dict[str, Any]) -> Any:
         name, _, rest = switch.partition(".")
         config = replace(config, **{name: replace_switches(getattr(config, name), {rest: value}) if rest else value})
     return config
+
+
+def shard_ranks(config: TrainConfig) -> int:
+    """How many ranks a model is spread over."""
+    return config.distributed.shard or dist.world_size() if config.sharded else 1
 
 
 def rank_prompts(config: TrainConfig) -> int:

@@ -14,13 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pspo.distributed.ranks import world_size
+from pspo.distributed.ranks import local_device, sum_over_ranks, world_size
 
 T = TypeVar("T")
 
 
-def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
-    """Spread a model's weights over the ranks, layer by layer.
+@functools.cache  # its groups of ranks are made once
+def _mesh(ranks: int | None) -> Any:
+    """Neighbouring ranks that a model is spread over, and their copies; None for all ranks, PyTorch's default."""
+    if ranks in (None, world_size()):
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (world_size() // ranks, ranks)
+    return init_device_mesh(local_device().type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(policy: nn.Module, autocast: torch.dtype | None, ranks: int | None = None) -> None:
+    """Spread a model's weights over all ranks, layer by layer; or over so many neighbours, once in each such group.
 
     The float32 shards are optimized. Under autocast, weights are gathered in that dtype, and so are the norms and the
     residual stream (autocast alone keeps those in float32); gradients are reduced in float32.
@@ -30,7 +41,7 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
     layers = [module for module in policy.modules() if type(module).__name__ in policy._no_split_modules]
     for module in (*layers, policy):
-        fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+        fully_shard(module, mesh=_mesh(ranks), mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean,
         module.set_force_sum_reduction_for_comms(True)  # which gloo needs to be told
     type(policy).call_as_forward = lambda _, function: function()
@@ -50,6 +61,12 @@ def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:
 
 def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_reshard_after_forward")  # of an FSDPModule
+
+
+def sum_over_shards(values: Tensor, model: nn.Module) -> Tensor:
+    """Sum over the ranks, of a sharded model that several groups of them hold over one group."""
+    mesh = next(model.parameters()).device_mesh if is_sharded(model) else None
+    return sum_over_ranks(values) / (mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1)
 
 
 @torch.no_grad()
@@ -92,15 +109,20 @@ def unsharded(model: nn.Module, how: str = "gathered") -> Iterator[None]:
 
 
 def communicate_once(model: nn.Module, batches: list[T], gather: str) -> Iterator[T]:
-    """Yield a step's microbatches; with ``gather`` "step" a sharded model communicates only in the first and last."""
-    if not is_sharded(model) or gather != "step":
+    """Yield a step's microbatches; a sharded model's copies are summed in the last.
+
+    With ``gather`` "step" it communicates only in the first and last.
+    """
+    if not is_sharded(model):
         yield from batches
         return
-    model.set_reshard_after_forward(False)
+    model.set_reshard_after_forward(gather != "step")
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
-        model.set_reshard_after_backward(last)
-        model.set_requires_gradient_sync(last)
+        if gather == "step":
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+        model.set_requires_all_reduce(last)
         yield batch
     model.set_reshard_after_forward(True)
 

@@ -86,17 +86,17 @@ def evaluate(
     turns, turn = (1, 0) if sampling.synced else (dist.world_size(), dist.rank())
     with torch.random.fork_rng(devices), Bar(**bar_of) as progress:
         for first in range(0, len(parts), turns):
-            records = []
+            records, together = [], parts[first : first + turns]
+            number, chunk = together[min(turn, len(together) - 1)]  # maybe another rank's: they gather weights in step
             with fail_together():
-                for number, chunk in parts[first : first + turns][turn : turn + 1]:
-                    if not known >= set(chunk.keys):
-                        torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                        records = complete(sampler, prompts, chunk, reward, step)
-            by_rank = dist.gather_on_main(records)[:turns]  # of synced ranks the first's: rewards may be random
+                if not known >= set(chunk.keys):
+                    torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
+                    records = complete(sampler, prompts, chunk, reward, step)
+            by_rank = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
             if records := [record for rank_records in by_rank for record in rank_records]:
                 save(records)
             completions |= {(record["problem"], record["sample"]): record for record in records}
-            progress.advance(sum(len(chunk.keys) for _, chunk in parts[first : first + turns]))
+            progress.advance(sum(len(chunk.keys) for _, chunk in together))
     if not dist.is_main():
         return None
     return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from pspo import distributed as dist
-from pspo.config import ModelConfig
+from pspo.config import DistributedConfig, ModelConfig
 from pspo.hub.adapters import add_adapters, fill_adapters
 from pspo.hub.models import from_pretrained, load_errors, weight_folder, without_dropout
 from pspo.model.device import casts_to_bf16
@@ -24,11 +24,11 @@ UNEXPECTED = "its config.json describes a model without its weights"
 
 
 def load_policy(
-    config: ModelConfig, device: torch.device | None = None, sharded: bool = False
+    config: ModelConfig, device: torch.device | None = None, distributed: DistributedConfig | None = None
 ) -> transformers.PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
-    If ``sharded``, it is spread over the ranks, and each reads its own rows.
+    Under fsdp2 it is spread over the ranks, and each reads its own rows.
 
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
@@ -37,7 +37,8 @@ def load_policy(
     finite. Whether it computes what the trainer takes it to compute, is for `pspo.checks.exactness` to check.
     """
     device, config = device or dist.local_device(), config.resolved()
-    policy = _sharded_policy(config, device) if sharded else _whole_policy(config, device)
+    sharded = distributed is not None and distributed.sharded
+    policy = _sharded_policy(config, device, distributed.shard) if sharded else _whole_policy(config, device)
     if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
     sums = {name: dist.local_shard(weight).sum() for name, weight in policy.named_parameters()}  # NaN and inf stay
@@ -71,14 +72,14 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
-def _sharded_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
+def _sharded_policy(config: ModelConfig, device: torch.device, ranks: int | None) -> transformers.PreTrainedModel:
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
     dist.run_on_main(lambda: weight_folder(config))  # downloads once, before the other ranks look
     folder, policy = weight_folder(config), empty_policy(config, device)
     with load_errors(config):
         if (folder / "generation_config.json").exists():
             policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
+    dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None, ranks)
     missing, unexpected = dist.fill(policy, folder, device)
     fix = "; load it in one process and save it with save_pretrained"
     refuse("its files lack", [name for name in missing if "lora_" not in name], config, fix)

@@ -11,7 +11,7 @@ STEERED = {  # how far a step goes, and what is written when; not what is optimi
 }  # fmt: skip
 LONGER = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 ROUNDING = {"model.attn_implementation", "model.compile", "model.gradient_checkpointing", "optimizer.microbatch_tokens",
-            "optimizer.one_pass", "distributed.gather"}  # fmt: skip
+            "optimizer.one_pass", "distributed.gather", "distributed.shard"}  # fmt: skip
 FIXED = {  # in a fork, too, in which all others may change
     "distributed.strategy", "model.dtype", "model.lora.alpha", "model.lora.name_or_path", "model.lora.rank",
     "model.lora.target_modules", "model.name_or_path", "model.revision", "optimizer.name",

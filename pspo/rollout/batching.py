@@ -38,7 +38,7 @@ def split_minibatches(
     minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
     --optimizer.microbatch_tokens, or the learner's limit. A prompt counts once if its rows share it.
     """
-    algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.distributed.strategy == "fsdp2"
+    algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.sharded
     advantages = advantages.reshape(len(rollout), -1)  # (B, 1) or (B, T)
     whole = Batch(prepare_rollout(rollout, algorithm), advantages)
     rollout, limit = whole.rollout, config.optimizer.microbatch_tokens

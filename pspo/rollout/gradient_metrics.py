@@ -85,7 +85,7 @@ class GradientMetrics:
         size = dist.world_size() if self.sharded else 1  # of a part, in prompts
         if (n := prompts // size) < 2:
             return {}
-        norm2, squares = self._dot(total, total), dist.sum_over_ranks(squares).item()
+        norm2, squares = self._dot(total, total), dist.sum_over_shards(squares, self.learner.policy).item()
         scale = n / (n - 1) / len(minibatches) ** 2
         return {
             "gradient_norm2": scale * (norm2 - squares),
@@ -120,7 +120,7 @@ class GradientMetrics:
 
     def _dot(self, one: Tensor, other: Tensor) -> float:
         product = dot(one, other)
-        return (dist.sum_over_ranks(product) if self.sharded else product).item()
+        return (dist.sum_over_shards(product, self.learner.policy) if self.sharded else product).item()
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:

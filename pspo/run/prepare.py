@@ -127,12 +127,11 @@ def prompt_lengths(prompts: Prompts, exact: bool) -> tuple[int, int]:
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     """Load the policy, and the reference if there is one, and make the optimizer."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
-    sharded, reference = config.distributed.strategy == "fsdp2", None
-    policy = load_policy(config.model, device, sharded)
+    policy, reference = load_policy(config.model, device, config.distributed), None
     if config.algorithm.beta > 0 and has_adapters(policy):
         reference = StartingAdapters(policy)  # no second copy of the model
     elif config.algorithm.beta > 0:
-        reference = load_policy(config.model, device, sharded).requires_grad_(False)
+        reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     return Learner(policy, optimizer, scheduler, reference, config.optimizer.one_pass)

@@ -113,7 +113,7 @@ class Validator:
         """The best model by validation, in the policy's place if that has adapters."""
         policy, best = self.learner.policy, replace(self.config.model, name_or_path=str(self.output / "best"))
         if not has_adapters(policy):
-            return load_policy(best, policy.device, dist.is_sharded(policy))
+            return load_policy(best, policy.device, self.config.distributed)
         fill_adapters(policy, best.name_or_path)
         return policy
 
