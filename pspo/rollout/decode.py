@@ -91,7 +91,7 @@ def _sample_by_rejection(probs: Tensor, limit: float, min_p: float = 0.0) -> Ten
         drawn = torch.searchsorted(cdf, u, right=True).clamp(max=probs.shape[1] - 1)  # (len(rows), 1)
         tokens[rows] = drawn.squeeze(1)
         own = probs.gather(1, drawn)
-        above = (probs * (probs > own)).sum(dim=1)
+        above = torch.gt(probs, own, out=torch.empty_like(probs)).mul_(probs).sum(dim=1)  # no bool: slow to multiply
         outside = (above >= limit) | (own < min_p * probs.amax(dim=1, keepdim=True)).squeeze(1)
         rows, probs, cdf = rows[outside], probs[outside], cdf[outside]
         if not len(rows):
