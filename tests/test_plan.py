@@ -1,24 +1,56 @@
 """The planner against transformers, autograd, torch's counters, the trainer's microbatches and sums by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import test_engines
 import torch
-from processes import one_layer, run_command
+from processes import before, one_layer, ranks, run_command
+from test_distributed import make_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import pspo.run.recorder
 import pspo.train
 from benchmarks.floor import Machine, Work, floors, measure_run
 from benchmarks.plan.__main__ import main
-from benchmarks.plan.cost import Assumptions, Load, PlanConfig, Strategy, memory, messages, seconds, shapes
+from benchmarks.plan.cost import (
+    Assumptions,
+    Load,
+    PlanConfig,
+    Strategy,
+    between_groups,
+    candidates,
+    choose,
+    fits,
+    memory,
+    messages,
+    seconds,
+    shapes,
+    total,
+)
 from benchmarks.plan.shapes import QWEN, Shape
-from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, RolloutConfig
-from pspo.model import load_tokenizer
+from pspo import distributed as dist
+from pspo.config import (
+    SYSTEM_PROMPT,
+    AlgorithmConfig,
+    DistributedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from pspo.engines.servers import chunks
+from pspo.hub.adapters import weights_of_files
+from pspo.model import load_policy, load_tokenizer
 from pspo.model.logprobs import hidden_states, token_logprobs
 from pspo.records.files import read_jsonl
 from pspo.rollout import Rollout, encode_prompts
 from pspo.rollout.batching import split_minibatches
+from pspo.run.prepare import make_learner
 from pspo.tasks import load_problems
+from pspo.update import update
 
 TOTALS = {  # parameters of the published weights: the safetensors index's bytes / 2
     "0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512, "14B": 14_770_033_664,
@@ -46,6 +78,100 @@ def test_shapes_are_read_from_folders(name, model_folder, tiny_model):
     if name == "Qwen2":
         assert shape == TINY
     assert list(shapes(ModelConfig("Qwen/Qwen2.5-Math-7B")).values()) == [QWEN["7B"]]
+    weights = dict(weights_of_files(model))
+    assert shape.tensors == len(weights)
+    assert shape.pushed_bytes == sum(weight.nbytes for weight in weights.values())
+
+
+def test_a_push_to_servers_has_the_bytes_planned():
+    (shape,) = shapes(ModelConfig("tiny-base")).values()
+    sent = list(chunks(weights_of_files(load_policy(ModelConfig("tiny-base")))))
+    assert sum(map(len, sent)) == shape.tensors
+    assert sum(weight.nbytes for chunk in sent for weight in chunk.values()) == shape.pushed_bytes
+
+
+class Clock:
+    """Seconds that pass in this process alone."""
+
+    now, push, draw = 0.0, 1.0, 0.0
+
+
+class Timed(test_engines.Copy):
+    """Takes its time to be pushed to, and draws while others do what they do."""
+
+    def push(self, policy, version):
+        Clock.now += Clock.push * (version != self.version)
+        super().push(policy, version)
+
+    def begin(self, *asked):
+        super().begin(*asked)
+        self.until = Clock.now + Clock.draw
+
+    def complete(self, *asked):
+        drawn = super().complete(*asked)
+        Clock.now = max(Clock.now, self.until)
+        return drawn
+
+
+@pytest.mark.parametrize(("lag", "draw", "train"), [(0, 4.0, 2.0), (1, 4.0, 2.0), (1, 2.0, 4.0), (3, 4.0, 2.0)])
+def test_what_a_lag_hides_is_what_a_run_records(monkeypatch, tmp_path, lag, draw, train):
+    """A run whose parts take known times, by the seconds in its metrics."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pspo.run.recorder, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(pspo.train, "update", pspo.train.update)  # undone at the end
+    before("update", lambda *_: setattr(Clock, "now", Clock.now + train))
+    monkeypatch.setattr(Clock, "draw", draw)
+    switches = ("--rollout.engine=test_plan.Timed", f"--rollout.lag={lag}", "--run.max_steps=10")
+    assert test_engines.train("out", *switches, "--run.validate_every=0", "--run.save_every=0") == 0
+    phases = {"rollout": {"push": Clock.push, "decoding": draw}, "training": {"passes": train}}
+    ahead = TrainConfig(rollout=RolloutConfig(engine="vllm", lag=lag)).draws_ahead
+    for line in read_jsonl(Path("out/metrics.jsonl"))[1:-1]:  # all but the first, which has several draws, and the last
+        assert line["seconds/generate"] + line["seconds/train"] == total(phases, ahead)
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes of each collective that is larger than metrics are, by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        whole = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}.get(func.overloadpacket.__name__)
+        if func.namespace == "c10d" and whole is not None:
+            tensor = args[whole][0] if isinstance(args[whole], list) else args[whole]
+            if tensor.nbytes > 10_000:
+                self.found.setdefault(func.overloadpacket.__name__, []).append(tensor.nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+@pytest.mark.parametrize("one_pass", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_collectives_are_those_that_four_ranks_make(shard, gather, one_pass):
+    """In a step of two microbatches, in bf16; torch pads 559 rows of the vocabulary to 560."""
+    config = config_of(
+        {"prompt_tokens": 12, "shared_tokens": 0},
+        model=ModelConfig(one_layer(), autocast="bf16"), algorithm=AlgorithmConfig(epochs=1),
+        rollout=RolloutConfig(8, 4, max_completion_tokens=20),
+        optimizer=OptimizerConfig(microbatch_tokens=130, one_pass=one_pass),
+        distributed=DistributedConfig("fsdp2", shard, gather=gather),
+    )  # fmt: skip
+    (shape,) = shapes(config.model).values()
+    s = Strategy("fsdp2", 4, gather_step=gather == "step", shard=shard or 0)
+    planned = *messages(shape, config, s)[1], *between_groups(shape, s)
+
+    def rank() -> None:
+        dist.init("fsdp2", timeout=60)
+        learner, (rollout, _) = make_learner(config, torch.device("cpu")), make_rows()
+        rollout = rollout.rows(torch.tensor(dist.take_rank_share(list(range(32)), 1)))
+        with Collectives() as counter:
+            update(learner, rollout, torch.ones(8), config)
+        within = counter.found["_allgather_base_"] + counter.found["_reduce_scatter_base_"]
+        between = counter.found.get("allreduce_", [])  # which reduces and gathers
+        assert (sum(within), len(within), 2 * sum(between), 2 * len(between)) == pytest.approx(planned, rel=2e-3)
+
+    assert ranks(rank, 4) == [0] * 4
 
 
 def microbatch(groups: int, common: int = 20, prompt: int = 30, length: int = 12, group_size: int = 4):
@@ -125,6 +251,50 @@ def test_time_and_communication_by_hand():
     assert messages(QWEN["7B"], config, Strategy("fsdp2", 16)) == ((2 * n, 29), (6 * n, 2 * 29))
 
 
+def test_servers_by_hand():
+    """Qwen2.5-7B: the trainer on one of two H100 nodes, 4 servers of 2 GPUs on the other; 64 prompts x 4."""
+    n, rate, config = TOTALS["7B"], 0.8, config_of(rollout=RolloutConfig(64, engine="vllm"))
+    s = Strategy("fsdp2", 8, servers=4, tensor_parallel=2)
+    assert s in candidates(config, 16)
+    held, parts = memory(QWEN["7B"], config, s), seconds(QWEN["7B"], config, s)
+    assert held["rollout"] == {
+        "bf16 weights": n, "cache": 64 * 243 * 28 * 2 * 4 * 128 * 2 / 2, "sampler": 36 * 64 * 152064,
+    }  # fmt: skip
+    assert held["training"] == memory(QWEN["7B"], config, Strategy("fsdp2", 8))["training"]
+    gather, send = 4 * n * (7 / 8) / (450e9 * rate) + (28 * 12 + 3) * 7 * 5e-6, 4 * n / (50e9 * rate)
+    assert parts["rollout"]["push"] == pytest.approx(4 * (gather + send), rel=1e-12)
+    body, head = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944), 152064 * 3584
+    assert parts["rollout"]["decoding"] == pytest.approx(128 * 2 * (body + head) / (2 * rate * 3.35e12))
+    one = 5e-6 + 2 * (2 * 64 * 3584) * (1 / 2) / (450e9 * rate)  # all-reduce of 64 tokens in bf16
+    assert parts["rollout"]["tensor parallel"] == pytest.approx(128 * 2 * 28 * one)
+    assert messages(QWEN["7B"], config, s)[0] == (0, 0)
+
+
+def test_shards_by_hand():
+    """Qwen2.5-7B, 32 GPUs, sharded within nodes of 8."""
+    n, rate, config = TOTALS["7B"], 0.8, config_of()
+    s = Strategy("fsdp2", 32, shard=8)
+    assert between_groups(QWEN["7B"], s) == (n, 58)
+    within = 6 * n * (7 / 8) / (450e9 * rate) + 58 * 7 * 5e-6
+    between = n * (3 / 4) / (50e9 * rate) + 58 * 3 * 5e-6
+    parts = seconds(QWEN["7B"], config, s)["training"]
+    assert parts["communication"] == pytest.approx(2 * (within + between) - parts["passes"], rel=1e-9)
+    held = memory(QWEN["7B"], config, s)["training"]
+    assert held["weights"] + held["optimizer"] == 12 * n / 8
+
+
+def test_gpus_are_split_so_that_prompts_divide():
+    config = config_of(rollout=RolloutConfig(48, engine="vllm", lag=1))
+    found = candidates(config, 16)
+    split = {(s.gpus, s.node) for s in found if s.gpus > 1}
+    assert split == {*((n, n) for n in (2, 3, 4, 6, 8)), *((2 * n, n) for n in (1, 2, 3, 4, 6))}
+    assert max(s.gpus + s.servers * s.tensor_parallel for s in found) == 16
+    s = choose(QWEN["7B"], config, 16)
+    times = [total(seconds(QWEN["7B"], config, other), True) for other in found if fits(QWEN["7B"], config, other)]
+    assert total(seconds(QWEN["7B"], config, s), True) == min(times)
+    assert not candidates(config, 1)
+
+
 @pytest.mark.parametrize(("prompts", "group_size", "minibatches", "prompt", "length"), [
     (7, 4, 1, 115, 128), (32, 8, 4, 115, 512), (32, 64, 1, 115, 128), (8, 16, 1, 512, 900),
 ])  # fmt: skip
@@ -151,6 +321,11 @@ def test_the_command(capsys):
     assert [line[0] for line in lines[2:16:2]] == list(QWEN)
     assert lines[2][:3] == ["0.5B", "1", "none"]
     assert lines[15][:5] == ["72B", "32", "does", "not", "fit"]
+    main(["--plan.gpus=[1,16]", "--rollout.engine=vllm", "--model.name_or_path=Qwen/Qwen2.5-7B"])
+    heads, none, split = capsys.readouterr().out.splitlines()[1:4]
+    assert all(f" {name} s " in heads for name in ("push", "draw", "training", "lag 0", "lag 1"))
+    assert "1 no GPU for a server" in " ".join(none.split())
+    assert "; servers " in split
     for args, message in (["--plan.gpus=[0]"], "--plan.gpus must be"), (["--plan.mfu=40"], "--plan.mfu must be in"):
         with pytest.raises(SystemExit):
             main(args)

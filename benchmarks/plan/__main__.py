@@ -12,6 +12,7 @@ from benchmarks.plan.cost import (
     PHASES,
     PlanConfig,
     Strategy,
+    between_groups,
     candidates,
     choose,
     memory,
@@ -28,19 +29,28 @@ from pspo.cli.parse import parse, user_errors
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
     """One line of the table: the model on so many GPUs, by the fastest strategy that fits."""
     s = choose(shape, config, gpus)
-    tried = [s] if s else candidates(config, gpus)  # none fits: the one that needs least
+    if not (tried := [s] if s else candidates(config, gpus)):  # none fits: the one that needs least
+        return {"model": name, "GPUs": gpus, "strategy": "no GPU for a server"}
     held = min(([sum(parts.values()) / 1e9 for parts in memory(shape, config, s).values()] for s in tried), key=max)
     cells = {"model": name, "GPUs": gpus, "strategy": s or "does not fit"}
     cells |= {f"GB {phase}": f"{gb:.{1 if s else 0}f}" for phase, gb in zip(PHASES, held, strict=True)}
     if s is None:
         return cells
     spent, alone = seconds(shape, config, s), total(seconds(shape, config, Strategy("none", 1)))
-    sent = [size * (1 - 1 / gpus) / 1e9 for size, _ in messages(shape, config, s)]
     tokens = config.rollout.prompts * config.rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
-    lost = overhead(shape, config, s)
-    cells |= {f"{phase} s": f"{sum(spent[phase].values()):.2f}" for phase in PHASES}
-    cells |= {"GB sent/rollout": f"{sent[0]:.1f}", "GB sent/step": f"{sent[1]:.1f}"}
-    cells |= {"tokens/s": f"{tokens / total(spent):,.0f}", "efficiency": f"{alone / gpus / total(spent):.0%}"}
+    whole = total(spent, config.draws_ahead)
+    rate = {"tokens/s": f"{tokens / whole:,.0f}", "efficiency": f"{alone / gpus / whole:.0%}"}
+    drawn, trained = (sum(spent[phase].values()) for phase in PHASES)
+    if s.servers:
+        pushed = spent["rollout"]["push"]
+        times = {"push s": pushed, "at once": pushed / s.servers, "draw s": drawn - pushed, "training s": trained}
+        times |= {"lag 0 s": total(spent), "lag 1 s": total(spent, ahead=True)}
+        return cells | {name: f"{t:.1f}" for name, t in times.items()} | rate
+    lost, ring = overhead(shape, config, s), s.shards if s.name == "fsdp2" else gpus
+    sent = [size * (1 - 1 / ring) / 1e9 for size, _ in messages(shape, config, s)]
+    sent[1] += between_groups(shape, s)[0] * (1 - s.shards / gpus) / 1e9
+    cells |= {"rollout s": f"{drawn:.2f}", "training s": f"{trained:.2f}"}
+    cells |= {"GB sent/rollout": f"{sent[0]:.1f}", "GB sent/step": f"{sent[1]:.1f}"} | rate
     if gpus > 1:
         cells["most lost to"] = max(lost, key=lost.get)
     return cells
@@ -54,7 +64,8 @@ def details(shape: Shape, config: PlanConfig, unit: str) -> pd.DataFrame:
             phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
             parts = {f"{phase}: {part}": v / scale for phase in PHASES for part, v in phases[phase].items()}
             columns[f"{gpus}: {s}"] = parts
-    return pd.DataFrame(columns).rename_axis(columns=unit)
+    table = pd.DataFrame(columns).rename_axis(columns=unit)
+    return table[(table != 0).any(axis=1)]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -71,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for unit in ("GB", "ms"):
             if len(table := details(shape, config, unit)):
                 print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
-    print(f"\nGroups stay whole: at most {r.prompts} GPUs have work.")
+    print(f"\nGroups stay whole: at most {r.prompts} GPUs or servers have work.")
 
 
 if __name__ == "__main__":

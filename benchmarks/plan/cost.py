@@ -21,7 +21,8 @@ class Assumptions:
     Args:
         gpu: H100 (SXM, 80 GB) or H200 (SXM, 141 GB), 8 to a node.
         gpus: numbers of GPUs; a line for each.
-        strategy: ddp (all replicated), fsdp2 (all sharded), none (one GPU); auto, the fastest that fits.
+        strategy: ddp (all replicated), fsdp2 (sharded over all, or over whole nodes and replicated between them), none
+            (one GPU); auto, the fastest that fits.
         mfu: share of the bf16 peak that matrix products reach.
         mbu: share of the bandwidths that is reached.
         usable: share of a GPU's memory that tensors may take.
@@ -88,30 +89,47 @@ class Strategy:
     """Placement of a model on its GPUs.
 
     Attributes:
+        gpus: the trainer's.
         gather_step: --distributed.gather step: weights are gathered and gradients reduced once per optimizer step;
             otherwise weights for every microbatch's forward and backward pass, gradients for every microbatch.
         gather_rollout: --distributed.rollout gathered: weights once per rollout; otherwise layer by layer per token.
+        shard: --distributed.shard: fsdp2 shards over so many GPUs, and replicates between these groups; 0, over all.
+        node: the trainer's GPUs on each of its nodes.
+        servers: vLLM servers, which draw in the trainer's place.
+        tensor_parallel: GPUs of each server.
     """
 
     name: str
     gpus: int
     gather_step: bool = True
     gather_rollout: bool = True
+    shard: int = 0
+    node: int = 8
+    servers: int = 0
+    tensor_parallel: int = 1
 
     @property
     def shards(self) -> int:
-        return self.gpus if self.name == "fsdp2" else 1
+        return (self.shard or self.gpus) if self.name == "fsdp2" else 1
+
+    @property
+    def decoders(self) -> int:
+        """That share the prompts of a rollout."""
+        return self.servers or self.gpus
 
     def __str__(self) -> str:
-        notes = ["gather step"] * self.gather_step + ["sharded rollout"] * (not self.gather_rollout)
-        return ", ".join([self.name, *(notes if self.name == "fsdp2" else [])])
+        notes = [f"shard {self.shard}"] * (self.shard > 0)
+        notes += ["gather step"] * self.gather_step + ["sharded rollout"] * (not self.gather_rollout)
+        trainer = ", ".join([self.name, *(notes if self.name == "fsdp2" else [])])
+        nodes = f"{self.gpus // self.node} x {self.node}" if self.gpus > self.node else self.gpus
+        return f"{nodes}, {trainer}; servers {self.servers} x {self.tensor_parallel}" if self.servers else trainer
 
 
 @dataclass(frozen=True)
 class Load:
     """Work of the busiest GPU. The floats are a training microbatch's, which may be a mean."""
 
-    rows: int  # of a rollout
+    rows: int  # of a rollout, of a server if there are some
     microbatches: int  # of an optimizer step
     tokens: float  # through the layers,
     keys: float  # in attention, cached ones of each row included,
@@ -140,7 +158,7 @@ class Load:
             rest, later = prompts * (prompt - common), rows * (length - 1)
             tokens, keys = common + rest + later, common + prompts * prompt + rows * width
             pairs = common**2 + rest * prompt + later * width
-        return cls(math.ceil(config.rollout.prompts / s.gpus) * group_size, n, tokens, keys, pairs, rows * length)
+        return cls(math.ceil(config.rollout.prompts / s.decoders) * group_size, n, tokens, keys, pairs, rows * length)
 
 
 def shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -169,10 +187,12 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
     unsharded = shape.matrices if s.shards == 1 else shape.parameters
     in_one = s.gather_step or s.shards == 1
     rows = min(load.rows, config.rollout.max_rows)
+    decoding = 2 * (unsharded if s.gather_rollout else gathered)
     return {
-        "rollout": resting | {
-            "bf16 weights": 2 * (unsharded if s.gather_rollout else gathered),
-            "cache": rows * (config.plan.prompt_tokens + config.rollout.max_completion_tokens) * shape.kv_bytes,
+        "rollout": ({} if s.servers else resting) | {
+            "bf16 weights": 2 * shape.parameters / s.tensor_parallel if s.servers else decoding,
+            "cache": rows * (config.plan.prompt_tokens + config.rollout.max_completion_tokens) * shape.kv_bytes
+            / min(s.tensor_parallel, shape.kv_heads),
             "sampler": SAMPLER_BYTES * rows * shape.vocab,
         },
         "training": resting | {
@@ -187,28 +207,62 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
 
 
 def fits(shape: Shape, config: PlanConfig, s: Strategy) -> bool:
-    return all(sum(parts.values()) <= config.gpu.memory for parts in memory(shape, config, s).values())
+    splits = shape.heads % s.tensor_parallel == 0
+    return splits and all(sum(parts.values()) <= config.gpu.memory for parts in memory(shape, config, s).values())
 
 
 def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
-    """(bytes, calls) that each GPU gathers or reduces: for a rollout, and in an optimizer step."""
+    """(bytes, calls) that each of the trainer's GPUs gathers or reduces: for a rollout, and in an optimizer step.
+
+    With --distributed.shard that is within a group; `between_groups` has the rest.
+    """
     load, calls, n = Load.of(config, s), shape.layers + 1, shape.parameters
     if s.gpus == 1 or s.name != "fsdp2":
         return (0, 0), (8 * n, 2)  # an all-reduce in float32 is both
     batches = math.ceil(load.rows / config.rollout.max_rows)
     times = 1 if s.gather_rollout else batches * config.rollout.max_completion_tokens
-    step = (6 * n, 2 * calls) if s.gather_step else (8 * n * load.microbatches, 3 * calls * load.microbatches)
-    return (2 * n * times, calls * times), step
+    gathers, reductions = (1, 1) if s.gather_step else (2 * load.microbatches, load.microbatches)
+    embeddings = load.microbatches if config.optimizer.one_pass else gathers  # its backward pass is inside the forward
+    root = shape.root + shape.hidden
+    size = 2 * (n - root) * gathers + 2 * root * embeddings + 4 * n * reductions
+    step = size, shape.layers * gathers + embeddings + calls * reductions
+    return (0, 0) if s.servers else (2 * n * times, calls * times), step
+
+
+def between_groups(shape: Shape, s: Strategy) -> tuple[float, int]:
+    """(bytes, calls) that each GPU reduces and gathers between groups of --distributed.shard, in an optimizer step."""
+    return (8 * shape.parameters / s.shards, 2 * (shape.layers + 1)) if s.shards not in (1, s.gpus) else (0, 0)
+
+
+def push(shape: Shape, config: PlanConfig, s: Strategy) -> float:
+    """Seconds in which rank 0 gives the servers the weights, one after the other.
+
+    Each time they are gathered from the shards twice, for their shapes and for their values; the second time overlaps
+    with NCCL's broadcast, which passes through a server's GPUs in turn. One broadcast to all servers would take as long
+    as one server.
+    """
+    gpu, size = replace(config.gpu, node=s.node), shape.pushed_bytes
+    gather = gpu.collective(size, shape.tensors, s.shards)
+    in_one_node = s.gpus + s.servers * s.tensor_parallel <= config.gpu.node
+    send = size / (gpu.nvlink if in_one_node else gpu.network)
+    return s.servers * (gather + max(gather, send))
 
 
 def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
-    """Least time of a rollout and of its optimizer steps, by phase and part; communication as far as it shows."""
-    load, gpu, rollout, algorithm = Load.of(config, s), config.gpu, config.rollout, config.algorithm
+    """Least time of a rollout and of its optimizer steps, by phase and part; communication as far as it shows.
+
+    A server's GPUs decode together, each with its part of every matrix, and add up twice per layer.
+    """
+    load, gpu = Load.of(config, s), replace(config.gpu, node=s.node)
+    rollout, algorithm = config.rollout, config.algorithm
     prompt, limit, groups = config.plan.prompt_tokens, rollout.max_completion_tokens, load.rows / rollout.group_size
     length = config.completion_tokens
     gathered, reduced = messages(shape, config, s)
-    read, batches = 2 * shape.matrices / gpu.bandwidth, math.ceil(load.rows / rollout.max_rows)
+    width, batches = s.tensor_parallel, math.ceil(load.rows / rollout.max_rows)
+    flops, bandwidth = gpu.flops * width, gpu.bandwidth * width  # of what decodes
+    read = 2 * shape.matrices / bandwidth
     live = load.rows * length / limit  # rows that end leave the batch
+    added = 2 * shape.layers * (batches * gpu.latency + 4 * live * shape.hidden * (1 - 1 / width) / gpu.nvlink)
 
     forward = shape.flops(load.tokens, load.pairs, load.predicted)
     again = shape.flops(load.tokens, load.pairs, 0) if config.model.gradient_checkpointing else 0
@@ -218,14 +272,18 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
     unseen = algorithm.minibatches - 1 + algorithm.minibatches * (algorithm.beta > 0)  # old and reference log-probs
     passes = steps * max((3 * forward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
     passes *= load.microbatches
-    sent = steps * gpu.collective(*reduced, s.gpus)
+    alone = replace(gpu, node=1)  # each GPU sends its shard to those of the other groups by its own link
+    sent = alone.collective(*between_groups(shape, s), s.gpus // s.shards)
+    sent = steps * (sent + gpu.collective(*reduced, s.shards if s.name == "fsdp2" else s.gpus))
     hidden = passes if s.shards > 1 else 0.0  # a layer is gathered and reduced while others compute
     return {
         "rollout": {
-            "gather": gpu.collective(*gathered, s.gpus),
-            "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / gpu.flops, batches * read),
-            "decoding": limit * max(shape.flops(live, 0, live) / gpu.flops, batches * read),
-            "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / gpu.bandwidth,
+            "push": push(shape, config, s),
+            "gather": gpu.collective(*gathered, s.shards),
+            "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / flops, batches * read),
+            "decoding": limit * max(shape.flops(live, 0, live) / flops, batches * read),
+            "tensor parallel": limit * added if width > 1 else 0.0,
+            "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / bandwidth,
         },
         "training": {
             "passes": passes,
@@ -236,21 +294,45 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
     }
 
 
-def total(phases: dict[str, dict[str, float]]) -> float:
-    return sum(sum(parts.values()) for parts in phases.values())
+def total(phases: dict[str, dict[str, float]], ahead: bool = False) -> float:
+    """A rollout with its steps; ``ahead``, if servers draw the next one while this one is trained on (--rollout.lag).
+
+    The weights are pushed between the two: before the next rollout, with nothing being drawn or trained on.
+    """
+    drawn, trained = (sum(phases[phase].values()) for phase in PHASES)
+    pushed = phases["rollout"]["push"]
+    return pushed + max(drawn - pushed, trained) if ahead else drawn + trained
 
 
 def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
+    """Placements on all GPUs; with an engine, of the trainer on some whole nodes, on a part of one or on the same part
+    of each, if its prompts divide by that, and servers on the other GPUs."""
+    if not config.rollout.external:
+        return placements(config, gpus, config.gpu.node)
+    node, parts, found = min(gpus, config.gpu.node), config.algorithm.minibatches, []
+    nodes = gpus // node
+    for used, own in [*((n, node) for n in range(1, nodes)), *((n, own) for n in {1, nodes} for own in range(1, node))]:
+        for width in (1, 2, 4, 8) if config.rollout.prompts % (parts * used * own) == 0 else ():
+            servers = used * ((node - own) // width) + (nodes - used) * (node // width)
+            trainers = [s for s in placements(config, used * own, own) if s.gather_rollout]
+            found += [replace(s, servers=servers, tensor_parallel=width) for s in trainers if servers > 0]
+    return found
+
+
+def placements(config: PlanConfig, gpus: int, node: int) -> list[Strategy]:
+    """The trainer's, with so many GPUs on each node."""
     if gpus == 1:
         return [Strategy("none", 1)]
-    sharded = [Strategy("fsdp2", gpus, step, rollout) for rollout in (True, False) for step in (True, False)]
-    return [s for s in [Strategy("ddp", gpus), *sharded] if config.plan.strategy in ("auto", s.name)]
+    shards = [0, *(n for n in range(node, gpus, node) if n > 1 and gpus % n == 0)]
+    options = [(step, rollout, n, node) for n in shards for rollout in (True, False) for step in (True, False)]
+    found = [Strategy("ddp", gpus, node=node), *(Strategy("fsdp2", gpus, *option) for option in options)]
+    return [s for s in found if config.plan.strategy in ("auto", s.name)]
 
 
 def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
     """The fastest strategy that fits."""
     fitting = [s for s in candidates(config, gpus) if fits(shape, config, s)]
-    return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)
+    return min(fitting, key=lambda s: total(seconds(shape, config, s), config.draws_ahead), default=None)
 
 
 def overhead(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
