@@ -12,21 +12,25 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from processes import one_layer
+from torch.distributed.run import get_args_parser
 
 import pspo.evaluate.__main__
 import pspo.losses
 import pspo.report.__main__
 import pspo.sweep.__main__
 import pspo.train
+from benchmarks.plan.cost import PlanConfig
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.records.files import read_jsonl
+from pspo.serve.__main__ import ServeConfig
 from pspo.sweep.__main__ import SweepConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig}
+CONFIGS = {"pspo.train": TrainConfig, "pspo.evaluate": EvaluateConfig, "pspo.serve": ServeConfig}
+CONFIGS |= {"benchmarks.plan": PlanConfig}
 SMALL = ["--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
          "--run.validate_every=0", "--run.output_dir=runs/mine", "--data.limit=40"]  # fmt: skip
 ONE_LAYER = [f"--model.name_or_path={one_layer()}", "--rollout.temperature=1"]
@@ -43,7 +47,8 @@ def commands() -> list[tuple[str, str]]:
     """Every `-m pspo.COMMAND SWITCHES`, in a block or in a line, up to the shell's next operator."""
     text = "\n".join(TEXTS.values()).replace("\\\n", " ")
     found = set()
-    for command, switches in re.findall(r"-m pspo\.(train|evaluate|sweep|report)\b *([^\n`]*)", text):
+    names = r"pspo\.(?:train|evaluate|serve|sweep|report)|benchmarks\.plan"
+    for command, switches in re.findall(rf"-m ({names})\b *([^\n`]*)", text):
         words = shlex.split(switches, comments=True)
         end = next((i for i, word in enumerate(words) if word in (">", "&", "&&")), len(words))
         found.add((command, shlex.join(words[:end])))
@@ -75,31 +80,43 @@ def finished_run(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("command", "switches"), commands())
 def test_command(workspace, finished_run, monkeypatch, command, switches):
     args = shlex.split(switches)
-    if "vllm" in args:
-        pytest.importorskip("vllm")
     if {"--help", "--print_config"} & {*args}:
         with pytest.raises(SystemExit, match="0"):
             pspo.train.main(args)
     elif "--compare" in args:
-        assert command == "evaluate"  # of finished evaluations: tests/test_evaluate.py
-    elif command == "sweep":
+        assert command == "pspo.evaluate"  # of finished evaluations: tests/test_evaluate.py
+    elif command == "pspo.sweep":
         flags = [f"{word}=true" if word == "--dry_run" else word for word in args]
-        config, _ = parse(SweepConfig, "pspo.sweep", flags)
+        config, _ = parse(SweepConfig, command, flags)
         assert {*(config.only or [])} <= {*config.experiments}
-    elif command == "report":
+    elif command == "pspo.report":
         monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())  # test_report.py draws
         shutil.copytree(finished_run, workspace / args[0] / "mine")
         pspo.report.__main__.main(args)
+    elif command in ("pspo.serve", "benchmarks.plan"):
+        parse(CONFIGS[command], command, args)
     else:
-        config, _ = parse(CONFIGS[command], f"pspo.{command}", args)
+        config, _ = parse(CONFIGS[command], command, args)
         here = config.model.name_or_path in ("tiny-base", "tiny-math", "tiny-text")
         here &= config.data.name in ("arithmetic", "letters", "sums") or Path(str(config.data.path)).exists()
-        if command == "evaluate" and here:
+        if command == "pspo.evaluate" and here:
             pspo.evaluate.__main__.main([*args, "--data.limit=4", "--eval.max_completion_tokens=8"])
-        elif command == "train" and here and config.distributed.strategy == "none" and not config.rollout.servers:
+        elif command == "pspo.train" and here and config.distributed.strategy == "none" and not config.rollout.servers:
+            if config.rollout.external:
+                pytest.importorskip("vllm")
             small = [*SMALL, *(ONE_LAYER if config.model.name_or_path == "tiny-base" else [])]
             pspo.train.main([*args, *small, *(BY_LENGTH if "reward" not in switches else [])])
             assert read_jsonl(workspace / "runs/mine/metrics.jsonl")[-1]["step"] == 2
+
+
+def torchruns() -> list[str]:
+    text = "\n".join(TEXTS.values()).replace("\\\n", " ")
+    return sorted({*re.findall(r"torchrun ([^\n`]*?) -m pspo\.", text)})
+
+
+@pytest.mark.parametrize("options", torchruns())
+def test_torchrun_knows_the_options(options):
+    get_args_parser().parse_args([*shlex.split(options), "script"])
 
 
 @pytest.mark.parametrize("code", [code for _, code in blocks("python")])
@@ -158,7 +175,7 @@ def switches_of(config_class: type, prefix: str = "") -> set[str]:
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_names_exists(page):
     text = TEXTS[page]
-    known = switches_of(TrainConfig) | switches_of(EvaluateConfig)
+    known = set().union(*map(switches_of, CONFIGS.values()))
     for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", text):
         own = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.")
         assert switch in known or switch.startswith(own), switch
