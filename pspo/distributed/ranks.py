@@ -32,6 +32,12 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if under_torchrun() else torch.device("cuda")
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    return visible.split(",") if visible else []
+
+
 def init(strategy: str, timeout: float) -> None:
     """Join the other ranks, if torchrun started this one; ``timeout`` is how many seconds they wait for each other.
 
@@ -59,6 +65,12 @@ def check_strategy(strategy: str) -> None:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
 
 
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however that ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a command; under torchrun, wait for every rank and end the process.
 
@@ -66,8 +78,7 @@ def run_main(main: Callable[[], None]) -> None:
     """
     if not under_torchrun():
         return main()
-    if sys.platform == "linux":  # a rank ends with its torchrun, however that ends
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent()  # torchrun
     code = 0
     try:
         main()

@@ -1,4 +1,4 @@
-"""What vLLM lacks for this trainer: log-probs at the temperature, and weights that arrive over HTTP.
+"""What vLLM lacks for this trainer: log-probs at the temperature, weights over HTTP, processes that end together.
 
 `register` is an entry point of the package (``vllm.general_plugins``), which vLLM calls in each of its processes. It
 does nothing unless VLLM_PLUGINS names pspo, as in servers of ``python -m pspo.serve``.
@@ -6,6 +6,7 @@ does nothing unless VLLM_PLUGINS names pspo, as in servers of ``python -m pspo.s
 
 from base64 import b64decode
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import Any
 
 import safetensors.torch
@@ -18,9 +19,13 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from pspo.distributed import end_with_parent
+
 
 def register() -> None:
     if "pspo" in (envs.VLLM_PLUGINS or ()):
+        if parent_process() is not None:  # not the server itself: it may outlive its shell
+            end_with_parent()
         WeightTransferEngineFactory.register_engine("http", HTTPWeightTransfer)
         tell_logprobs_at_temperature()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import IO, Any
 
-import torch
 from tqdm import tqdm
 
+from pspo import distributed as dist
 from pspo.cli.signals import EXIT_STOPPED
 from pspo.records.files import read_json, to_yaml, write_text
 from pspo.sweep.plan import Job, SweepConfig, as_args
@@ -24,8 +24,7 @@ class Workers:
     """Processes that carry out jobs, and hold the sweep's ``lock``."""
 
     def __init__(self, sweep: SweepConfig, lock: IO[Any]) -> None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-        gpus, n = visible.split(",") if visible and not sweep.launcher else [], sweep.processes
+        gpus, n = [] if sweep.launcher else dist.visible_gpus(), sweep.processes
         groups = [",".join(gpus[i : i + n]) for i in range(0, len(gpus) - n + 1, n)] or [None]
         workers = sweep.workers or len(groups)
         self.threads = max(1, (os.cpu_count() or 1) // (workers * n))
