@@ -424,6 +424,19 @@ def test_both_strategies_are_one_run(whole):
             assert len(own) > 0 or sample["advantage"] == 0
 
 
+def test_ranks_without_a_common_folder_are_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def apart() -> None:
+        Path(node := os.environ["RANK"]).mkdir()
+        os.chdir(node)
+
+    assert train(Path("run"), "ddp", fault=apart) == [2, 2]
+    assert capfd.readouterr().err == (
+        "pspo.train: error: --run.output_dir must be in a folder that all nodes share, got 'run'\n"
+    )
+
+
 class OfRows(NoClip):
     def __call__(self, logprobs, old_logprobs, advantages, mask):
         return super().__call__(logprobs, old_logprobs, advantages, mask).sum(dim=1)

@@ -48,9 +48,9 @@ def commands() -> list[tuple[str, str]]:
     text = "\n".join(TEXTS.values()).replace("\\\n", " ")
     found = set()
     names = r"pspo\.(?:train|evaluate|serve|sweep|report)|benchmarks\.plan"
-    for command, switches in re.findall(rf"-m ({names})\b *([^\n`]*)", text):
+    for command, switches in re.findall(rf"-m ({names})\b(?= *([^\n`]*))", text):
         words = shlex.split(switches, comments=True)
-        end = next((i for i, word in enumerate(words) if word in (">", "&", "&&")), len(words))
+        end = next((i for i, word in enumerate(words) if word in (">", "&", "&&", "--")), len(words))
         found.add((command, shlex.join(words[:end])))
     return sorted(found)
 

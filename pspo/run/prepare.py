@@ -18,7 +18,7 @@ from pspo import distributed as dist
 from pspo.checks.exactness import check_exactness
 from pspo.checks.memory import auto_switches, check_disk, largest_that_fit, plan_memory, replace_switches
 from pspo.cli.python import default_output
-from pspo.config import TrainConfig
+from pspo.config import TrainConfig, require
 from pspo.engines import find_engine
 from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
@@ -90,6 +90,8 @@ def prepare(config: TrainConfig, settings: records.Settings) -> Run:
         checkpointer = Checkpointer(config, parts | with_state, output)
         if not resumed:
             dist.run_on_main(lambda: make_output(output, settings, resources))
+        seen, rule = all(dist.gather_objects(output.exists())), "must be in a folder that all nodes share"
+        dist.run_on_main(lambda: require(seen, "run.output_dir", rule, str(output)))
         if resumed or config.run.fork_from:
             restore(config, settings, checkpointer, parent)
         dist.run_on_main(lambda: write_start(output, device, learner.steps, settings))
