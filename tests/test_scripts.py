@@ -44,12 +44,12 @@ def call(monkeypatch):
 
 
 def moves(reaches: dict[str, float]) -> list[dict]:
-    """Forks of five runs, two checkpoints each, at lag 8 and 0: changes around a surrogate's own reach."""
+    """Forks of ten runs, two checkpoints each, at lag 8 and 0: changes around a surrogate's own reach."""
     draw = np.random.default_rng(0)
     return [
         {"run": f"seed-{run}", "rollouts": rollouts, "lag": lag, "surrogate": name, "aim": 0.004, "matched": True,
          "correct": 0.05 + reach + 0.001 * draw.standard_normal()}
-        for run in range(5) for rollouts in (9, 16) for lag in (8, 0) for name, reach in reaches.items()
+        for run in range(10) for rollouts in (9, 16) for lag in (8, 0) for name, reach in reaches.items()
     ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_tables_of_moves(tmp_path, imported, call):
     found = pd.read_csv(tmp_path / "differences.csv").set_index(["surrogate", "lag"])
     for name, base in (("PSPO", "NoClip"), ("GSPO:grpo", "NoClip:grpo"), ("shuffled advantages", "NoClip")):
         means = []  # of a run's two checkpoints
-        for run in range(5):
+        for run in range(10):
             own, other = (
                 [line["correct"] for line in lines if line["run"] == f"seed-{run}" and line["lag"] == 8
                  and line["surrogate"] == surrogate] for surrogate in (name, base)
