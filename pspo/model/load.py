@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -108,7 +107,7 @@ def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> 
 
 
 def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
-    """Prepare a model for training in place: adapters, evaluation mode, a CPU's fast kernels, checkpointed layers."""
+    """Prepare a model for training in place: adapters, evaluation mode, oneDNN's products, checkpointed layers."""
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         what = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
@@ -116,8 +115,6 @@ def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transfor
     if config.has_adapters:
         add_adapters(policy, config)
     policy.eval()
-    if not torch.cuda.is_available():  # there sdpa shares keys and values between heads, also under a mask
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # read at each call
     use_onednn(policy)
     if config.has_adapters:
         from pspo.model.lora import fuse_adapters
