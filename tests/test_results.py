@@ -287,3 +287,46 @@ def interval(values: pd.Series, digits: int) -> str:
     """Mean and 95% t-interval as the pages show them."""
     half = stats.t.ppf(0.975, len(values) - 1) * values.std() / len(values) ** 0.5
     return f"{values.mean():.{digits}f} [{values.mean() - half:.{digits}f}, {values.mean() + half:.{digits}f}]"
+
+
+def test_equal_movement():
+    """The page's table and sentences, from the forks: a run's two checkpoints are one value."""
+    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("lag == 8")
+    assert moves["matched"].all()
+    assert (abs(moves["kl"] / moves["aim"] - 1) <= 0.02).all()
+    by_run = moves.groupby(["surrogate", "run"])["correct"].mean().unstack()
+    differences, pvalues, texts = {}, {}, {}
+    for name, values in by_run.iterrows():
+        base = by_run.loc["NoClip:grpo" if name.endswith(":grpo") else "NoClip"]
+        if not name.startswith("NoClip"):
+            test = stats.ttest_1samp(values - base, 0)
+            low, high = test.confidence_interval(0.95)
+            differences[name], pvalues[name] = (values - base).mean(), test.pvalue
+            texts[name] = f"{differences[name]:+.3f} [{low:+.3f}, {high:+.3f}]"
+    of_control, largest = pvalues.pop("shuffled advantages"), 0.0
+    assert of_control < 0.05
+    assert len(pvalues) == 11
+    adjusted = {}
+    for left, name in zip(range(11, 0, -1), sorted(pvalues, key=pvalues.get), strict=True):
+        adjusted[name] = largest = max(largest, min(1, left * pvalues[name]))
+    found = {
+        name: cells for name, *cells in rows("equal-movement/README.md", "|                     | tiny-base, lag 8 |")
+    }
+    assert found == {
+        name: [f"{values.mean():+.3f}", texts.get(name, ""), f"{adjusted[name]:.3f}" if name in adjusted else ""]
+        for name, values in by_run.iterrows()
+    }
+    four = [-differences[name] for name in ("Clip", "DPPO", "GMPO:grpo", "GSPO:grpo")]
+    by_checkpoint = moves.groupby(["surrogate", "rollouts"])["correct"].mean().unstack()
+    apart = {name: by_checkpoint.loc[name] - by_checkpoint.loc["NoClip"] for name in ("Clip", "P3O")}
+    rates = moves.set_index(["surrogate", "run", "rollouts"])["lr"]
+    ratio = stats.gmean(rates["GSPO:grpo"] / rates["NoClip:grpo"].reindex(rates["GSPO:grpo"].index))
+    text = " ".join((RESULTS / "equal-movement/README.md").read_text(encoding="utf-8").split())
+    for sentence in (
+        f"gain {min(four):.3f} to {max(four):.3f} less correct answers than NoClip",
+        f"which gains {by_run.loc['NoClip'].mean():+.3f}",
+        f"Before the step {moves['correct_before'].mean():.2f} of the answers",
+        *(f"{name} {of[9]:.3f} and {of[16]:.3f}" for name, of in apart.items()),
+        f"GSPO needed {ratio:.1f} times",
+    ):
+        assert sentence in text, sentence
