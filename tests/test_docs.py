@@ -49,6 +49,8 @@ def commands() -> list[tuple[str, str]]:
     found = set()
     names = r"pspo\.(?:train|evaluate|serve|sweep|report)|benchmarks\.plan"
     for command, switches in re.findall(rf"-m ({names})\b(?= *([^\n`]*))", text):
+        switches = re.sub(r"\$\(\(.*?\)\)", "1", switches)  # what the shell computes
+        switches = re.sub(r"\$\(IFS=,;.*?\)", "http://b:8000", switches)
         words = shlex.split(switches, comments=True)
         end = next((i for i, word in enumerate(words) if word in (">", "&", "&&", "--")), len(words))
         found.add((command, shlex.join(words[:end])))
