@@ -16,6 +16,7 @@ from pspo.report.runs import labels, methods, read_runs
 from pspo.report.tables import add_holm, compared, over_seeds, tables, with_interval
 
 RESULTS = Path(__file__).parents[1] / "results"
+FOUR = ["Clip", "DPPO", "GMPO:grpo", "GSPO:grpo"]  # that are below NoClip at equal movement
 
 
 def rows(page: str, header: str) -> list[list[str]]:
@@ -289,44 +290,53 @@ def interval(values: pd.Series, digits: int) -> str:
     return f"{values.mean():.{digits}f} [{values.mean() - half:.{digits}f}, {values.mean() + half:.{digits}f}]"
 
 
-def test_equal_movement():
-    """The page's table and sentences, from the forks: a run's two checkpoints are one value."""
-    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("lag == 8")
-    assert moves["matched"].all()
-    assert (abs(moves["kl"] / moves["aim"] - 1) <= 0.02).all()
-    by_run = moves.groupby(["surrogate", "run"])["correct"].mean().unstack()
-    differences, pvalues, texts = {}, {}, {}
-    for name, values in by_run.iterrows():
-        base = by_run.loc["NoClip:grpo" if name.endswith(":grpo") else "NoClip"]
-        if not name.startswith("NoClip"):
-            test = stats.ttest_1samp(values - base, 0)
-            low, high = test.confidence_interval(0.95)
-            differences[name], pvalues[name] = (values - base).mean(), test.pvalue
-            texts[name] = f"{differences[name]:+.3f} [{low:+.3f}, {high:+.3f}]"
-    of_control, largest = pvalues.pop("shuffled advantages"), 0.0
-    assert of_control < 0.05
-    assert len(pvalues) == 11
-    adjusted = {}
+def forks(model: str) -> pd.DataFrame:
+    """Forks of the equal-movement study at lag 8 that reached the movement."""
+    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("model == @model and lag == 8")
+    assert len(moves) == 10 * 2 * 14
+    assert ((abs(moves["kl"] / moves["aim"] - 1) <= 0.02) == moves["matched"]).all()
+    return moves[moves["matched"]]
+
+
+@pytest.mark.parametrize(("model", "column"), [("tiny-base", 0)])
+def test_equal_movement(model, column):
+    """The page's table, from the forks: a run's two checkpoints are one value."""
+    keys, moves = ["surrogate", "run", "rollouts"], forks(model).set_index("surrogate")
+    moves["base"] = ["NoClip:grpo" if name.endswith(":grpo") else "NoClip" for name in moves.index]
+    moves = moves.reset_index().set_index(keys)["correct"].to_frame().join(moves.reset_index().set_index(keys)["base"])
+    base = moves["correct"].reindex(moves.reset_index()[["base", "run", "rollouts"]]).to_numpy()
+    gained = moves["correct"].groupby(["surrogate", "run"]).mean().groupby("surrogate").mean()
+    expected, pvalues = {}, {}
+    for name, values in (moves["correct"] - base).groupby("surrogate"):
+        by_run = values.groupby("run").mean()
+        test = stats.ttest_1samp(by_run, 0)
+        low, high = test.confidence_interval(0.95)
+        own = name.startswith("NoClip")
+        expected[name] = [f"{gained[name]:+.3f}", "" if own else f"{by_run.mean():+.3f} [{low:+.3f}, {high:+.3f}]", ""]
+        if not own and name != "shuffled advantages":
+            pvalues[name] = test.pvalue
+    largest = 0.0
     for left, name in zip(range(11, 0, -1), sorted(pvalues, key=pvalues.get), strict=True):
-        adjusted[name] = largest = max(largest, min(1, left * pvalues[name]))
-    found = {
-        name: cells for name, *cells in rows("equal-movement/README.md", "|                     | tiny-base, lag 8 |")
-    }
-    assert found == {
-        name: [f"{values.mean():+.3f}", texts.get(name, ""), f"{adjusted[name]:.3f}" if name in adjusted else ""]
-        for name, values in by_run.iterrows()
-    }
-    four = [-differences[name] for name in ("Clip", "DPPO", "GMPO:grpo", "GSPO:grpo")]
-    by_checkpoint = moves.groupby(["surrogate", "rollouts"])["correct"].mean().unstack()
-    apart = {name: by_checkpoint.loc[name] - by_checkpoint.loc["NoClip"] for name in ("Clip", "P3O")}
+        largest = max(largest, min(1, left * pvalues[name]))
+        expected[name][2] = f"{largest:.3f}"
+    table = rows("equal-movement/README.md", "|                     | tiny-base, lag 8 |")
+    assert {name: cells[column : column + 3] for name, *cells in table} == expected
+
+
+def test_equal_movement_in_words():
+    moves = forks("tiny-base")
+    means = moves.groupby("surrogate")["correct"].mean()
+    four = [means["NoClip:grpo" if name.endswith(":grpo") else "NoClip"] - means[name] for name in FOUR]
+    apart = moves.groupby(["surrogate", "rollouts"])["correct"].mean().unstack()
+    apart -= apart.loc["NoClip"]
     rates = moves.set_index(["surrogate", "run", "rollouts"])["lr"]
     ratio = stats.gmean(rates["GSPO:grpo"] / rates["NoClip:grpo"].reindex(rates["GSPO:grpo"].index))
     text = " ".join((RESULTS / "equal-movement/README.md").read_text(encoding="utf-8").split())
     for sentence in (
         f"gain {min(four):.3f} to {max(four):.3f} less correct answers than NoClip",
-        f"which gains {by_run.loc['NoClip'].mean():+.3f}",
-        f"Before the step {moves['correct_before'].mean():.2f} of the answers",
-        *(f"{name} {of[9]:.3f} and {of[16]:.3f}" for name, of in apart.items()),
+        f"which gains {means['NoClip']:+.3f}",
+        f"Before the step {moves['correct_before'].mean():.2f}",
+        *(f"{name} {apart.loc[name, 9]:.3f} and {apart.loc[name, 16]:.3f}" for name in ("Clip", "P3O")),
         f"GSPO needed {ratio:.1f} times",
     ):
         assert sentence in text, sentence
