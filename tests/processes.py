@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def run_command(main: Callable[[Sequence[str]], None], *args: str) -> int:
     except SystemExit as ended:
         return ended.code or 0
     return 0
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition; fails if it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def fork(action: Callable[[], int | None]) -> int:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +27,19 @@ import reference
 import requests
 import torch
 from architectures import OUTCOMES, tiny
-from processes import assert_same, at_call, before, forked, kill_at_step, one_layer, ranks, run_command, send, states
+from processes import (
+    assert_same,
+    at_call,
+    before,
+    forked,
+    kill_at_step,
+    one_layer,
+    ranks,
+    run_command,
+    send,
+    states,
+    until,
+)
 from safetensors.torch import load, load_file
 from scipy import stats
 
@@ -535,13 +547,6 @@ def test_a_run_without_servers_leaves_nothing(monkeypatch, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("pspo.train: error: --rollout.servers: http://127.0.0.1:9 does not answer /version")
     assert not Path("out").exists()
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class VLLMServer:

@@ -6,12 +6,11 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import exit_code, fork, run_command
+from processes import exit_code, fork, run_command, until
 
 import pspo.serve.__main__
 from pspo.serve.launch import launch
@@ -73,13 +72,6 @@ def end(action: Callable[[], int]) -> int:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
         return ended.code if isinstance(ended.code, int) else 1
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def processes() -> list[int]:

@@ -295,19 +295,19 @@ def forks(model: str) -> pd.DataFrame:
     moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("model == @model and lag == 8")
     assert len(moves) == 10 * 2 * 14
     assert ((abs(moves["kl"] / moves["aim"] - 1) <= 0.02) == moves["matched"]).all()
-    return moves[moves["matched"]]
+    same = ["NoClip:grpo" if name.endswith(":grpo") else "NoClip" for name in moves["surrogate"]]
+    return moves.assign(reference=same)[moves["matched"]]
 
 
 @pytest.mark.parametrize(("model", "column"), [("tiny-base", 0)])
 def test_equal_movement(model, column):
     """The page's table, from the forks: a run's two checkpoints are one value."""
-    keys, moves = ["surrogate", "run", "rollouts"], forks(model).set_index("surrogate")
-    moves["base"] = ["NoClip:grpo" if name.endswith(":grpo") else "NoClip" for name in moves.index]
-    moves = moves.reset_index().set_index(keys)["correct"].to_frame().join(moves.reset_index().set_index(keys)["base"])
-    base = moves["correct"].reindex(moves.reset_index()[["base", "run", "rollouts"]]).to_numpy()
-    gained = moves["correct"].groupby(["surrogate", "run"]).mean().groupby("surrogate").mean()
+    moves, keys = forks(model), ["run", "rollouts"]
+    correct = moves.set_index(["surrogate", *keys])["correct"]
+    base = correct.reindex(pd.MultiIndex.from_frame(moves[["reference", *keys]])).to_numpy()
+    gained = correct.groupby(["surrogate", "run"]).mean().groupby("surrogate").mean()
     expected, pvalues = {}, {}
-    for name, values in (moves["correct"] - base).groupby("surrogate"):
+    for name, values in (correct - base).groupby("surrogate"):
         by_run = values.groupby("run").mean()
         test = stats.ttest_1samp(by_run, 0)
         low, high = test.confidence_interval(0.95)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import assert_same
+from processes import assert_same, until
 from test_distributed import torchrun
-from test_engines import needs_vllm, until
+from test_engines import needs_vllm
 
 from pspo.records.files import read_jsonl
 
