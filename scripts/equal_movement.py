@@ -1,7 +1,7 @@
 """Equal movement: every surrogate takes the same stale rollout, and steps so far that the policy moves equally.
 
     python scripts/equal_movement.py runs/a runs/b --rollouts 12 24 --lags 0 1 2 4 8 --kl 0.001 0.004 \
-        --surrogates NoClip Clip 'PSPO(alpha=0.3)' GSPO:grpo my_losses.Mine --output moves.jsonl
+        --surrogates NoClip NoClip::shuffled Clip 'PSPO(alpha=0.3)' GSPO:grpo my_losses.Mine --output moves.jsonl
 
 Each run is made again from its config.yaml. At the checkpoint after N of its rollouts, the policy of ``lag`` rollouts
 before draws a rollout of the prompts that the run draws next. Each surrogate trains the checkpoint's policy on it, with
@@ -11,8 +11,10 @@ for held-out prompts, mean over their tokens, is within 2% of the aim (``matched
 fork: how far reward and correct answers moved, sampled as in training with the same random numbers, on problems that
 the run does not draw. What is in the file already is not done again.
 
-SURROGATE:AGGREGATION overrides the run's aggregation. The control is the first surrogate with the advantages of all
-completions shuffled: as much movement, and nothing learnt.
+SURROGATE:AGGREGATION overrides the run's aggregation. SURROGATE:AGGREGATION:shuffled is its control, with the
+advantages of all completions shuffled: as much movement, and nothing learnt. ``kl_drawer`` is KL(drew || trained) on
+the same tokens, of the policy that drew the rollout, and ``kl_drawer_before`` KL(drew || checkpoint): does a step lead
+back to where the policy was?
 """
 
 import argparse
@@ -28,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from pspo.cli.python import config_from_python
@@ -45,7 +46,7 @@ from pspo.train import draw, score
 from pspo.update import keep_logprobs, update
 from pspo.view.data import make_surrogate
 
-CONTROL, TOLERANCE, TRIALS, HIGHEST = "shuffled advantages", 0.02, 12, 1.0  # the last a learning rate
+TOLERANCE, TRIALS, HIGHEST = 0.02, 12, 1.0  # the last a learning rate
 
 
 def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, deque[dict[str, Tensor]]]]:
@@ -84,12 +85,18 @@ class Fork:
         unused = list(islice(prompt_order(len(prompts), run.config.run.seed), len(prompts)))[-problems - held_out :]
         self.problems, held = prompts.take(unused[:problems]), prompts.take(unused[problems:])
         self.held = self.draw(held, 1)
-        self.old = next_token_logprobs(self.policy, self.held, run.config.rollout.temperature)
+        self.old = self.next_token_logprobs()
         self.before = self.evaluate()
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         torch.manual_seed(self.seed)
         return self.sampler.draw(prompts, group_size)
+
+    @torch.no_grad()
+    def next_token_logprobs(self) -> Tensor:
+        """The policy's log-probs (N, V) in float64 of every token at the places of the held-out completions."""
+        hidden = hidden_states(self.policy, *self.held.token_ids)[self.held.completion_mask]
+        return head_logits(self.policy, hidden, self.run.config.rollout.temperature).double().log_softmax(dim=1)
 
     def evaluate(self) -> np.ndarray:
         """(2, problems): reward of a sampled completion of each problem, and whether it is correct."""
@@ -99,26 +106,27 @@ class Fork:
     def stale(self, policy: dict[str, Tensor], indices: list[int], prompts: Prompts) -> tuple[Rollout, Tensor]:
         """A rollout of an earlier policy, with its log-probs of all rows, and advantages (B,)."""
         self.policy.load_state_dict(policy)
+        self.drew = self.next_token_logprobs()
         experience = score(self.run, Drawing(indices, self.draw(prompts, self.run.config.rollout.group_size)))
         every_row = torch.ones_like(experience.advantages)
         return keep_logprobs(self.run.learner, experience.rollout, every_row, self.run.config), experience.advantages
 
-    def step(self, config: TrainConfig, rollout: Rollout, advantages: Tensor) -> tuple[float, list[dict[str, float]]]:
-        """Train the checkpoint's policy on a rollout; returns how far it moved, and the steps' metrics."""
+    def step(self, config: TrainConfig, rollout: Rollout, advantages: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
+        """Train the checkpoint's policy on a rollout; returns its next_token_logprobs, and the steps' metrics."""
         self.policy.load_state_dict(self.weights)
         optimizer = make_optimizer(self.policy, config.optimizer)
         optimizer.load_state_dict(deepcopy(self.optimizer))
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.lr
         steps = update(Learner(self.policy, optimizer), rollout, advantages, config)
-        new = next_token_logprobs(self.policy, self.held, config.rollout.temperature)
-        return float((self.old.exp() * (self.old - new)).sum(dim=1).mean()), steps
+        return self.next_token_logprobs(), steps
 
     def move(self, config: TrainConfig, rollout: Rollout, advantages: Tensor, aim: float, lr: float) -> dict[str, Any]:
         """Seek the learning rate that moves the policy by ``aim``; what came of it, measured."""
         low, high = 0.0, math.inf  # rates that moved it too little, too much
         for _ in range(TRIALS):
-            kl, steps = self.step(replace(config, optimizer=replace(config.optimizer, lr=lr)), rollout, advantages)
+            new, steps = self.step(replace(config, optimizer=replace(config.optimizer, lr=lr)), rollout, advantages)
+            kl = mean_kl(self.old, new)
             if abs(kl / aim - 1) <= TOLERANCE:
                 break
             if lr >= HIGHEST and kl < aim:  # no token has weight: it cannot be moved
@@ -127,27 +135,23 @@ class Fork:
             lr *= min(max(math.sqrt(aim / max(kl, 1e-12)), 0.1), 10)  # KL is quadratic in the rate
             lr = min(lr, HIGHEST) if low < lr < high else math.sqrt(low * high)
         reward, correct = self.evaluate() - self.before
-        found = {"kl": kl, "lr": lr, "matched": abs(kl / aim - 1) <= TOLERANCE}
+        found = {"kl": kl, "lr": lr, "matched": abs(kl / aim - 1) <= TOLERANCE,
+                 "kl_drawer": mean_kl(self.drew, new), "kl_drawer_before": mean_kl(self.drew, self.old)}  # fmt: skip
         for name, change in (("reward", reward), ("correct", correct)):
             found |= {name: change.mean(), f"{name}_se": change.std() / math.sqrt(len(change))}
         return found | {name: steps[-1][name] for name in ("ess", "kl_old_new", "zero_weight_share", "grad_norm")}
 
 
-@torch.no_grad()
-def next_token_logprobs(policy: transformers.PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
-    """Log-probs (N, V) in float64 of every token at the places of the completions' N tokens."""
-    hidden = hidden_states(policy, *rollout.token_ids)[rollout.completion_mask]
-    return head_logits(policy, hidden, temperature).double().log_softmax(dim=1)
+def mean_kl(p: Tensor, q: Tensor) -> float:
+    """KL(p || q) of log-probs (N, V), mean over the N places."""
+    return float((p.exp() * (p - q)).sum(dim=1).mean())
 
 
-def treatments(names: list[str], algorithm: AlgorithmConfig) -> dict[str, AlgorithmConfig]:
-    """The algorithm's settings by SURROGATE or SURROGATE:AGGREGATION, and the control's."""
-    found = {}
-    for name in names:
-        surrogate, _, aggregation = name.partition(":")
-        changed = {"surrogate": make_surrogate(surrogate), "aggregation": aggregation or algorithm.aggregation}
-        found[name] = replace(algorithm, **changed)
-    return found | {CONTROL: found[names[0]]}
+def treatment(name: str, algorithm: AlgorithmConfig) -> tuple[AlgorithmConfig, bool]:
+    """The algorithm's settings by SURROGATE:AGGREGATION:shuffled, of which the last two may lack; is it a control?"""
+    surrogate, aggregation, control = (name + "::").split(":")[:3]
+    changed = {"surrogate": make_surrogate(surrogate), "aggregation": aggregation or algorithm.aggregation}
+    return replace(algorithm, **changed), {"": False, "shuffled": True}[control]
 
 
 def forks(
@@ -168,10 +172,11 @@ def forks(
     for lag in args.lags:
         rollout, advantages = fork.stale(policies[-1 - lag], *prompts)
         shuffled = advantages[torch.randperm(len(advantages), generator=torch.Generator().manual_seed(seed))]
-        for name, algorithm in treatments(args.surrogates, run.config.algorithm).items():
+        for name in args.surrogates:
+            algorithm, control = treatment(name, run.config.algorithm)
             all_steps = replace(run.config.run, max_steps=algorithm.epochs * algorithm.minibatches)
             config = replace(run.config, algorithm=algorithm, run=all_steps)
-            signal = shuffled if name == CONTROL else advantages
+            signal = shuffled if control else advantages
             for aim in args.kl:
                 line = cell | {"lag": lag, "surrogate": name, "aim": aim}
                 if tuple(line.values()) not in done:

@@ -134,33 +134,38 @@ def test_equal_movement(tmp_path, imported, call):
             "--algorithm.epochs=2", "--run.max_steps=8", "--run.validate_every=0", "--run.test_limit=0", "--run.quiet",
             "--reward.functions=[test_resume.Noisy]", "--data.limit=60")  # fmt: skip
     assert run_command(pspo.train.main, *args, f"--run.output_dir={folder}") == 0
-    surrogates = ["NoClip", "Clip(epsilon=0.1)", "GSPO:grpo", "test_update.Unmasked"]
+    surrogates = ["NoClip", "Clip(epsilon=0.1)", "GSPO:grpo", "test_update.Unmasked", "NoClip::shuffled"]
     for rollouts, run, policies in script.replay(folder, 4, keep=2):
         if rollouts == 3:
             options = Namespace(lags=[1, 0], surrogates=surrogates, kl=[1e-3], problems=6, held_out=5)
             lines = list(script.forks(run, policies, options, {"run": "run", "rollouts": 3}, set(), {}))
     final = load_file(folder / "final" / "model.safetensors")
     assert all(torch.equal(run.learner.policy.state_dict()[name], of) for name, of in final.items())
-    assert [line["surrogate"] for line in lines] == 2 * [*surrogates, script.CONTROL]
+    assert [line["surrogate"] for line in lines] == 2 * surrogates
+    assert lines[0]["reward"] != lines[-1]["reward"]
     assert [line for line in lines if not line["matched"] or abs(line["kl"] / line["aim"] - 1) > 0.02] == []
 
     fork, before = script.Fork(run, 6, 5, seed=3), copy.deepcopy(run.learner.policy).double()
     rollout, advantages = fork.stale(policies[-2], *run.stream.next(4))
     config = replace(run.config, run=replace(run.config.run, max_steps=2))
-    moved, _ = fork.step(replace(config, optimizer=replace(config.optimizer, lr=1e-3)), rollout, advantages)
-    after, kl = copy.deepcopy(run.learner.policy).double(), []
+    new, _ = fork.step(replace(config, optimizer=replace(config.optimizer, lr=1e-3)), rollout, advantages)
+    after, drew = (copy.deepcopy(run.learner.policy).double() for _ in range(2))
+    drew.load_state_dict(policies[-2])
+    kl, kl_drawer = [], []
     for prompt, prompt_mask, completion, mask in zip(*fork.held.token_ids, strict=True):
         ids, start = torch.cat([prompt[prompt_mask], completion[mask]])[None], int(prompt_mask.sum()) - 1
-        old, new = ((model(ids).logits[0, start:-1] / 0.6).log_softmax(dim=1) for model in (before, after))
-        kl += (old.exp() * (old - new)).sum(dim=1).tolist()
-    assert moved == pytest.approx(sum(kl) / len(kl), rel=1e-3)
-    assert 1e-4 < moved < 1
+        q, *others = ((model(ids).logits[0, start:-1] / 0.6).log_softmax(dim=1) for model in (after, before, drew))
+        for p, found in zip(others, (kl, kl_drawer), strict=True):
+            found += (p.exp() * (p - q)).sum(dim=1).tolist()
+    for p, found in ((fork.old, kl), (fork.drew, kl_drawer)):
+        assert script.mean_kl(p, new) == pytest.approx(sum(found) / len(found), rel=1e-3)
+        assert 1e-4 < sum(found) / len(found) < 1
 
-    command = [folder, "--rollouts", 3, "--lags", 1, "--kl", 1e-4, "--surrogates", "PSPO", "--problems", 6,
-               "--held-out", 5, "--output", output]  # fmt: skip
+    command = [folder, "--rollouts", 3, "--lags", 1, "--kl", 1e-4, "--surrogates", "PSPO", "PSPO::shuffled",
+               "--problems", 6, "--held-out", 5, "--output", output]  # fmt: skip
     call(script, *command)
     written = read_jsonl(output)
-    assert [line["surrogate"] for line in written] == ["PSPO", script.CONTROL]
+    assert [line["surrogate"] for line in written] == ["PSPO", "PSPO::shuffled"]
     call(script, *command)  # has it all
     assert read_jsonl(output) == written
 
