@@ -1,7 +1,8 @@
-"""Tables and picture of the equal-movement study: python scripts/moves.py FOLDER [base.jsonl math.jsonl]
+"""Tables and picture of the equal-movement study: python scripts/moves.py FOLDER [base.jsonl math.jsonl ...]
 
-Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv. From that it writes
-differences.csv, differences.svg, and in README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv; base-controls.jsonl has
+tiny-base's second stage. From that it writes differences.csv, differences.svg, and in README.md what stands between
+<!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from equal_movement import CONTROL
 from off_policy import fill, write_csv
 
 from pspo.report.figures import GREY, picture
@@ -17,19 +17,27 @@ from pspo.report.runs import COLOURS
 from pspo.report.tables import add_holm, as_markdown, over_seeds
 
 AIMS = {"tiny-base": 0.004, "tiny-math": 0.001}  # the primary movement of each model, in nats per token
+CONTROL = "NoClip::shuffled"
 CELL = ["model", "aim", "lag", "surrogate"]
 MARGIN, RUNS = 0.01, 10  # of the share of correct answers, and of each model: said before the runs
+FOUR = ["Clip", "DPPO", "GSPO:grpo", "GMPO:grpo"]  # of the second stage
 
 
 def read_moves(files: list[Path]) -> pd.DataFrame:
-    """The lines of every fork, with their model by the file's name."""
-    lines = {f"tiny-{file.stem}": pd.read_json(file, lines=True) for file in files}
-    return pd.concat(lines, names=["model"]).reset_index("model").reset_index(drop=True)
+    """The lines of every fork, with their model and stage by the file's name: MODEL.jsonl or MODEL-STAGE.jsonl."""
+    lines = {tuple(f"tiny-{file.stem}-first".split("-")[:3]): pd.read_json(file, lines=True) for file in files}
+    found = pd.concat(lines, names=["tiny", "model", "stage"]).reset_index(["model", "stage"]).reset_index(drop=True)
+    return found.assign(model="tiny-" + found["model"])
 
 
-def reference(surrogate: pd.Series) -> pd.Series:
-    """What each surrogate is compared with: NoClip with the same aggregation."""
-    return "NoClip" + surrogate.str.extract(r"(:\w+)$")[0].fillna("")
+def control(surrogate: str) -> str:
+    """Its name with shuffled advantages."""
+    return surrogate + (":shuffled" if ":" in surrogate else "::shuffled")
+
+
+def noclip(surrogate: str) -> str:
+    """NoClip with its aggregation, shuffled if it is: what a surrogate is compared with."""
+    return "NoClip" + surrogate[surrogate.find(":") :] if ":" in surrogate else "NoClip"
 
 
 def over_runs(values: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -41,22 +49,27 @@ def over_runs(values: pd.DataFrame, measure: str) -> pd.DataFrame:
     return cells[cells["seeds"] == RUNS]
 
 
-def differences(moves: pd.DataFrame, measure: str = "correct") -> pd.DataFrame:
-    """Changes minus the reference's from the same checkpoint, rollout and movement; Holm's for a model, aim and lag."""
+def differences(moves: pd.DataFrame, references: dict[str, str], measure: str = "correct") -> pd.DataFrame:
+    """Surrogates' measures minus their references', of the same checkpoint, rollout and movement, over runs."""
     same = ["model", "aim", "lag", "run", "rollouts"]
-    moves = moves[moves["matched"]].assign(reference=lambda found: reference(found["surrogate"]))
     base = moves[[*same, "surrogate", measure]].rename(columns={"surrogate": "reference", measure: "base"})
-    pairs = moves[~moves["surrogate"].str.startswith("NoClip")].merge(base, on=[*same, "reference"])
-    found = over_runs(pairs.assign(**{measure: pairs[measure] - pairs["base"]}), measure)
+    pairs = moves.assign(reference=moves["surrogate"].map(references)).merge(base, on=[*same, "reference"])
+    return over_runs(pairs.assign(**{measure: pairs[measure] - pairs["base"]}), measure)
+
+
+def from_noclip(moves: pd.DataFrame) -> pd.DataFrame:
+    """The first stage's differences, with Holm's correction over the surrogates of a model, movement and lag."""
+    names = [name for name in moves["surrogate"].unique() if name not in ("NoClip", "NoClip:grpo")]
+    found = differences(moves, {name: "NoClip" if name == CONTROL else noclip(name) for name in names})
     families = found[found["surrogate"] != CONTROL].groupby(["model", "aim", "lag"], group_keys=False)
     return found.join(pd.concat([add_holm(family)[["p", "holm"]] for _, family in families]))
 
 
 def lag_costs(moves: pd.DataFrame) -> pd.DataFrame:
     """NoClip's change at each lag minus that at lag 0, from the same checkpoint and movement."""
-    noclip = moves[moves["matched"] & (moves["surrogate"] == "NoClip")]
-    same = ["model", "aim", "run", "rollouts"]
-    pairs = noclip[noclip["lag"] > 0].merge(noclip.query("lag == 0")[[*same, "correct"]], on=same, suffixes=("", "_0"))
+    same, noclips = ["model", "aim", "run", "rollouts"], moves[moves["surrogate"] == "NoClip"]
+    on_time = noclips.loc[noclips["lag"] == 0, [*same, "correct"]]
+    pairs = noclips[noclips["lag"] > 0].merge(on_time, on=same, suffixes=("", "_0"))
     return over_runs(pairs.assign(correct=pairs["correct"] - pairs["correct_0"]), "correct")
 
 
@@ -72,22 +85,22 @@ def verdict(cells: pd.DataFrame, margin: float = MARGIN) -> str:
     return f"{word}: of {len(cells)} intervals {inside} inside of ±{margin:g}, {outside} outside"
 
 
-def interval(cell: pd.Series) -> str:
-    return f"{cell['mean']:+.3f} [{cell['low']:+.3f}, {cell['high']:+.3f}]"
+def interval(cell: pd.Series, digits: int = 3) -> str:
+    return "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(*cell[["mean", "low", "high"]], n=digits)
 
 
 def table(moves: pd.DataFrame, found: pd.DataFrame) -> str:
-    """A row per surrogate: its change at equal movement, and minus that of NoClip, by model, at lag 8 and lag 0."""
-    columns, changes = {}, over_runs(moves[moves["matched"]], "correct")
+    """A row per surrogate, by model and lag: NoClip's change, and the others' minus it, * where Holm's p < 0.05."""
+    columns, changes, noclips = {}, over_runs(moves, "correct"), ["NoClip", "NoClip:grpo"]
     for model, aim in AIMS.items():
         for lag in (8, 0):
             cells, own = (at(of, model, aim).query(f"lag == {lag}").set_index("surrogate") for of in (found, changes))
             if not cells.empty:
-                name = f"{model}, lag {lag}"
-                columns[name] = own["mean"].sort_values(ascending=False).map("{:+.3f}".format)
-                columns[f"{name}: minus NoClip's"] = cells.apply(interval, axis=1)
-                columns[f"{name}: Holm's p"] = cells["holm"].map("{:.3f}".format)
-    return as_markdown(pd.DataFrame(columns, index=next(iter(columns.values())).index).replace("nan", "").fillna(""))
+                texts = cells.apply(interval, axis=1) + (cells["holm"] < 0.05).map({True: "*", False: ""})
+                itself = own.loc[noclips].apply(interval, axis=1) + " itself"
+                columns[f"{model}, lag {lag}"] = pd.concat([itself, texts])
+    primary = at(found, *next(iter(AIMS.items()))).query("lag == 8").sort_values("mean", ascending=False)
+    return as_markdown(pd.DataFrame(columns).reindex([*noclips, *primary["surrogate"]]).fillna(""))
 
 
 def predictions(moves: pd.DataFrame, found: pd.DataFrame) -> str:
@@ -113,6 +126,42 @@ def predictions(moves: pd.DataFrame, found: pd.DataFrame) -> str:
     return as_markdown(pd.DataFrame({"verdict": pd.Series(rows).sort_index()}))
 
 
+def sign(cells: pd.DataFrame, below: bool = True) -> str:
+    """Whether all intervals lie below 0, or all above."""
+    below_0, above_0 = int((cells["high"] < 0).sum()), int((cells["low"] > 0).sum())
+    right, wrong = (below_0, above_0) if below else (above_0, below_0)
+    word = "failed" if wrong else "held" if right == len(cells) else "undecided"
+    return f"{word}: of {len(cells)} intervals {right} {'below' if below else 'above'} 0, {wrong} on the other side"
+
+
+def second_stage(moves: pd.DataFrame) -> tuple[str, str]:
+    """The controls' table and the verdicts on predictions 6 to 9."""
+    shown = [*FOUR, "NoClip", "NoClip:grpo"]
+    changes = over_runs(moves, "correct").set_index("surrogate")["mean"].map("{:+.3f}".format)
+    learnt = differences(moves, {name: control(name) for name in shown}).set_index("surrogate")
+    lost = differences(moves, {control(name): control(noclip(name)) for name in FOUR}).set_index("surrogate")
+    nearer = differences(moves, {name: noclip(name) for name in FOUR}, "kl_drawer").set_index("surrogate")
+    back = over_runs(moves.assign(back=moves["kl_drawer"] - moves["kl_drawer_before"]), "back").set_index("surrogate")
+    columns = {
+        "change": changes,
+        "shuffled": {name: changes.get(control(name)) for name in shown},
+        "change minus shuffled": learnt.apply(interval, axis=1),
+        "shuffled minus NoClip shuffled": lost.rename({control(name): name for name in FOUR}).apply(interval, axis=1),
+        "KL from the drawer minus NoClip's": nearer.apply(interval, axis=1, digits=4),
+        "minus that before": back.apply(interval, axis=1, digits=4),
+    }
+    verdicts = {
+        "6: the four gain more than with shuffled advantages": sign(learnt.loc[FOUR], below=False),
+        "7: shuffled, the four lose more than NoClip shuffled": sign(lost),
+        "8: the four end nearer to the drawer than NoClip": sign(nearer),
+        "9: GSPO ends nearer to it than it began": sign(back.loc[["GSPO:grpo"]]),
+        "9: Clip, DPPO, GMPO and NoClip end further from it": sign(
+            back.loc[["Clip", "DPPO", "GMPO:grpo", "NoClip", "NoClip:grpo"]], below=False
+        ),
+    }
+    return as_markdown(pd.DataFrame(columns, index=shown).fillna("")), as_markdown(pd.DataFrame({"verdict": verdicts}))
+
+
 def draw(found: pd.DataFrame, path: Path) -> None:
     """Draw the primary cells: each surrogate's difference from NoClip with its interval, and the margin."""
     models = [model for model in AIMS if (found["model"] == model).any()]
@@ -134,11 +183,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.files:
         write_csv(read_moves(args.files), args.folder / "moves.csv")
-    moves = pd.read_csv(args.folder / "moves.csv")
-    found = differences(moves)
+    moves = pd.read_csv(args.folder / "moves.csv").query("matched")
+    first, second = (moves[moves["stage"] == stage] for stage in ("first", "controls"))
+    found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
     draw(found, args.folder / "differences.svg")
-    fill(args.folder / "README.md", {"differences": table(moves, found), "predictions": predictions(moves, found)})
+    blocks = {"differences": table(first, found), "predictions": predictions(first, found)}
+    if not second.empty:
+        blocks["controls"], blocks["verdicts"] = second_stage(second)
+    fill(args.folder / "README.md", blocks)
 
 
 if __name__ == "__main__":
