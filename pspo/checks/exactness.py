@@ -64,7 +64,7 @@ def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float
         with torch.random.fork_rng(devices=[]):
             drawn = few.draw(prompts, group_size=2)
     except EngineError as error:
-        raise ValueError(f"--rollout.engine {name} does not take this model: {error}") from error
+        raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
     expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
     error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
     mean, largest = error.mean().item(), error.max().item()

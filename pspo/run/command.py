@@ -108,7 +108,9 @@ def print_header(run: Run) -> None:
     adapters = f", {trained / 1e6:.1f}M of them trained (LoRA{rank})" if has_adapters(policy) else ""
     dtypes = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in policy.parameters()))
     dtypes += " under bf16 autocast" * casts_to_bf16(config.model.autocast, policy.device)
-    ranks = f" x {dist.world_size()} ranks ({config.distributed.strategy})" if dist.world_size() > 1 else ""
+    strategy, shard = config.distributed.strategy, config.distributed.shard
+    sharded = f"{strategy}, shard {shard}" if shard else strategy
+    ranks = f" x {dist.world_size()} ranks ({sharded})" if dist.world_size() > 1 else ""
     size = f"{policy.num_parameters() / 1e6:.1f}M parameters{adapters} in {dtypes}"
     print(f"model   {config.model.name_or_path}: {size} on {policy.device}{ranks}")
     end = " or ".join(stops) or "their limit alone"
