@@ -162,18 +162,24 @@ def second_stage(moves: pd.DataFrame) -> tuple[str, str]:
     return as_markdown(pd.DataFrame(columns, index=shown).fillna("")), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
 
-def draw(found: pd.DataFrame, path: Path) -> None:
-    """Draw the primary cells: each surrogate's difference from NoClip with its interval, and the margin."""
-    models = [model for model in AIMS if (found["model"] == model).any()]
-    with picture(path, 8.4, 3.4, "change of the share of correct answers, minus NoClip's, at equal movement") as figure:
+def draw(moves: pd.DataFrame, path: Path) -> None:
+    """Draw each surrogate's change with its interval: lag 8 filled, lag 0, where it is complete, open."""
+    changes = over_runs(moves, "correct")
+    models = [model for model, aim in AIMS.items() if not at(changes, model, aim).empty]
+    with picture(path, 8.4, 4.2, "change of the share of correct answers by one rollout, at equal movement") as figure:
         for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-            cells = at(found, model, AIMS[model]).query("lag == 8").sort_values("mean")
-            y = np.arange(len(cells))
-            axes.axvspan(-MARGIN, MARGIN, color=GREY, alpha=0.15, lw=0)
+            cells, colour = at(changes, model, AIMS[model]), COLOURS["NoClip"]
+            names = cells.query("lag == 8").sort_values("mean")["surrogate"].tolist()
             axes.axvline(0, color=GREY, ls=":", linewidth=1)
-            axes.hlines(y, cells["low"], cells["high"], color=COLOURS["NoClip"], linewidth=1.2)
-            axes.plot(cells["mean"], y, "o", color=COLOURS["NoClip"], markersize=4)
-            axes.set(title=f"{model}, lag 8, KL {AIMS[model]:g}", yticks=y, yticklabels=cells["surrogate"])
+            for lag, face, up, labelled in ((8, colour, 0.0, 0), (0, "white", 0.3, -1)):
+                shown = cells[cells["lag"] == lag].set_index("surrogate").reindex(names)
+                if shown["mean"].notna().any():
+                    y = np.arange(len(names)) + up
+                    axes.hlines(y, shown["low"], shown["high"], color=colour, linewidth=1.2)
+                    axes.plot(shown["mean"], y, "o", color=colour, markerfacecolor=face, markersize=4)
+                    beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                    axes.annotate(f"lag {lag}", (shown["high"].iloc[labelled], y[labelled]), **beside)
+            axes.set(title=f"{model}, KL {AIMS[model]:g}", yticks=range(len(names)), yticklabels=names)
 
 
 def main() -> None:
@@ -187,7 +193,7 @@ def main() -> None:
     first, second = (moves[moves["stage"] == stage] for stage in ("first", "controls"))
     found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
-    draw(found, args.folder / "differences.svg")
+    draw(first, args.folder / "differences.svg")
     blocks = {"differences": table(first, found), "predictions": predictions(first, found)}
     if not second.empty:
         blocks["controls"], blocks["verdicts"] = second_stage(second)

@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -48,20 +49,25 @@ def moves(reaches: dict[str, float]) -> list[dict]:
     draw = np.random.default_rng(0)
     return [
         {"run": f"seed-{run}", "rollouts": rollouts, "lag": lag, "surrogate": name, "aim": 0.004, "matched": True,
-         "correct": 0.05 + reach + 0.001 * draw.standard_normal()}
+         "correct": 0.05 + reach + 0.001 * draw.standard_normal(), "kl_drawer": 0.02 + reach / 10,
+         "kl_drawer_before": 0.019}
         for run in range(10) for rollouts in (9, 16) for lag in (8, 0) for name, reach in reaches.items()
     ]  # fmt: skip
 
 
 def test_tables_of_moves(tmp_path, imported, call):
-    reaches = {"NoClip": 0, "NoClip:grpo": 0.02, "PSPO": 0, "GSPO:grpo": 0, "shuffled advantages": -0.04}
-    lines = moves(reaches)
-    (tmp_path / "base.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    blocks = [f"<!-- {name} -->\n<!-- end {name} -->\n" for name in ("differences", "predictions")]
-    (tmp_path / "README.md").write_text("".join(blocks))
-    call(imported("moves"), tmp_path, tmp_path / "base.jsonl")
+    reaches = {"NoClip": 0, "NoClip:grpo": 0.02, "PSPO": 0, "GSPO:grpo": 0, "NoClip::shuffled": -0.04}
+    controls = {"NoClip": 0, "NoClip:grpo": 0.02, "Clip": -0.02, "DPPO": 0, "GSPO:grpo": -0.03, "GMPO:grpo": 0.03}
+    controls |= {name + ("::", ":")[":" in name] + "shuffled": reach - 0.04 for name, reach in controls.items()}
+    lines, second = moves(reaches), [line for line in moves(controls) if line["lag"] == 8]
+    files = [tmp_path / "base.jsonl", tmp_path / "base-controls.jsonl"]
+    for file, found in zip(files, (lines, second), strict=True):
+        file.write_text("".join(json.dumps(line) + "\n" for line in found))
+    blocks = ("differences", "predictions", "controls", "verdicts")
+    (tmp_path / "README.md").write_text("".join(f"<!-- {name} -->\n<!-- end {name} -->\n" for name in blocks))
+    call(imported("moves"), tmp_path, *files)
     found = pd.read_csv(tmp_path / "differences.csv").set_index(["surrogate", "lag"])
-    for name, base in (("PSPO", "NoClip"), ("GSPO:grpo", "NoClip:grpo"), ("shuffled advantages", "NoClip")):
+    for name, base in (("PSPO", "NoClip"), ("GSPO:grpo", "NoClip:grpo"), ("NoClip::shuffled", "NoClip")):
         means = []  # of a run's two checkpoints
         for run in range(10):
             own, other = (
@@ -78,6 +84,21 @@ def test_tables_of_moves(tmp_path, imported, call):
     assert "failed: of 2 intervals 1 inside of ±0.01, 1 outside" in page
     assert "held: lag 8 -0.0" in page
     assert (tmp_path / "differences.svg").exists()
+    text = next(line for line in page.splitlines() if line.startswith("| Clip "))
+    change, shuffled, *cells = [
+        [float(number) for number in re.findall(r"[+-]\d.\d+", cell)] for cell in text.split("|")[2:-1]
+    ]
+    assert (change, shuffled) == ([pytest.approx(0.03, abs=1e-3)], [pytest.approx(-0.01, abs=1e-3)])
+    expected = [0.04, -0.02, -0.002, -0.001]  # its control, NoClip's, the drawer's KL minus NoClip's, minus before
+    assert [cell[0] for cell in cells] == pytest.approx(expected, abs=1e-3)
+    for verdict in (
+        "held: of 4 intervals 4 above 0, 0 on the other side",
+        "failed: of 4 intervals 2 below 0, 1 on the other side",
+        "failed: of 4 intervals 2 below 0, 1 on the other side",
+        "held: of 1 intervals 1 below 0, 0 on the other side",
+        "failed: of 5 intervals 4 above 0, 1 on the other side",
+    ):
+        assert verdict in page
 
 
 def script(name: str, *args: object) -> subprocess.CompletedProcess:
