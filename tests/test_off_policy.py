@@ -131,6 +131,42 @@ def test_off_policy_differences(name):
         assert values.tolist() == pytest.approx(expected[key], rel=1e-5, abs=1e-6, nan_ok=True), key
 
 
+def test_off_policy_in_words():
+    """The first sentences, and the methods with the lowest means: what lag costs, and of how much."""
+    grid = runs_of_study().query("arm == 'coupled'")
+    text = " ".join((PAGE / "README.md").read_text(encoding="utf-8").split())
+    plan = " ".join((ROOT / "benchmarks/plan/README.md").read_text(encoding="utf-8").split())
+    numbers, means = {}, grid.groupby(["model", "lag", "method", "grid"])["final"].mean()
+    for model, untrained in (("tiny-base", 0.381), ("tiny-math", 0.829)):
+        of, lag8 = means[model].groupby(level=["lag", "method"]).max(), means[model, 8]
+        far = means[model].xs("4 epochs, lr 1e-4", level="grid")
+        numbers[model] = [of[0].mean() - untrained, (of[0] - of[8]).mean(), (far[0] - far[8]).mean()]
+        assert set(of[8].nsmallest(2).index) == {"GSPO", "LUSPO"}
+        runs = grid.query("model == @model and lag == 8 and seed < 3")
+        runs = runs.set_index(["method", "grid", "seed"])["final"].sort_index()
+        shared = {method: runs[cell] for method, cell in lag8.groupby(level="method").idxmax().items()}
+        pairs = [(low, other) for low in ("GSPO", "LUSPO") for other in set(shared) - {"GSPO", "LUSPO"}]
+        apart = [interval((shared[low] - shared[other]).to_numpy()) for low, other in pairs]
+        assert len(apart) == 22
+        assert any(high < 0 for _, _, high, _ in apart) == (model == "tiny-math")
+        numbers[model] += [shared[method].mean() for method in ("GSPO", "Clip")]
+    base, math = ([f"{number:.3f}" for number in numbers[model]] for model in ("tiny-base", "tiny-math"))
+    for page, sentence in (
+        (
+            text,
+            f"cost {base[1]} of the {base[0]} that training gains on tiny-base, {math[1]} of {math[0]} on tiny-math",
+        ),
+        (text, f"at 4 epochs, 1e-4 for all, {base[2]} and {math[2]}"),
+        (text, f"on tiny-math GSPO ends at {math[3]} and Clip at {math[4]}"),
+        (
+            plan,
+            f"a lag of 8 costs {base[1]} of the {base[0]} of reward that training gains, and {math[1]} of {math[0]}",
+        ),
+        (plan, f"with 4 epochs at 1e-4 for all {base[2]} and {math[2]}"),
+    ):
+        assert sentence in page, sentence
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["tiny-base", "tiny-math"])
 def test_off_policy_untrained(model, tmp_path):
