@@ -26,6 +26,11 @@ def rows(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def words(page: str) -> str:
+    """Text of a page on one line, without emphasis."""
+    return " ".join((RESULTS / page).read_text(encoding="utf-8").replace("**", "").split())
+
+
 def percent(row: pd.Series, interval: bool = True) -> str:
     return results.as_text("accuracy", row.value, (row.low, row.high) if interval else None)
 
@@ -58,6 +63,7 @@ def test_smollm2_word_problems():
             name, percent(found["accuracy"]), percent(found["gold_anywhere"]),
             f"{found['completion_tokens'].value:.0f}", f"{100 * found['truncated_share'].value:.0f}%",
             *(percent(of_gsm8k[measure]) if of_gsm8k else "" for measure in ("accuracy", "gold_anywhere")),
+            f"{100 * of_gsm8k['truncated_share'].value:.0f}%" if of_gsm8k else "",
         ])  # fmt: skip
     assert rows("smollm2/README.md", "| | ASDiv + SVAMP, 976 held-out problems |") == expected
 
@@ -128,7 +134,7 @@ def test_tiny_off_policy():
 
 def test_smollm2_what_was_learnt():
     answers = pd.read_parquet(RESULTS / "smollm2/answers.parquet").set_index("problem")
-    before, expected = answers[answers["model"] == "before"], []
+    before, expected, pvalues = answers[answers["model"] == "before"], [], {}
     for model, name in (
         ("before", "before"), ("lora-0", "LoRA, seed 0"), ("bfloat16-0", "bfloat16, seed 0"),
         ("bfloat16-1", "bfloat16, seed 1"), ("float32-0", "float32, seed 0"), ("float32-1", "float32, seed 1"),
@@ -143,13 +149,19 @@ def test_smollm2_what_was_learnt():
             marks.append((true == c, true == Fraction(gold), true == c == Fraction(gold)))
         moved = [(after["correct"] & ~before["correct"]).sum(), (before["correct"] & ~after["correct"]).sum()]
         counts = [len(marks), *(sum(column) for column in zip(*marks, strict=True))]
-        moved = ["", ""] if model == "before" else moved
+        if model == "before":
+            moved = ["", ""]
+        else:
+            pvalues[model] = stats.binomtest(int(moved[0]), int(sum(moved))).pvalue
         expected.append([name, *(str(number) for number in (after["correct"].sum(), *moved, *counts))])
     assert rows("smollm2/README.md", "| run | right | newly right |") == expected
+    assert {model for model, p in pvalues.items() if p < 1e-6} == {"lora-0", "bfloat16-0"}
+    others = [p for p in pvalues.values() if p >= 1e-6]
+    assert f"p < 1e-6; the others p = {min(others):.2f} to {max(others):.2f}" in words("smollm2/README.md")
 
 
 def test_smollm2_costs():
-    metrics, expected = pd.read_parquet(RESULTS / "smollm2/runs.parquet").set_index("step"), []
+    metrics, expected, minutes = pd.read_parquet(RESULTS / "smollm2/runs.parquet").set_index("step"), [], [0.0, 0.0]
     safe = metrics["setting"].str.contains("lr=2e-05")  # the recipe as it is now
     for name, experiment, seed, part, last, rows_of_a_rollout in (
         ("seed 0, stage 1, to step 40", "stage-1", 0, ~safe, 40, 128),
@@ -159,9 +171,10 @@ def test_smollm2_costs():
     ):
         run = metrics[(metrics["experiment"] == experiment) & (metrics["seed"] == seed) & part].loc[:last]
         seconds = run["seconds/generate"].sum() + run["seconds/train"].sum()
-        tokens = run["tokens"].iloc[-1]
+        tokens, minutes[seed] = run["tokens"].iloc[-1], minutes[seed] + seconds / 60
         expected.append([name, str(len(run)), f"{len(run) * rows_of_a_rollout:,}", f"{tokens:,}", f"{seconds:,.0f}"])
     assert [row[:-1] for row in rows("smollm2/README.md", "| | rollouts | completions | tokens |")] == expected
+    assert "{:.0f} and {:.0f} minutes of training".format(*minutes) in words("smollm2/README.md")
 
 
 MEASURES = {
