@@ -118,10 +118,16 @@ def test_tiny_protocol():
     assert of_readme == {model: short[model, ""] for model in ("tiny-base", "tiny-math")}
 
 
-def test_tiny_off_policy():
+@functools.cache
+def reuse_tables() -> dict[str, pd.DataFrame]:
+    """Tables of the runs from tiny-math, which take 16 steps on each rollout."""
     runs = read_runs([RESULTS / "tiny-comparisons"])
     runs = runs.take(list(runs.configs.index[runs.configs["model.name_or_path"] == "tiny-math"]))
-    found = tables(runs, labels(runs.configs), ["tiny-math"])
+    return tables(runs, labels(runs.configs), ["tiny-math"])
+
+
+def test_tiny_off_policy():
+    found = reuse_tables()
     accuracy, course = (found[title].set_index(["row", "column"]) for title in ("Accuracy", "Learning"))
     expected = []
     for name in course.index.unique("row"):
@@ -130,6 +136,39 @@ def test_tiny_off_policy():
         returned = f"{5 * untrained['mean']:.0f} of 5"
         expected.append([name, cell_text(final, 1), cell_text(reward, 3), cell_text(best, 1), returned])
     assert rows("tiny-comparisons/README.md", "| from tiny-math, 81.0% |") == expected
+    assert all(of[1:] == expected[2][1:] for of in expected if of[0] in ("NoClip", "PSPO (alpha=0.0)"))
+
+
+def test_tiny_off_policy_against_the_untrained():
+    """Final accuracy minus the untrained model's, a constant: all but TOPR's differ, after Holm's correction, too."""
+    accuracy = reuse_tables()["Accuracy"]
+    final = accuracy[accuracy["column"].str.endswith(": final accuracy (%)")].set_index("row")
+    fall = add_holm(final.assign(**(final[["mean", "low", "high"]] - 0.81), sem=final["sem"]))
+    assert list(fall.index[fall["holm"] >= 0.05]) == ["TOPR (aggregation=grpo)"]
+    topr, others = fall.loc["TOPR (aggregation=grpo)"], -100 * fall["mean"].drop("TOPR (aggregation=grpo)")
+    assert len(others) == 11
+    text = words("tiny-comparisons/README.md")
+    ends = with_interval(SimpleNamespace(mean=-topr["mean"], low=-topr["high"], high=-topr["low"]), 100, 1)
+    assert f"end {others.min():.0f} to {others.max():.0f} points below the untrained model, TOPR {ends}." in text
+
+
+def test_tiny_off_policy_differences():
+    """The table of the differences that exclude 0."""
+    found = reuse_tables()["Paired differences"]
+    assert (len(found), sum(found["holm"] < 0.05)) == (270, 0)
+    found = found[(found["low"] > 0) | (found["high"] < 0)]
+    columns = [
+        "arithmetic test, n = 500: final accuracy (%)", "arithmetic test, n = 500: final gold anywhere (%)",
+        "final validation reward", "final reward", "peak reward", "area under the curve",
+    ]  # fmt: skip
+    names = found["row"].str.replace(r"\((?:\w+=)([\w.]+)\)", r"\1", regex=True).str.replace(" grpo", "")
+    expected = {name: [""] * len(columns) for name in names}
+    for name, (_, cell) in zip(names, found.iterrows(), strict=True):
+        i = columns.index(cell["column"])
+        expected[name][i] = cell_text(cell, 1 if i < 2 else 3)
+    shown = {name: cells for name, *cells in rows("tiny-comparisons/README.md", "| | final accuracy (points) |")}
+    assert shown == expected
+    assert sum(map(bool, itertools.chain(*shown.values()))) == 13
 
 
 def test_smollm2_what_was_learnt():
@@ -273,6 +312,8 @@ def test_every_interval_of_a_page_is_of_its_runs(name):
                 known |= shown(table, sides)
     if name == "tiny-control":
         known |= shown(pd.concat(control_cells()), sides)
+    if name == "tiny-comparisons":  # also below the untrained model
+        known |= shown(reuse_tables()["Accuracy"][[*sides]] - 0.81, sides)
     text = " ".join((RESULTS / name / "README.md").read_text(encoding="utf-8").replace("*", "").split())
     intervals = INTERVAL.findall(text)
     assert len(intervals) > 10
