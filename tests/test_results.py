@@ -118,6 +118,43 @@ def test_tiny_protocol():
     assert of_readme == {model: short[model, ""] for model in ("tiny-base", "tiny-math")}
 
 
+def protocol_sampled(model: str) -> pd.DataFrame:
+    """Accuracy of the returned models' samples at T = 0.6, by seed and method."""
+    runs = read_runs([RESULTS / "tiny-protocol"])
+    about = runs.configs.assign(method=methods(runs.configs))[["method", "model.name_or_path", "run.seed"]]
+    values = runs.numbers.query("stage == 'after' and measure == 'accuracy' and temperature == '0.6' and group.isna()")
+    values = values[["run", "value"]].join(about, on="run")
+    values = values[values["model.name_or_path"] == model]
+    return values.pivot(index="run.seed", columns="method", values="value")
+
+
+def protocol_sampled_differences() -> list[str]:
+    """PSPO minus NoClip on tiny-base and tiny-math, and SAPO minus PSPO on tiny-base, in points."""
+    base, math = (100 * protocol_sampled(model) for model in ("tiny-base", "tiny-math"))
+    assert len(base) == len(math) == 5
+    pairs = (base["PSPO"] - base["NoClip"], math["PSPO"] - math["NoClip"], base["SAPO"] - base["PSPO"])
+    return [interval(pair, 1) for pair in pairs]
+
+
+def test_tiny_protocol_in_words():
+    text = words("tiny-protocol/README.md")
+    on_base, on_math, level = (of.replace(" ", " points ", 1) for of in protocol_sampled_differences())
+    assert f"PSPO is {on_base} from NoClip on tiny-base and {on_math.replace(' points', '')} on tiny-math" in text
+    assert f"its accuracy at T = 0.6 with PSPO's ({level})" in text
+    search = pd.read_csv(RESULTS / "tiny-protocol/selection.csv").query("setting.str.endswith('lr=3e-05')")
+    by_seed = search.pivot_table(index=["experiment", "seed"], columns="setting", values="last_validation_reward")
+    pspo, sapo = (by_seed[[name for name in by_seed if name.startswith(of)]].round(9) for of in ("pspo", "sapo"))
+    ties = [
+        (of.nunique(axis=1) == 1)[of.notna().all(axis=1)].groupby("experiment").agg(["sum", "size"])
+        for of in (pspo, sapo)
+    ]
+    assert [of.loc["tiny-math"].tolist() for of in ties] == [[3, 3], [3, 3]]
+    assert ties[0].loc["tiny-base"].tolist() == [1, 1]
+    runs = read_runs([RESULTS / "tiny-protocol"])
+    noclip = methods(runs.configs) == "NoClip"
+    assert set(runs.metrics["run"].value_counts()[noclip.index[noclip]]) == {25}
+
+
 @functools.cache
 def reuse_tables() -> dict[str, pd.DataFrame]:
     """Tables of the runs from tiny-math, which take 16 steps on each rollout."""
@@ -312,6 +349,8 @@ def test_every_interval_of_a_page_is_of_its_runs(name):
                 known |= shown(table, sides)
     if name == "tiny-control":
         known |= shown(pd.concat(control_cells()), sides)
+    if name == "tiny-protocol":
+        known |= {INTERVAL.fullmatch(of).groups() for of in protocol_sampled_differences()}
     if name == "tiny-comparisons":  # also below the untrained model
         known |= shown(reuse_tables()["Accuracy"][[*sides]] - 0.81, sides)
     text = " ".join((RESULTS / name / "README.md").read_text(encoding="utf-8").replace("*", "").split())
