@@ -324,7 +324,7 @@ def test_the_curve_of_alpha():
     assert rows("tiny-control/README.md", "| advantages divided by |") == expected
 
 
-INTERVAL = re.compile(r"(-?\d+\.\d+)%? \[(-?\d+\.\d+), (-?\d+\.\d+)\]")
+INTERVAL = re.compile(r"(-?\d+\.\d+)%?(?: points)? \[(-?\d+\.\d+), (-?\d+\.\d+)\]")
 
 
 def shown(numbers: pd.DataFrame, names: tuple[str, str, str]) -> set[tuple[str, ...]]:
@@ -362,19 +362,35 @@ def test_every_interval_of_a_page_is_of_its_runs(name):
 def test_order():
     """The table of results/order: means over seeds and differences to plain order, paired by seed."""
     runs, values = (pd.read_parquet(RESULTS / "order" / f"{name}.parquet") for name in ("runs", "summaries"))
-    final = values[(values.measure == "accuracy") & (values.stage == "final")]
-    final = final.pivot_table(index="seed", columns="setting", values="value")
+    final, returned = (
+        values[(values.measure == "accuracy") & (values.stage == stage)].pivot(
+            index="seed", columns="setting", values="value"
+        )
+        for stage in ("final", "after")
+    )
     steps = values[values.measure == "optimizer_steps"].groupby("setting").value.mean()
     silent = runs[runs.step > 32].pivot_table(index="seed", columns="setting", values="zero_advantage_share")
+    last = runs[runs.step > 0.75 * runs.groupby(["setting", "seed"]).step.transform("max")]
+    rewards = last.pivot_table(index="seed", columns="setting", values="reward")
     shown = rows("order/README.md", "| order |")
     plain, *others = ("PSPO", "PSPO (order=signal)", "PSPO (resample=2)", "PSPO (order=signal, resample=2)")
-    for setting, (_, accuracy, against, taken, share, less, _) in zip((plain, *others), shown, strict=True):
+    for setting, (_, accuracy, against, taken, share, less, reward) in zip((plain, *others), shown, strict=True):
         assert accuracy == interval(100 * final[setting], 1)
         assert taken == f"{steps[setting]:.1f}"
         assert share == interval(silent[setting], 3)
+        assert reward == interval(rewards[setting], 3)
         if setting != plain:
             assert against == interval(100 * (final[setting] - final[plain]), 1)
             assert less == interval(silent[setting] - silent[plain], 3)
+    text = words("order/README.md")
+    below = (interval(100 * (final[plain] - final[setting]), 1) for setting in others)
+    signal, resample, both = (of.replace(" ", " points ", 1) for of in below)
+    assert (
+        f"`signal` ends {signal} below plain order, the only difference of accuracy whose interval excludes 0" in text
+    )
+    assert f"`resample 2` ends {resample.replace(' points', '')} below it" in text
+    assert (float(signal.split("[")[1].split(",")[0]) > 0, "[-" in resample, "[-" in both) == (True, True, True)
+    assert f"not so of the returned models, {interval(100 * (returned[others[0]] - returned[plain]), 1)}" in text
 
 
 def interval(values: pd.Series, digits: int) -> str:
