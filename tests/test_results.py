@@ -257,7 +257,7 @@ MEASURES = {
     "area under the curve": "area", "final validation reward": "validation",
     "arithmetic test, n = 500: final accuracy (%)": "accuracy",
 }  # fmt: skip
-NAMES = ["PSPO 0.1", "PSPO 0.4", "NoClip, 2 epochs", "Clip", "NoClip, 1 epoch"]
+NAMES = ["PSPO 0.1", "PSPO 0.4", "NoClip 2 epochs", "Clip", "NoClip 1 epoch"]
 
 
 @functools.cache
@@ -265,7 +265,7 @@ def control_runs() -> pd.DataFrame:
     """Of every run of the toy control and of each measure, the value, with what the setting is and the seed."""
     runs = read_runs([RESULTS / "tiny-control"])
     configs, method = runs.configs, methods(runs.configs)
-    epochs = configs["algorithm.epochs"].map({1: "NoClip, 1 epoch", 2: "NoClip, 2 epochs"})
+    epochs = configs["algorithm.epochs"].map({1: "NoClip 1 epoch", 2: "NoClip 2 epochs"})
     alpha = configs["algorithm.surrogate.init_args.alpha"]
     about = pd.DataFrame({
         "experiment": configs["experiment"].map(lambda path: Path(path).name), "seed": configs["run.seed"],
@@ -285,8 +285,8 @@ def control_cells() -> tuple[pd.DataFrame, pd.DataFrame]:
     where = ["experiment", "clip", "column"]
     keyed = values.assign(row=list(values[["name", *where]].itertuples(index=False, name=None)))
     means = over_seeds(keyed.assign(column="")).set_index("row")
-    pairs = values.merge(values[values["name"] == "NoClip, 2 epochs"], on=[*where, "seed"], suffixes=("", "_base"))
-    pairs = pairs[pairs["name"] != "NoClip, 2 epochs"]
+    pairs = values.merge(values[values["name"] == "NoClip 2 epochs"], on=[*where, "seed"], suffixes=("", "_base"))
+    pairs = pairs[pairs["name"] != "NoClip 2 epochs"]
     pairs["row"] = list(pairs[["name", *where]].itertuples(index=False, name=None))
     pairs["value"] -= pairs["value_base"]
     differences = add_holm(over_seeds(pairs[["row", "value"]].assign(column=""))).set_index("row")
@@ -296,18 +296,39 @@ def control_cells() -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def test_tiny_control():
     page = (RESULTS / "tiny-control/README.md").read_text(encoding="utf-8")
-    of_page = page.split("|  | norm clipped at | area |")[1:]
-    others = [name for name in NAMES if name != "NoClip, 2 epochs"]
+    of_page = page.split("|  | gradient norm clipped at | area |")[1:]
+    others = [name for name in NAMES if name != "NoClip 2 epochs"]
     for cells, names, text in zip(control_cells(), (NAMES, others), of_page, strict=True):
-        expected = []
+        numbers = []
         for clip, name in itertools.product((0.0, 0.1), names):
             texts = [
                 cell_text(cells.loc[[(name, run, clip, column)]].iloc[0], 1 if column == "accuracy" else 3)
                 for run, column in itertools.product(("tokens", "steps"), ("area", "validation", "accuracy"))
             ]
-            expected.append([name, "0.1" if clip else "none", *texts])
+            numbers.append([name, "0.1" if clip else "none", *texts])
+        alike = itertools.groupby(numbers, key=lambda row: row[1:])  # rows of the same numbers are one on the page
+        expected = [[", ".join(name for name, *_ in group), *texts] for texts, group in alike]
         lines = text.partition("\n\n")[0].splitlines()[2:]
         assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == expected
+
+
+def test_tiny_control_in_words():
+    """Equal numbers of the two methods, which accuracy is behind, and what is left after Holm's correction."""
+    means, differences = control_cells()
+    values = control_runs().query("experiment != 'alpha' and clip == 0")
+    values = values.set_index(["experiment", "column", "seed", "name"])["value"].unstack()
+    for name in ("PSPO 0.1", "PSPO 0.4"):
+        assert values[name].equals(values["NoClip 2 epochs"].rename(name))
+    one, two = (
+        100 * means.loc[[(f"NoClip {of}", "tokens", 0.0, "accuracy")]]["mean"].item() for of in ("1 epoch", "2 epochs")
+    )
+    text = words("tiny-control/README.md")
+    assert f"behind at equal tokens ({one:.1f} against {two:.1f}%; 32.6 untrained)" in text
+    tokens, steps = (differences.loc[[("NoClip 1 epoch", of, 0.0, "accuracy")]].iloc[0] for of in ("tokens", "steps"))
+    assert tokens["high"] < 0
+    assert steps["low"] < 0 < steps["high"]
+    assert {column for (*_, column), holm in differences["holm"].items() if holm < 0.05} == {"area", "validation"}
+    assert sum((differences["low"] > 0) | (differences["high"] < 0)) == 10
 
 
 def test_the_curve_of_alpha():
