@@ -154,10 +154,11 @@ def test_off_policy_in_words():
     for page, sentence in (
         (
             text,
-            f"cost {base[1]} of the {base[0]} that training gains on tiny-base, {math[1]} of {math[0]} on tiny-math",
+            f"costs {base[1]} of the {base[0]} that training gains on tiny-base, {math[1]} of {math[0]} on tiny-math",
         ),
         (text, f"at 4 epochs, 1e-4 for all, {base[2]} and {math[2]}"),
         (text, f"on tiny-math GSPO ends at {math[3]} and Clip at {math[4]}"),
+        (text, f"over the first three Clip has {math[4]} in place of {means['tiny-math', 8, 'Clip'].max():.3f}"),
         (
             plan,
             f"a lag of 8 costs {base[1]} of the {base[0]} of reward that training gains, and {math[1]} of {math[0]}",

@@ -319,11 +319,13 @@ def test_tiny_control_in_words():
     values = values.set_index(["experiment", "column", "seed", "name"])["value"].unstack()
     for name in ("PSPO 0.1", "PSPO 0.4"):
         assert values[name].equals(values["NoClip 2 epochs"].rename(name))
-    one, two = (
-        100 * means.loc[[(f"NoClip {of}", "tokens", 0.0, "accuracy")]]["mean"].item() for of in ("1 epoch", "2 epochs")
-    )
+    cells = [
+        [(f"NoClip {of}", "tokens", 0.0, name) for of in ("1 epoch", "2 epochs")] for name in ("validation", "accuracy")
+    ]
+    validation, accuracy = (means.loc[of]["mean"] for of in cells)
     text = words("tiny-control/README.md")
-    assert f"behind at equal tokens ({one:.1f} against {two:.1f}%; 32.6 untrained)" in text
+    assert "behind at equal tokens (validation {:.3f} against {:.3f},".format(*validation) in text
+    assert "accuracy {:.1f} against {:.1f}%; 32.6 untrained)".format(*(100 * accuracy)) in text
     tokens, steps = (differences.loc[[("NoClip 1 epoch", of, 0.0, "accuracy")]].iloc[0] for of in ("tokens", "steps"))
     assert tokens["high"] < 0
     assert steps["low"] < 0 < steps["high"]
@@ -406,12 +408,11 @@ def test_order():
     text = words("order/README.md")
     below = (interval(100 * (final[plain] - final[setting]), 1) for setting in others)
     signal, resample, both = (of.replace(" ", " points ", 1) for of in below)
-    assert (
-        f"`signal` ends {signal} below plain order, the only difference of accuracy whose interval excludes 0" in text
-    )
+    p = stats.ttest_rel(final[others[0]], final[plain]).pvalue
+    assert f"`signal` ends {signal} below plain order, p = {3 * p:.2f} by Holm's correction over three" in text
     assert f"`resample 2` ends {resample.replace(' points', '')} below it" in text
     assert (float(signal.split("[")[1].split(",")[0]) > 0, "[-" in resample, "[-" in both) == (True, True, True)
-    assert f"not so of the returned models, {interval(100 * (returned[others[0]] - returned[plain]), 1)}" in text
+    assert f"(the returned models {interval(100 * (returned[others[0]] - returned[plain]), 1)}" in text
 
 
 def interval(values: pd.Series, digits: int) -> str:
