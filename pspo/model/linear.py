@@ -19,9 +19,9 @@ def use_onednn(model: nn.Module) -> None:
     on_gpu = next(model.parameters()).device.type == "cuda"
     if not on_gpu and has_avx512():
         # oneDNN and PyTorch's layer above it cache primitives of 1,024 shapes each: hundreds of MB for rows of all
-        # lengths. Both read these variables once, at first use.
+        # lengths. A pass with LoRA has some 30. Both read these variables once, at first use.
         for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-            os.environ.setdefault(capacity, "16")
+            os.environ.setdefault(capacity, "48")
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = OneDNNLinear
