@@ -1,8 +1,8 @@
 """Tables and picture of the equal-movement study: python scripts/moves.py FOLDER [base.jsonl math.jsonl ...]
 
 Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv; base-controls.jsonl has
-tiny-base's second stage. From that it writes differences.csv, differences.svg, and in README.md what stands between
-<!-- BLOCK --> and <!-- end BLOCK -->.
+tiny-base's second and third stage. From that it writes differences.csv, differences.svg, and in README.md what stands
+between <!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -21,6 +21,7 @@ CONTROL = "NoClip::shuffled"
 CELL = ["model", "aim", "lag", "surrogate"]
 MARGIN, RUNS = 0.01, 10  # of the share of correct answers, and of each model: said before the runs
 FOUR = ["Clip", "DPPO", "GSPO:grpo", "GMPO:grpo"]  # of the second stage
+CUTS = ["cuts.Cut(keep='nothing')", "cuts.Cut(keep='outward')"]  # of the third
 
 
 def read_moves(files: list[Path]) -> pd.DataFrame:
@@ -134,31 +135,36 @@ def sign(cells: pd.DataFrame, below: bool = True) -> str:
     return f"{word}: of {len(cells)} intervals {right} {'below' if below else 'above'} 0, {wrong} on the other side"
 
 
-def second_stage(moves: pd.DataFrame) -> tuple[str, str]:
-    """The controls' table and the verdicts on predictions 6 to 9."""
-    shown = [*FOUR, "NoClip", "NoClip:grpo"]
+def controls(moves: pd.DataFrame) -> tuple[str, str]:
+    """The table of the second and third stage, and the verdicts on predictions 6 to 11."""
+    shown, others = [*FOUR, *CUTS, "NoClip", "NoClip:grpo"], ["Clip", "DPPO", "GMPO:grpo", "NoClip", "NoClip:grpo"]
     changes = over_runs(moves, "correct").set_index("surrogate")["mean"].map("{:+.3f}".format)
     learnt = differences(moves, {name: control(name) for name in shown}).set_index("surrogate")
-    lost = differences(moves, {control(name): control(noclip(name)) for name in FOUR}).set_index("surrogate")
-    nearer = differences(moves, {name: noclip(name) for name in FOUR}, "kl_drawer").set_index("surrogate")
+    lost = differences(moves, {control(name): control(noclip(name)) for name in [*FOUR, *CUTS]}).set_index("surrogate")
+    lost = lost.rename({control(name): name for name in shown})
+    nearer = differences(moves, {name: noclip(name) for name in [*FOUR, *CUTS]}, "kl_drawer").set_index("surrogate")
     back = over_runs(moves.assign(back=moves["kl_drawer"] - moves["kl_drawer_before"]), "back").set_index("surrogate")
+    uncut = differences(moves, {CUTS[0]: "Clip", CUTS[1]: CUTS[0]}).set_index("surrogate").loc[CUTS]
     columns = {
         "change": changes,
         "shuffled": {name: changes.get(control(name)) for name in shown},
         "change minus shuffled": learnt.apply(interval, axis=1),
-        "shuffled minus NoClip shuffled": lost.rename({control(name): name for name in FOUR}).apply(interval, axis=1),
+        "shuffled minus NoClip shuffled": lost.apply(interval, axis=1),
         "KL from the drawer minus NoClip's": nearer.apply(interval, axis=1, digits=4),
         "minus that before": back.apply(interval, axis=1, digits=4),
     }
     verdicts = {
         "6: the four gain more than with shuffled advantages": sign(learnt.loc[FOUR], below=False),
-        "7: shuffled, the four lose more than NoClip shuffled": sign(lost),
-        "8: the four end nearer to the drawer than NoClip": sign(nearer),
+        "7: shuffled, the four lose more than NoClip shuffled": sign(lost.loc[FOUR]),
+        "8: the four end nearer to the drawer than NoClip": sign(nearer.loc[FOUR]),
         "9: GSPO ends nearer to it than it began": sign(back.loc[["GSPO:grpo"]]),
-        "9: Clip, DPPO, GMPO and NoClip end further from it": sign(
-            back.loc[["Clip", "DPPO", "GMPO:grpo", "NoClip", "NoClip:grpo"]], below=False
+        "9: Clip, DPPO, GMPO and NoClip end further from it": sign(back.loc[others], below=False),
+        "10: the cut of all gains more than Clip, that of the inward more than that of all": sign(uncut, below=False)
+        + ": " + ", ".join(uncut.apply(interval, axis=1)),
+        "11: shuffled, neither cut loses more than NoClip shuffled": (
+            "failed" if (lost.loc[CUTS, "high"] < 0).any() else "held"
         ),
-    }
+    }  # fmt: skip
     return as_markdown(pd.DataFrame(columns, index=shown).fillna("")), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
 
@@ -196,7 +202,7 @@ def main() -> None:
     draw(first, args.folder / "differences.svg")
     blocks = {"differences": table(first, found), "predictions": predictions(first, found)}
     if not second.empty:
-        blocks["controls"], blocks["verdicts"] = second_stage(second)
+        blocks["controls"], blocks["verdicts"] = controls(second)
     fill(args.folder / "README.md", blocks)
 
 

@@ -57,7 +57,8 @@ def moves(reaches: dict[str, float]) -> list[dict]:
 
 def test_tables_of_moves(tmp_path, imported, call):
     reaches = {"NoClip": 0, "NoClip:grpo": 0.02, "PSPO": 0, "GSPO:grpo": 0, "NoClip::shuffled": -0.04}
-    controls = {"NoClip": 0, "NoClip:grpo": 0.02, "Clip": -0.02, "DPPO": 0, "GSPO:grpo": -0.03, "GMPO:grpo": 0.03}
+    controls = {"NoClip": 0, "NoClip:grpo": 0.02, "Clip": -0.02, "DPPO": 0, "GSPO:grpo": -0.03, "GMPO:grpo": 0.03,
+                "cuts.Cut(keep='nothing')": 0.01, "cuts.Cut(keep='outward')": 0}  # fmt: skip
     controls |= {name + ("::", ":")[":" in name] + "shuffled": reach - 0.04 for name, reach in controls.items()}
     lines, second = moves(reaches), [line for line in moves(controls) if line["lag"] == 8]
     files = [tmp_path / "base.jsonl", tmp_path / "base-controls.jsonl"]
@@ -97,6 +98,7 @@ def test_tables_of_moves(tmp_path, imported, call):
         "failed: of 4 intervals 2 below 0, 1 on the other side",
         "held: of 1 intervals 1 below 0, 0 on the other side",
         "failed: of 5 intervals 4 above 0, 1 on the other side",
+        "failed: of 2 intervals 1 above 0, 1 on the other side: +0.03",
     ):
         assert verdict in page
 
