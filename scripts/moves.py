@@ -136,7 +136,7 @@ def sign(cells: pd.DataFrame, below: bool = True) -> str:
 
 
 def controls(moves: pd.DataFrame) -> tuple[str, str]:
-    """The table of the second and third stage, and the verdicts on predictions 6 to 11."""
+    """The table of the second and third stage and the verdicts on predictions 6 to 11, of all forks, matched or not."""
     shown, others = [*FOUR, *CUTS, "NoClip", "NoClip:grpo"], ["Clip", "DPPO", "GMPO:grpo", "NoClip", "NoClip:grpo"]
     changes = over_runs(moves, "correct").set_index("surrogate")["mean"].map("{:+.3f}".format)
     learnt = differences(moves, {name: control(name) for name in shown}).set_index("surrogate")
@@ -195,8 +195,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.files:
         write_csv(read_moves(args.files), args.folder / "moves.csv")
-    moves = pd.read_csv(args.folder / "moves.csv").query("matched")
-    first, second = (moves[moves["stage"] == stage] for stage in ("first", "controls"))
+    moves = pd.read_csv(args.folder / "moves.csv")
+    first, second = moves.query("stage == 'first' and matched"), moves.query("stage == 'controls'")
     found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
     draw(first, args.folder / "differences.svg")

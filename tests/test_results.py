@@ -421,66 +421,127 @@ def interval(values: pd.Series, digits: int) -> str:
     return f"{values.mean():.{digits}f} [{values.mean() - half:.{digits}f}, {values.mean() + half:.{digits}f}]"
 
 
-def forks(model: str) -> pd.DataFrame:
-    """Forks of the equal-movement study's first stage at lag 8, and which is compared with which."""
-    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("model == @model and lag == 8 and stage == 'first'")
-    assert len(moves) == 10 * 2 * 14
-    assert moves.value_counts(["run", "rollouts"]).eq(14).all()
+def forks(model: str, lag: int = 8, stage: str = "first") -> pd.DataFrame:
+    """Forks of the equal-movement study: rows (surrogate, run, rollouts), the unmatched among them."""
+    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv")
+    moves = moves.query("model == @model and lag == @lag and stage == @stage")
+    assert moves.value_counts(["run", "rollouts"]).nunique() == 1
     assert ((abs(moves["kl"] / moves["aim"] - 1) <= 0.02) == moves["matched"]).all()
-    same = ["NoClip:grpo" if name.endswith(":grpo") else "NoClip" for name in moves["surrogate"]]
-    return moves.assign(reference=same)
+    return moves.set_index(["surrogate", "run", "rollouts"])
 
 
-@pytest.mark.parametrize(("model", "column"), [("tiny-base", 0), ("tiny-math", 1)])
-def test_equal_movement(model, column):
+def noclip(name: str) -> str:
+    return "NoClip:grpo" if ":grpo" in name else "NoClip"
+
+
+def shuffled(name: str) -> str:
+    return f"{name}:shuffled" if ":" in name else f"{name}::shuffled"
+
+
+def text_of(by_run: pd.Series, digits: int = 3) -> str:
+    assert len(by_run) == 10
+    low, high = stats.ttest_1samp(by_run, 0).confidence_interval(0.95)
+    return f"{by_run.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def same(one: str, other: str) -> bool:
+    """Two cells are the same but for the last digit, where means lie on the border of two."""
+    numbers = ([float(number) for number in re.findall(r"[+-]\d\.\d+", cell)] for cell in (one, other))
+    rest = (re.sub(r"\d", "", cell) for cell in (one, other))
+    return len(set(rest)) == 1 and next(numbers) == pytest.approx(next(numbers), rel=0, abs=0.0011)
+
+
+@pytest.mark.parametrize(("model", "lag", "column"), [("tiny-base", 8, 0), ("tiny-base", 0, 1), ("tiny-math", 8, 2)])
+def test_equal_movement(model, lag, column):
     """The page's table, from the forks: a run's two checkpoints are one value."""
-    moves, keys = forks(model).query("matched"), ["run", "rollouts"]
-    correct = moves.set_index(["surrogate", *keys])["correct"]
-    base = correct.reindex(pd.MultiIndex.from_frame(moves[["reference", *keys]])).to_numpy()
+    moves = forks(model, lag)
+    assert len(moves) == 10 * 2 * 14
+    correct = moves.loc[moves["matched"], "correct"]
     expected, pvalues = {}, {}
-    for name, values in (correct - base).groupby("surrogate"):
-        by_run = (
-            (correct[name] if name.startswith("NoClip") and "shuffled" not in name else values).groupby("run").mean()
-        )
+    for name in correct.index.unique("surrogate"):
+        itself = name in ("NoClip", "NoClip:grpo")
+        by_run = (correct[name] - (0 if itself else correct[noclip(name)])).groupby("run").mean().dropna()
         if len(by_run) == 10:
-            test = stats.ttest_1samp(by_run, 0)
-            low, high = test.confidence_interval(0.95)
-            expected[name] = f"{by_run.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
-            if name.startswith("NoClip"):
-                expected[name] += "" if "shuffled" in name else " itself"
-            else:
-                pvalues[name] = test.pvalue
+            expected[name] = text_of(by_run) + itself * " itself"
+            if not name.startswith("NoClip"):
+                pvalues[name] = stats.ttest_1samp(by_run, 0).pvalue
     largest = 0.0
     for left, name in zip(range(len(pvalues), 0, -1), sorted(pvalues, key=pvalues.get), strict=True):
         largest = max(largest, min(1, left * pvalues[name]))
         expected[name] += "*" if largest < 0.05 else ""
     table = rows("equal-movement/README.md", "|                  |               tiny-base, lag 8 |")
-    assert {name: cells[column] for name, *cells in table if cells[column]} == expected
+    shown = {name: cells[column] for name, *cells in table if cells[column]}
     assert len(table) == 14
+    assert shown.keys() == expected.keys()
+    assert [name for name in shown if not same(shown[name], expected[name])] == []
+
+
+def test_equal_movement_controls():
+    """The table of the second stage, from its forks."""
+    moves = forks("tiny-base", stage="controls")
+    correct, drawer = moves["correct"], moves["kl_drawer"]
+    table = rows("equal-movement/README.md", "|                          | change | shuffled |")
+    assert [name for name, *_ in table][-2:] == ["NoClip", "NoClip:grpo"]
+    assert len(table) == 8
+    for name, *cells in table:
+        control, of_noclip = correct[shuffled(name)], correct[shuffled(noclip(name))]
+        back = (drawer - moves["kl_drawer_before"])[name]
+        pairs = [correct[name] - control, control - of_noclip, drawer[name] - drawer[noclip(name)], back]
+        texts = [text_of(of.groupby("run").mean(), digits) for of, digits in zip(pairs, (3, 3, 4, 4), strict=True)]
+        if name == noclip(name):
+            texts[1:3] = ["", ""]
+        expected = [f"{correct[name].mean():+.3f}", f"{control.mean():+.3f}", *texts]
+        assert [pair for pair in zip(cells, expected, strict=True) if not same(*pair)] == []
 
 
 def test_equal_movement_in_words():
-    moves, math = forks("tiny-base"), forks("tiny-math")
-    means = moves.groupby("surrogate")["correct"].mean()
-    four = [means["NoClip:grpo" if name.endswith(":grpo") else "NoClip"] - means[name] for name in FOUR]
-    apart = moves.groupby(["surrogate", "rollouts"])["correct"].mean().unstack()
-    apart -= apart.loc["NoClip"]
-    rates = moves.set_index(["surrogate", "run", "rollouts"])["lr"]
-    ratio = stats.gmean(rates["GSPO:grpo"] / rates["NoClip:grpo"].reindex(rates["GSPO:grpo"].index))
-    unmatched, gain = math[~math["matched"]], math.query("surrogate == 'NoClip'")["correct"].mean()
-    unmoved = unmatched[(unmatched["surrogate"] == "GSPO:grpo") & (unmatched["kl"] == 0)]
-    text = " ".join((RESULTS / "equal-movement/README.md").read_text(encoding="utf-8").split())
+    moves, fresh, math = forks("tiny-base"), forks("tiny-base", 0), forks("tiny-math")
+    stale, on_time, of_math = (of.loc[of["matched"], "correct"] for of in (moves, fresh, math))
+    at, at_0, at_math = (of.groupby(["surrogate", "rollouts"]).mean().unstack() for of in (stale, on_time, of_math))
+    apart = at - at.loc["NoClip"]
+    gain, gain_0, gain_math = (of.groupby("surrogate").mean() for of in (stale, on_time, of_math))
+    below = [
+        (of_math[noclip(name)] - of_math[name]).groupby("run").mean().mean() for name in ("Clip", "DPPO", "GMPO:grpo")
+    ]
+    matched = pd.concat([of[of["matched"]] for of in (moves, fresh, math)])
+    slowest, fastest = (f"{rate:.0e}".replace("e-0", "e-") for rate in (matched["lr"].min(), matched["lr"].max()))
+    ratio = stats.gmean(moves["lr"]["GSPO:grpo"] / moves["lr"]["NoClip:grpo"])
+    controls = forks("tiny-base", stage="controls")
+    drawer, means = controls["kl_drawer_before"].mean(), controls["correct"].groupby("surrogate").mean()
+    learnt = [means[name] - means[shuffled(name)] for name in [*FOUR, "NoClip"]]
+    lost = [means[shuffled(noclip(name))] - means[shuffled(name)] for name in FOUR]
+    off = controls[~controls["matched"]]
+    assert (len(off), len(controls)) == (5, 160)
+    assert all("nothing" in name for name in off.index.unique("surrogate"))
+    assert abs(off["kl"] / off["aim"] - 1).between(0.03, 0.1).all()
+    cut, outward = "cuts.Cut(keep='nothing')", "cuts.Cut(keep='outward')"
+    text = words("equal-movement/README.md")
     for sentence in (
-        f"gain {min(four):.3f} to {max(four):.3f} less correct answers than NoClip",
-        f"which gains {means['NoClip']:+.3f}",
-        f"On tiny-base {moves['correct_before'].mean():.2f} of the answers are correct before",
-        f"where {math['correct_before'].mean():.2f} of the answers are correct before the step",
-        f"and NoClip gains {gain:+.3f}, Clip, DPPO and GMPO lie 0.009 to 0.013 below it",
-        f"{len(unmatched)} of {len(math)} forks are not matched",
-        *(f"{name} {apart.loc[name, 9]:.3f} and {apart.loc[name, 16]:.3f}" for name in ("Clip", "P3O")),
+        f"NoClip's step gains {gain['NoClip']:+.3f} of correct answers",
+        f"GMPO's changes them by {gain['GMPO:grpo']:+.3f}, DPPO's by {gain['DPPO']:+.3f}, "
+        f"Clip's by {gain['Clip']:+.3f}, GSPO's by {gain['GSPO:grpo']:+.3f}, "
+        f"NoClip's with shuffled advantages by {gain['NoClip::shuffled']:+.3f}",
+        f"NoClip gains {gain_0['NoClip']:+.3f}, these four {gain_0[FOUR].min():+.3f} to {gain_0[FOUR].max():+.3f}",
+        f"NoClip gains {gain_math['NoClip']:+.3f} at lag 8",
+        f"Clip, DPPO and GMPO lie {min(below):.3f} to {max(below):.3f} below it",
+        f"Before the step {moves['correct_before'].mean():.2f} of the answers are correct on tiny-base, "
+        f"{math['correct_before'].mean():.2f} on tiny-math",
+        f"Clip's change minus NoClip's is {apart.loc['Clip', 9]:+.3f} there and {apart.loc['Clip', 16]:+.3f} "
+        f"at the second (16 rollouts), P3O's {apart.loc['P3O', 9]:+.3f} and {apart.loc['P3O', 16]:+.3f}",
+        f"At lag 0 NoClip gains {at_0.loc['NoClip', 9]:+.3f} and {at_0.loc['NoClip', 16]:+.3f}",
+        f"On tiny-math NoClip gains {at_math.loc['NoClip', 9]:+.3f} and {at_math.loc['NoClip', 16]:+.3f}",
+        f"There {sum(~math['matched'])} of {len(math)} forks are not matched",
+        f"before the step {drawer:.4f}",
+        f"rates of {slowest} to {fastest} against 1e-5",
         f"GSPO needed {ratio:.1f} times",
+        f"{min(learnt[:4]):.3f} to {max(learnt[:4]):.3f} above its own control (NoClip {learnt[4]:.3f})",
+        f"they lose {min(lost):.3f} to {max(lost):.3f} more than NoClip does",
+        f"changes the answers by {means[cut]:+.3f}, {means['NoClip'] - means[cut]:.3f} below NoClip",
+        f"is another {means[cut] - means['Clip']:.3f} below that",
+        f"NoClip gains {means[outward]:+.3f}, and {means[shuffled(outward)]:+.3f} even with shuffled advantages",
     ):
         assert sentence in text, sentence
+    unmoved = math.loc["GSPO:grpo"].query("kl == 0")
     assert len(unmoved) == 6
     assert "in six of GSPO's no token has weight" in text
-    assert math[math["surrogate"] == "GSPO:grpo"].groupby("run")["matched"].any().sum() == 8
+    assert math.loc["GSPO:grpo"].groupby("run")["matched"].any().sum() == 8
