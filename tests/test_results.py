@@ -515,19 +515,24 @@ def test_equal_movement_in_words():
     assert all("nothing" in name for name in off.index.unique("surrogate"))
     assert abs(off["kl"] / off["aim"] - 1).between(0.03, 0.1).all()
     cut, outward = "cuts.Cut(keep='nothing')", "cuts.Cut(keep='outward')"
+    kept = (controls["correct"][outward] - controls["correct"]["NoClip"]).groupby("run").mean()
+    inward = text_of(kept).replace("+", "")
+    rate = {name: stats.gmean(controls["lr"][name] / controls["lr"]["NoClip"]) for name in ("Clip", cut)}
+    assert gain_0["Clip"] / gain_0["NoClip"] == pytest.approx(1.25, abs=0.02)
     text = words("equal-movement/README.md")
     for sentence in (
-        f"NoClip's step gains {gain['NoClip']:+.3f} of correct answers",
-        f"GMPO's changes them by {gain['GMPO:grpo']:+.3f}, DPPO's by {gain['DPPO']:+.3f}, "
-        f"Clip's by {gain['Clip']:+.3f}, GSPO's by {gain['GSPO:grpo']:+.3f}, "
-        f"NoClip's with shuffled advantages by {gain['NoClip::shuffled']:+.3f}",
-        f"NoClip gains {gain_0['NoClip']:+.3f}, these four {gain_0[FOUR].min():+.3f} to {gain_0[FOUR].max():+.3f}",
-        f"NoClip gains {gain_math['NoClip']:+.3f} at lag 8",
-        f"Clip, DPPO and GMPO lie {min(below):.3f} to {max(below):.3f} below it",
+        f"NoClip's step changes the correct answers by {gain['NoClip']:+.3f}, SAPO's and TOPR's as much, "
+        f"but GMPO's by {gain['GMPO:grpo']:+.3f}, DPPO's by {gain['DPPO']:+.3f}, Clip's by {gain['Clip']:+.3f} "
+        f"and GSPO's by {gain['GSPO:grpo']:+.3f}",
+        f"NoClip's gains {gain_0['NoClip']:+.3f}, Clip's a quarter more ({gain_0['Clip']:+.3f}), "
+        f"none less than {gain_0.drop('NoClip::shuffled').min():+.3f}",
+        f"Clip is {-apart.loc['Clip', 9]:.3f} below NoClip there, {-apart.loc['Clip', 16]:.3f} at the second",
+        f"Clip, DPPO and GMPO lie {min(below):.3f} to {max(below):.3f} below NoClip, "
+        f"which gains {gain_math['NoClip']:+.3f}",
         f"Before the step {moves['correct_before'].mean():.2f} of the answers are correct on tiny-base, "
         f"{math['correct_before'].mean():.2f} on tiny-math",
-        f"Clip's change minus NoClip's is {apart.loc['Clip', 9]:+.3f} there and {apart.loc['Clip', 16]:+.3f} "
-        f"at the second (16 rollouts), P3O's {apart.loc['P3O', 9]:+.3f} and {apart.loc['P3O', 16]:+.3f}",
+        f"Clip's change minus NoClip's is {apart.loc['Clip', 9]:+.3f} and {apart.loc['Clip', 16]:+.3f}, "
+        f"P3O's {apart.loc['P3O', 9]:+.3f} and {apart.loc['P3O', 16]:+.3f}",
         f"At lag 0 NoClip gains {at_0.loc['NoClip', 9]:+.3f} and {at_0.loc['NoClip', 16]:+.3f}",
         f"On tiny-math NoClip gains {at_math.loc['NoClip', 9]:+.3f} and {at_math.loc['NoClip', 16]:+.3f}",
         f"There {sum(~math['matched'])} of {len(math)} forks are not matched",
@@ -535,10 +540,13 @@ def test_equal_movement_in_words():
         f"rates of {slowest} to {fastest} against 1e-5",
         f"GSPO needed {ratio:.1f} times",
         f"{min(learnt[:4]):.3f} to {max(learnt[:4]):.3f} above its own control (NoClip {learnt[4]:.3f})",
-        f"they lose {min(lost):.3f} to {max(lost):.3f} more than NoClip does",
-        f"changes the answers by {means[cut]:+.3f}, {means['NoClip'] - means[cut]:.3f} below NoClip",
-        f"is another {means[cut] - means['Clip']:.3f} below that",
-        f"NoClip gains {means[outward]:+.3f}, and {means[shuffled(outward)]:+.3f} even with shuffled advantages",
+        f"Shuffled, they lose {min(lost):.3f} to {max(lost):.3f} more than NoClip",
+        f"cutting the outward costs {means['NoClip'] - means['Clip']:.3f} ({means[outward] - means[cut]:.3f} without "
+        f"inward ones), keeping the inward {means[cut] - means['Clip']:.3f} without outward ones "
+        f"and {inward} with them",
+        f"Rates are {rate['Clip']:.1f} (Clip) and {rate[cut]:.1f} (`keep='nothing'`) times NoClip's",
+        f"Without inward tokens NoClip gains {means[outward]:+.3f} (with them {means['NoClip']:+.3f}), "
+        f"shuffled {means[shuffled(outward)]:+.3f}",
     ):
         assert sentence in text, sentence
     unmoved = math.loc["GSPO:grpo"].query("kl == 0")
