@@ -20,6 +20,7 @@ AIMS = {"tiny-base": 0.004, "tiny-math": 0.001}  # the primary movement of each 
 CONTROL = "NoClip::shuffled"
 CELL = ["model", "aim", "lag", "surrogate"]
 MARGIN, RUNS = 0.01, 10  # of the share of correct answers, and of each model: said before the runs
+NOCLIPS = ["NoClip", "NoClip:grpo"]  # what surrogates are compared with
 FOUR = ["Clip", "DPPO", "GSPO:grpo", "GMPO:grpo"]  # of the second stage
 CUTS = ["cuts.Cut(keep='nothing')", "cuts.Cut(keep='outward')"]  # of the third
 
@@ -38,7 +39,7 @@ def control(surrogate: str) -> str:
 
 def noclip(surrogate: str) -> str:
     """NoClip with its aggregation, shuffled if it is: what a surrogate is compared with."""
-    return "NoClip" + surrogate[surrogate.find(":") :] if ":" in surrogate else "NoClip"
+    return "".join(["NoClip", *surrogate.partition(":")[1:]])
 
 
 def over_runs(values: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -60,7 +61,7 @@ def differences(moves: pd.DataFrame, references: dict[str, str], measure: str = 
 
 def from_noclip(moves: pd.DataFrame) -> pd.DataFrame:
     """The first stage's differences, with Holm's correction over the surrogates of a model, movement and lag."""
-    names = [name for name in moves["surrogate"].unique() if name not in ("NoClip", "NoClip:grpo")]
+    names = [name for name in moves["surrogate"].unique() if name not in NOCLIPS]
     found = differences(moves, {name: "NoClip" if name == CONTROL else noclip(name) for name in names})
     families = found[found["surrogate"] != CONTROL].groupby(["model", "aim", "lag"], group_keys=False)
     return found.join(pd.concat([add_holm(family)[["p", "holm"]] for _, family in families]))
@@ -92,16 +93,16 @@ def interval(cell: pd.Series, digits: int = 3) -> str:
 
 def table(moves: pd.DataFrame, found: pd.DataFrame) -> str:
     """A row per surrogate, by model and lag: NoClip's change, and the others' minus it, * where Holm's p < 0.05."""
-    columns, changes, noclips = {}, over_runs(moves, "correct"), ["NoClip", "NoClip:grpo"]
+    columns, changes = {}, over_runs(moves, "correct")
     for model, aim in AIMS.items():
         for lag in (8, 0):
             cells, own = (at(of, model, aim).query(f"lag == {lag}").set_index("surrogate") for of in (found, changes))
             if not cells.empty:
                 texts = cells.apply(interval, axis=1) + (cells["holm"] < 0.05).map({True: "*", False: ""})
-                itself = own.loc[noclips].apply(interval, axis=1) + " itself"
+                itself = own.loc[NOCLIPS].apply(interval, axis=1) + " itself"
                 columns[f"{model}, lag {lag}"] = pd.concat([itself, texts])
     primary = at(found, *next(iter(AIMS.items()))).query("lag == 8").sort_values("mean", ascending=False)
-    return as_markdown(pd.DataFrame(columns).reindex([*noclips, *primary["surrogate"]]).fillna(""))
+    return as_markdown(pd.DataFrame(columns).reindex([*NOCLIPS, *primary["surrogate"]]).fillna(""))
 
 
 def predictions(moves: pd.DataFrame, found: pd.DataFrame) -> str:
@@ -137,12 +138,13 @@ def sign(cells: pd.DataFrame, below: bool = True) -> str:
 
 def controls(moves: pd.DataFrame) -> tuple[str, str]:
     """The table of the second and third stage and the verdicts on predictions 6 to 11, of all forks, matched or not."""
-    shown, others = [*FOUR, *CUTS, "NoClip", "NoClip:grpo"], ["Clip", "DPPO", "GMPO:grpo", "NoClip", "NoClip:grpo"]
+    compared = [*FOUR, *CUTS]
+    shown = [*compared, *NOCLIPS]
     changes = over_runs(moves, "correct").set_index("surrogate")["mean"].map("{:+.3f}".format)
     learnt = differences(moves, {name: control(name) for name in shown}).set_index("surrogate")
-    lost = differences(moves, {control(name): control(noclip(name)) for name in [*FOUR, *CUTS]}).set_index("surrogate")
+    lost = differences(moves, {control(name): control(noclip(name)) for name in compared}).set_index("surrogate")
     lost = lost.rename({control(name): name for name in shown})
-    nearer = differences(moves, {name: noclip(name) for name in [*FOUR, *CUTS]}, "kl_drawer").set_index("surrogate")
+    nearer = differences(moves, {name: noclip(name) for name in compared}, "kl_drawer").set_index("surrogate")
     back = over_runs(moves.assign(back=moves["kl_drawer"] - moves["kl_drawer_before"]), "back").set_index("surrogate")
     uncut = differences(moves, {CUTS[0]: "Clip", CUTS[1]: CUTS[0]}).set_index("surrogate").loc[CUTS]
     columns = {
@@ -158,7 +160,8 @@ def controls(moves: pd.DataFrame) -> tuple[str, str]:
         "7: shuffled, the four lose more than NoClip shuffled": sign(lost.loc[FOUR]),
         "8: the four end nearer to the drawer than NoClip": sign(nearer.loc[FOUR]),
         "9: GSPO ends nearer to it than it began": sign(back.loc[["GSPO:grpo"]]),
-        "9: Clip, DPPO, GMPO and NoClip end further from it": sign(back.loc[others], below=False),
+        "9: Clip, DPPO, GMPO and NoClip end further from it": sign(
+            back.loc[["Clip", "DPPO", "GMPO:grpo", *NOCLIPS]], below=False),
         "10: the cut of all gains more than Clip, that of the inward more than that of all": sign(uncut, below=False)
         + ": " + ", ".join(uncut.apply(interval, axis=1)),
         "11: shuffled, neither cut loses more than NoClip shuffled": (
