@@ -2,20 +2,13 @@
 
     python scripts/alarms.py watch runs/a runs/b --output watch.jsonl
     python scripts/alarms.py fork runs/a runs/b --watch watch.jsonl --output forks.jsonl
-    python scripts/alarms.py table watch.jsonl --forks forks.jsonl
 
 ``watch`` makes each run again from its config.yaml. After each of its updates (all steps on one rollout) it writes the
 policy's ``reward`` on problems that the run does not draw, sampled as in training, always with the same random numbers;
 and the alarms, which are known before the next update. On the stale rollout that is next: the effective sample sizes
 (sum w)^2 / (n sum w^2) of whole completions' ratios to the policy that drew them (``ess_sequence``) and of tokens'
 (``ess_token``); ``kl`` in nats per token and ``entropy`` of the policy at its tokens; ``cosine`` of its gradient and of
-that of FRESH on-policy rollouts of its prompts. ``drop`` is how far the reward is below its best: an alarm that whoever
-evaluates has anyway.
-
-A run collapses at the first update after which the reward is at least DROP below its best before, and still is an
-update later. Alarms are judged before that. An alarm's AUC, within one method: of two runs at the same update, one that
-collapses within AHEAD updates and one that does not, the chance that the first has more of the alarm. At any two
-updates, for comparison, the clock helps.
+that of FRESH on-policy rollouts of its prompts. scripts/alarm_tables.py judges them.
 
 ``fork`` makes each run again and treats it at its alarm: the first update from FROM on at which its ess_sequence is in
 the lowest quarter of the method's runs at that update. For comparison it treats it at the alarm of the next run of the
@@ -34,16 +27,14 @@ import numpy as np
 import pandas as pd
 import torch
 from equal_movement import Fork, replay
-from gradient_bias import gradient, interval
+from gradient_bias import gradient
 from torch import Tensor
 
 from pspo.model import token_logprobs
 from pspo.records.files import append_jsonl, read_config, read_jsonl
-from pspo.report.tables import as_markdown
 from pspo.run.run import Run
 
-DROP, AHEAD, FRESH, FROM = 0.15, 5, 4, 3
-ALARMS = {"ess_sequence": -1, "ess_token": -1, "kl": 1, "cosine": -1, "entropy": 1, "drop": 1}  # which way it warns
+AHEAD, FRESH, FROM = 5, 4, 3
 TREATMENTS = ["on time", "lr / 3", "new moments"]
 
 
@@ -112,38 +103,6 @@ def describe(folder: Path) -> tuple[dict[str, str], int, int]:
     return {"run": f"{name} {config['run']['seed']}", "method": name}, updates, rollout["lag"]
 
 
-def collapse(rewards: pd.Series) -> float:
-    """The update at which a run collapses, of its rewards after 1, 2, ... updates; infinite if it does not."""
-    low = rewards <= rewards.cummax().shift() - DROP
-    both = low & low.shift(-1, fill_value=False)
-    return float(both.idxmax()) if both.any() else np.inf
-
-
-def auc(lines: pd.DataFrame, name: str, same_update: bool, draws: int = 2000) -> tuple[int, float, float, float]:
-    """Pairs within methods, an alarm's AUC, and its 95% interval by drawing seeds, with all their runs, again."""
-    table = lines.pivot(index="run", columns="update")
-    rewards = table["reward"]
-    warns = rewards.cummax(axis=1).sub(rewards) if name == "drop" else table[name] * ALARMS[name]
-    updates = np.arange(rewards.columns.min(), rewards.columns.max() - AHEAD)  # a collapse is known an update later
-    at, values = rewards.apply(collapse, axis=1).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
-    methods = lines.groupby("run")["method"].first().reindex(rewards.index).to_numpy()
-    soon, later = (updates < at) & (at <= updates + AHEAD), at > updates + AHEAD
-    pairs = soon[:, None, :, None] & later[None, :, None, :]  # (n, n, U, U)
-    pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None, None]
-    if same_update:
-        pairs &= np.eye(len(updates), dtype=bool)
-    right = pairs * (np.sign(values[:, None, :, None] - values[None, :, None, :]) + 1) / 2
-    right, total = right.sum(axis=(2, 3)), pairs.sum(axis=(2, 3))  # (n, n)
-    if not total.any():
-        return 0, np.nan, np.nan, np.nan
-    seeds, all_seeds = pd.factorize(rewards.index.str.rpartition(" ").get_level_values(2))
-    n = len(all_seeds)
-    times = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), draws)[:, seeds]  # (draws, runs)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        drawn = ((times @ right) * times).sum(axis=1) / ((times @ total) * times).sum(axis=1)
-        return int(total.sum()), right.sum() / total.sum(), *np.nanquantile(drawn, [0.025, 0.975])
-
-
 def fork_times(lines: pd.DataFrame) -> pd.DataFrame:
     """By run with an alarm, the updates of its forks: alarm, exchanged and random."""
     quarter = lines.groupby(["method", "update"])["ess_sequence"].transform("quantile", 0.25)
@@ -167,32 +126,6 @@ def forks(folder: Path, run_lines: dict, times: pd.Series, problems: int, done: 
                 yield line | {"reward": float(Fork(run, problems, 1, run.config.run.seed).before[0].mean())}
 
 
-def tell(lines: pd.DataFrame, forked: pd.DataFrame) -> None:
-    """Print how well alarms warn, method by method, and what acting on one saves."""
-    rewards = lines.pivot(index="run", columns="update", values="reward")
-    at, times = rewards.apply(collapse, axis=1), fork_times(lines)
-    table = {}
-    for method, of in [*lines.groupby("method"), ("all methods", lines)]:
-        print(f"{method}: {np.isfinite(at[of['run'].unique()]).sum()} of {of['run'].nunique()} runs collapse")
-        for name in ALARMS:
-            found = [auc(of, name, same_update) for same_update in (True, False)]
-            texts = [f"{area:.3f} [{low:.3f}, {high:.3f}], {n} pairs" for n, area, low, high in found]
-            table[f"{method}: {name}"] = dict(zip(("same update", "any updates"), texts, strict=True))
-    print("\n" + as_markdown(pd.DataFrame(table).T))
-    if forked.empty:
-        return
-    final, reached = rewards[rewards.columns.max()], forked.set_index(["run", "update", "treatment"])["reward"]
-    for method, of in times.groupby("method"):
-        print(f"\n{method}: {len(of)} runs have an alarm, {(of['alarm'] < at[of.index]).sum()} before a collapse")
-        for treatment in TREATMENTS:
-            saved = {when: pd.Series({run: reached.get((run, update, treatment), np.nan) - final[run]
-                                      for run, update in of[when].items()}) for when in ("alarm", "exchanged", "random")
-                    }  # fmt: skip
-            print(f"{treatment}: saves {interval(saved['alarm'])}")
-            for when in ("exchanged", "random"):
-                print(f"  more than at {when} times: {interval(saved['alarm'] - saved[when])}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -202,13 +135,7 @@ def main() -> None:
         command.add_argument("--problems", type=int, default=256, help="that rewards are measured on")
         command.add_argument("--output", type=Path, required=True)
     command.add_argument("--watch", type=Path, required=True, dest="lines", help="of all runs")
-    command = commands.add_parser("table")
-    command.add_argument("lines", type=Path)
-    command.add_argument("--forks", type=Path)
     args = parser.parse_args()
-    if args.command == "table":
-        forked = read_jsonl(args.forks) if args.forks else []
-        return tell(pd.DataFrame(read_jsonl(args.lines)), pd.DataFrame(forked))
     written = read_jsonl(args.output)
     for folder in args.runs:
         names, updates, lag = describe(folder)

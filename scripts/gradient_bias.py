@@ -1,8 +1,7 @@
 """Bias or variance: what is wrong with each surrogate's gradient on a stale rollout?
 
-    python scripts/gradient_bias.py measure runs/a runs/b --rollouts 9 16 --lags 8 \
+    python scripts/gradient_bias.py runs/a runs/b --rollouts 9 16 --lags 8 \
         --surrogates NoClip Clip 'PSPO(alpha=0.3)' GSPO:grpo NoClip::replay my_losses.Mine --output bias.jsonl
-    python scripts/gradient_bias.py table bias.jsonl --moves moves.jsonl
 
 Each run is made again from its config.yaml, up to the checkpoint after N of its rollouts. A replicate is a rollout of
 prompts of its own, drawn by the policy of ``lag`` rollouts before; g is the gradient there of the loss of
@@ -37,20 +36,17 @@ import numpy as np
 import pandas as pd
 import torch
 from equal_movement import Fork, replay
-from scipy.stats import t as student
 from torch import Tensor
 
 from pspo.config import TrainConfig
 from pspo.optimizers.learner import Learner
 from pspo.records.files import append_jsonl, read_jsonl
-from pspo.report.tables import as_markdown
 from pspo.rollout import Rollout
 from pspo.run.run import Run
 from pspo.update import update
 from pspo.view.data import make_surrogate
 
 PARTS = 16  # of the truth
-LEFT_OUT = "PSPO"  # NoClip counted again
 
 
 def with_loss(config: TrainConfig, name: str, **more: str) -> TrainConfig:
@@ -193,87 +189,16 @@ def line(
     return of | {"realised": float(derived(of["target2"], dot, size2, size2)["cosine"])}
 
 
-def by_run(found: pd.DataFrame) -> pd.DataFrame:
-    """By run and surrogate, its checkpoints together, each in units of its |t|^2."""
-    parts = found[["dot", "norm2", "second"]].div(found["target2"], axis=0).join(found[["realised", "back"]])
-    means = parts.astype(float).groupby([found["run"], found["surrogate"]]).mean()
-    table = pd.DataFrame(derived(1.0, means["dot"], means["norm2"], means["second"]))
-    return table.join(means[["realised", "back"]]).assign(root_signal=table["rho"] / table["cosine"])
-
-
-def beside_noclip(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows (run, surrogate), and beside each NoClip's with the run's nucleus, of its run and aggregation.
-
-    Without NoClip itself and LEFT_OUT.
-    """
-    base = [(run, ":".join(["NoClip", *name.split(":")[1:2]]).removesuffix(":")) for run, name in table.index]
-    shown = [pair != of and pair[1] != LEFT_OUT for pair, of in zip(table.index, base, strict=True)]
-    return table[shown], table.reindex(base).set_axis(table.index)[shown]
-
-
-def share_of_bias(rows: pd.DataFrame, base: pd.DataFrame) -> pd.Series:
-    """By run, the part of the squared differences of rho = cosine sqrt(signal) that the cosine makes.
-
-    A difference of products is the sum of each factor's difference times the mean of the other one.
-    """
-    whole, difference = rows["cosine"].notna() & base["cosine"].notna(), rows["rho"] - base["rho"]
-    by_cosine = (rows["cosine"] - base["cosine"]) * (rows["root_signal"] + base["root_signal"]) / 2
-    return (by_cosine * difference)[whole].groupby("run").sum() / (difference**2)[whole].groupby("run").sum()
-
-
-def interval(values: pd.Series) -> str:
-    """Mean over runs with its 95% t-interval."""
-    n, mean, half = values.count(), values.mean(), values.sem() * student.ppf(0.975, max(values.count() - 1, 1))
-    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}], n = {n}"
-
-
-def rank_correlation(one: pd.DataFrame, other: pd.DataFrame) -> pd.Series:
-    """Spearman's over the surrogates that both have, run by run, of two tables of runs x surrogates."""
-    one, other = one.align(other, join="inner")
-    return one.rank(axis=1).corrwith(other.rank(axis=1), axis=1)
-
-
-def tell(found: pd.DataFrame, moves: pd.DataFrame) -> None:
-    """Print what the lines of one metric and lag say."""
-    rows, base = beside_noclip(table := by_run(found))
-    means = table[["cosine", "signal", "rho", "back", "bias2", "mse"]].groupby("surrogate").mean().round(3).astype(str)
-    differences = (rows - base)[["rho", "cosine", "root_signal"]].groupby("surrogate").agg(interval)
-    print(as_markdown(means.join(differences.add_suffix(" - NoClip's")).fillna("").rename_axis(None)))
-    print(f"\nbias's share: {interval(share_of_bias(rows, base))}")
-    for aim, of in moves[moves["lag"] == found["lag"].iloc[0]].groupby("aim"):
-        gained, usual = beside_noclip(of.groupby(["run", "surrogate"])[["reward"]].mean())
-        gains = (gained - usual)["reward"].unstack()
-        gains = gains[gains.columns.intersection(rows.index.unique("surrogate"))]  # without the control
-        others = pd.DataFrame({run: gains.drop(run).mean() for run in gains.index}).T
-        print(f"rank correlation over surrogates with the gain in reward at a KL of {aim:g}:")
-        for name in ("rho", "cosine", "root_signal", "realised", "back"):
-            print(f"  {name}: {interval(rank_correlation(gains, (rows - base)[name].unstack()))}")
-        print(f"  the other runs' gains, what there is to predict: {interval(rank_correlation(gains, others))}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("measure")
-    command.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    command.add_argument("--rollouts", nargs="+", type=int, required=True, help="checkpoints: after so many rollouts")
-    command.add_argument("--lags", nargs="+", type=int, default=[8])
-    command.add_argument("--surrogates", nargs="+", required=True, metavar="SURROGATE")
-    command.add_argument("--truth", type=int, default=8, help=f"on-policy rollouts in each of {PARTS} parts")
-    command.add_argument("--replicates", type=int, default=32, help="stale rollouts")
-    command.add_argument("--output", type=Path, required=True)
-    command = commands.add_parser("table")
-    command.add_argument("lines", type=Path)
-    command.add_argument("--moves", type=Path, help="lines of scripts/equal_movement.py of the same runs")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--rollouts", nargs="+", type=int, required=True, help="checkpoints: after so many rollouts")
+    parser.add_argument("--lags", nargs="+", type=int, default=[8])
+    parser.add_argument("--surrogates", nargs="+", required=True, metavar="SURROGATE")
+    parser.add_argument("--truth", type=int, default=8, help=f"on-policy rollouts in each of {PARTS} parts")
+    parser.add_argument("--replicates", type=int, default=32, help="stale rollouts")
+    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    if args.command == "table":
-        columns = ["run", "surrogate", "lag", "aim", "matched", "reward"]
-        moves = pd.DataFrame(read_jsonl(args.moves) if args.moves else [], columns=columns)
-        moves = moves[moves["matched"].astype(bool)]
-        for (metric, lag), found in pd.DataFrame(read_jsonl(args.lines)).groupby(["metric", "lag"]):
-            print(f"\n## {metric}, lag {lag}\n")
-            tell(found, moves)
-        return
     done = {tuple(of[key] for key in ("run", "rollouts", "lag", "surrogate")) for of in read_jsonl(args.output)}
     for folder in args.runs:
         for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from scipy import stats
 
 import pspo.train
-from pspo.records.files import append_jsonl, read_jsonl
+from pspo.records.files import read_jsonl
 from pspo.tasks import Reward
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -226,7 +227,7 @@ def completion_logprobs(model, rollout, row, kept=None):
 
 
 @pytest.mark.nightly
-def test_gradient_bias(tmp_path, imported, call, monkeypatch, capsys):
+def test_gradient_bias(tmp_path, imported, call, monkeypatch):
     """Gradients by autograd, completion by completion in float64; what is known at lag 0; lines go on."""
     script = imported("gradient_bias")
     monkeypatch.setattr(script, "PARTS", 4)
@@ -298,7 +299,7 @@ def test_gradient_bias(tmp_path, imported, call, monkeypatch, capsys):
     assert np.linalg.norm(truth - expected) < 1e-3 * np.linalg.norm(expected)
 
     monkeypatch.setattr(script, "PARTS", 3)
-    command = ["measure", folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--truth", 2,
+    command = [folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--truth", 2,
                "--replicates", 3, "--output", output]  # fmt: skip
     call(script, *command)
     written = output.read_text()
@@ -306,16 +307,11 @@ def test_gradient_bias(tmp_path, imported, call, monkeypatch, capsys):
     output.write_text("".join(written.splitlines(keepends=True)[:-2]))
     call(script, *command)
     assert output.read_text() == written  # goes on where it stopped, with the same numbers
-    moves = [{"run": "run", "rollouts": 1, "lag": 1, "surrogate": name, "aim": 0.1, "matched": True, "reward": 0.5}
-             for name in ("NoClip", "Clip", "shuffled advantages")]  # fmt: skip
-    append_jsonl(tmp_path / "moves.jsonl", *moves)
-    call(script, "table", output, "--moves", tmp_path / "moves.jsonl")
-    assert capsys.readouterr().out.count("gain in reward at a KL of 0.1") == 2  # plain and adam
 
 
 def test_gradient_bias_estimates(imported):
     """Unbiased, and their errors right, on normal vectors; bias's share and ranks of made-up lines."""
-    script = imported("gradient_bias")
+    script, tables = imported("gradient_bias"), imported("bias_tables")
     generator, found = np.random.default_rng(0), []
     m, t, weights = np.array([1.0, 2.0, 0.0]), np.array([2.0, 1.0, 1.0]), np.array([1.0, 0.5, 2.0])
     for _ in range(1000):
@@ -334,20 +330,20 @@ def test_gradient_bias_estimates(imported):
     lines = [{"run": run, "surrogate": name, "target2": 4, "dot": 4 * dot, "norm2": 4 * norm2, "second": 4 * second,
               "realised": dot, "back": dot}
              for run in ("a", "b") for name, (dot, norm2, second) in values.items()]  # fmt: skip
-    rows, base = script.beside_noclip(script.by_run(pd.DataFrame(lines)))
+    rows, base = tables.beside_noclip(tables.by_run(pd.DataFrame(lines)))
     assert rows.loc["a"].index.tolist() == ["Back", "Biased", "C:grpo", "NoClip::replay", "Noisy"]
     root, differences = math.sqrt(0.5), (rows - base).loc["a"]
     assert differences["rho"].tolist() == pytest.approx([-2 * root, -root / 2, -root / 2, 0, 0.5 - root])
     assert differences["cosine"].tolist() == pytest.approx([-2, -0.5, -0.5, 0, 0])
     by_cosine = 4 * 0.5 + 2 * 0.25 * 0.5
-    assert script.share_of_bias(rows, base).tolist() == pytest.approx([by_cosine / (by_cosine + (0.5 - root) ** 2)] * 2)
+    assert tables.share_of_bias(rows, base).tolist() == pytest.approx([by_cosine / (by_cosine + (0.5 - root) ** 2)] * 2)
     one = pd.DataFrame({"x": [1, 1], "y": [2, 2], "z": [3, 9]}, index=["a", "b"])
     other = pd.DataFrame({"z": [3, 1], "y": [1, 2], "x": [2, 3], "w": [0, 0]}, index=["a", "b"])
-    assert script.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
+    assert tables.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
 
 
 @pytest.mark.nightly
-def test_alarms(tmp_path, imported, call, monkeypatch, capsys):
+def test_alarms(tmp_path, imported, call, monkeypatch):
     """The effective sample size row by row in float64; runs go on as they were, and treated ones differently."""
     script = imported("alarms")
     monkeypatch.setattr(script, "AHEAD", 1)
@@ -394,17 +390,15 @@ def test_alarms(tmp_path, imported, call, monkeypatch, capsys):
         path.write_text("".join(written.splitlines(keepends=True)[:-1]))
         call(script, *command, folder, "--problems", 5, "--output", path)
         assert path.read_text() == written  # goes on where it stopped, with the same numbers
-    call(script, "table", watched, "--forks", forked)
-    assert "0 of 1 runs collapse" in capsys.readouterr().out
 
 
 def test_alarm_rules(imported):
     """Collapses by hand, and the AUC by counting pairs one by one."""
-    script = imported("alarms")
+    script, tables = imported("alarms"), imported("alarm_tables")
     assert script.effective_sample_size(torch.tensor([0.0, 0.0, math.log(2)])) == pytest.approx(16 / 18)
     for rewards, at in (([0.5, 0.7, 0.6, 0.54, 0.5, 0.9], 4), ([0.7, 0.5, 0.7, 0.5, 0.7], math.inf),
                         ([0.7, 0.8, 0.6], math.inf)):  # fmt: skip
-        assert script.collapse(pd.Series(rewards, range(1, len(rewards) + 1))) == at
+        assert tables.collapse(pd.Series(rewards, range(1, len(rewards) + 1))) == at
 
     generator, n, updates = np.random.default_rng(1), 8, 16
     rewards = np.clip(0.6 + generator.normal(size=(n, updates)).cumsum(axis=1) / 10, 0, 1)
@@ -412,7 +406,7 @@ def test_alarm_rules(imported):
     lines = [{"run": f"r{i}", "method": "m", "update": u + 1, "reward": rewards[i, u], "kl": kl[i, u],
               "ess_sequence": -kl[i, u]} for i in range(n) for u in range(updates)]  # fmt: skip
     lines, right, total, any_total = pd.DataFrame(lines), 0, 0, 0
-    at = [script.collapse(pd.Series(row, range(1, updates + 1))) for row in rewards]
+    at = [tables.collapse(pd.Series(row, range(1, updates + 1))) for row in rewards]
     assert 2 < sum(np.isfinite(at)) < n
     for i, u, j, v in np.ndindex(n, updates, n, updates):
         known = max(u, v) + 1 < updates - script.AHEAD and i != j
@@ -421,10 +415,10 @@ def test_alarm_rules(imported):
             total += u == v
             right += (u == v) * ((kl[i, u] > kl[j, v]) + (kl[i, u] == kl[j, v]) / 2)
     for name in ("kl", "ess_sequence"):
-        pairs, area, low, high = script.auc(lines, name, same_update=True)
+        pairs, area, low, high = tables.auc(lines, name, same_update=True)
         assert (pairs, area) == (total, pytest.approx(right / total))
         assert low <= area <= high
-    assert script.auc(lines, "kl", same_update=False)[0] == any_total
+    assert tables.auc(lines, "kl", same_update=False)[0] == any_total
 
     ess = {"a": [0, 5, 1, 9], "b": [9, 9, 3, 2], "c": [5, 6, 7, 8], "d": [6, 7, 8, 9]}  # of 4 runs the lowest has one
     lines = [{"run": run, "method": "m", "update": u, "ess_sequence": x} for run, of in ess.items()
@@ -433,3 +427,25 @@ def test_alarm_rules(imported):
     assert times[["alarm", "exchanged"]].to_dict("index") == {
         "a": {"alarm": 3, "exchanged": 6}, "b": {"alarm": 6, "exchanged": 3}}  # fmt: skip
     assert times["random"].between(3, 24).all()
+
+
+def test_off_policy_controls(imported):
+    """Slopes by numpy's fit, rates chosen by the other seeds in plain loops."""
+    script, generator = imported("off_policy_controls"), np.random.default_rng(0)
+    cells = itertools.product(["NoClip", "Clip", "P3O", "TOPR"], [0, 8], [1, 2, 4, 8], range(4))
+    runs = pd.DataFrame(cells, columns=["method", "lag", "epochs", "seed"]).assign(final=generator.random(128))
+    values = runs.set_index(["lag", "method", "seed", "epochs"])["final"]
+    slopes = script.slopes(runs)
+    for lag, seed in slopes.index:
+        for method in slopes:
+            slope, _ = np.polyfit([0, 1, 2, 3], values[lag, method, seed].loc[[1, 2, 4, 8]], 1)
+            assert slopes.loc[(lag, seed), method] == pytest.approx(slope)
+    expected = [values[8, "Clip", 3, 2] + values[8, "TOPR", 3, 2], values[8, "NoClip", 3, 2] + values[8, "P3O", 3, 2]]
+    assert script.lead(runs).loc[3, 2] == pytest.approx((expected[0] - expected[1]) / 2)
+
+    chosen = script.chosen(runs.rename(columns={"epochs": "lr"}))
+    for method, lag in chosen:
+        for seed in range(4):
+            others = {lr: sum(values[lag, method, other, lr] for other in range(4) if other != seed)
+                      for lr in (1, 2, 4, 8)}  # fmt: skip
+            assert chosen.loc[seed, (method, lag)] == values[lag, method, seed, max(others, key=others.get)]

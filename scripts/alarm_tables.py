@@ -1,0 +1,163 @@
+"""Tables and picture of the alarms study: python scripts/alarm_tables.py FOLDER
+
+FOLDER has lines of scripts/alarms.py: MODEL.jsonl of ``watch`` and MODEL-forks.jsonl of ``fork``. Writes MODEL.svg, and
+in FOLDER's README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+
+A run collapses at the first update after which the reward is at least DROP below its best before, and still is an
+update later. Alarms are judged before that. An alarm's AUC, within one method: of two runs at the same update, one that
+collapses within AHEAD updates and one that does not, the chance that the first has more of the alarm. At any two
+updates, for comparison, the clock helps. ``drop`` is how far the reward is below its best: an alarm that whoever
+evaluates has anyway.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from alarms import AHEAD, fork_times
+from bias_tables import intervals
+from moves import interval as as_text
+from off_policy import fill
+
+from pspo.records.files import read_jsonl
+from pspo.report.figures import GREY, picture
+from pspo.report.runs import COLOURS
+from pspo.report.tables import as_markdown
+
+DROP, FEW = 0.15, 50  # pairs, below which no AUC is shown
+ALL, COMPARED = "all methods", ["ess_sequence", "kl", "entropy", "cosine"]  # in prediction 3
+ALARMS = {"ess_sequence": -1, "ess_token": -1, "kl": 1, "cosine": -1, "entropy": 1, "drop": 1}  # which way it warns
+
+
+def collapse(rewards: pd.Series) -> float:
+    """The update at which a run collapses, of its rewards after 1, 2, ... updates; infinite if it does not."""
+    low = rewards <= rewards.cummax().shift() - DROP
+    both = low & low.shift(-1, fill_value=False)
+    return float(both.idxmax()) if both.any() else np.inf
+
+
+def auc(lines: pd.DataFrame, name: str, same_update: bool, draws: int = 2000) -> tuple[int, float, float, float]:
+    """Pairs within methods, an alarm's AUC, and its 95% interval by drawing seeds, with all their runs, again."""
+    table = lines.pivot(index="run", columns="update")
+    rewards = table["reward"]
+    warns = rewards.cummax(axis=1).sub(rewards) if name == "drop" else table[name] * ALARMS[name]
+    updates = np.arange(rewards.columns.min(), rewards.columns.max() - AHEAD)  # a collapse is known an update later
+    at, values = rewards.apply(collapse, axis=1).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
+    methods = lines.groupby("run")["method"].first().reindex(rewards.index).to_numpy()
+    soon, later = (updates < at) & (at <= updates + AHEAD), at > updates + AHEAD
+    pairs = soon[:, None, :, None] & later[None, :, None, :]  # (n, n, U, U)
+    pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None, None]
+    if same_update:
+        pairs &= np.eye(len(updates), dtype=bool)
+    right = pairs * (np.sign(values[:, None, :, None] - values[None, :, None, :]) + 1) / 2
+    right, total = right.sum(axis=(2, 3)), pairs.sum(axis=(2, 3))  # (n, n)
+    if not total.any():
+        return 0, np.nan, np.nan, np.nan
+    seeds, all_seeds = pd.factorize(rewards.index.str.rpartition(" ").get_level_values(2))
+    n = len(all_seeds)
+    times = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), draws)[:, seeds]  # (draws, runs)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        drawn = ((times @ right) * times).sum(axis=1) / ((times @ total) * times).sum(axis=1)
+        return int(total.sum()), right.sum() / total.sum(), *np.nanquantile(drawn, [0.025, 0.975])
+
+
+def areas(lines: pd.DataFrame) -> pd.DataFrame:
+    """(alarm, method, same; pairs, mean, low, high): every AUC, of two runs at the same update and at any two."""
+    by_method = [(ALL, lines), *lines.groupby("method")]
+    cells = {(name, method, same): auc(of, name, same) for name in ALARMS for method, of in by_method
+             for same in (True, False)}  # fmt: skip
+    found = pd.DataFrame(cells, index=["pairs", "mean", "low", "high"]).T.rename_axis(["alarm", "method", "same"])
+    return found[found["pairs"] >= FEW]
+
+
+def table(found: pd.DataFrame) -> str:
+    """A row per alarm: AUCs of all methods together and of each at the same update, and of all at any two."""
+    texts = found.apply(lambda cell: "{mean:.2f} [{low:.2f}, {high:.2f}]".format(**cell), axis=1)
+    columns = texts.xs(True, level="same").unstack("method")
+    columns[f"{ALL}, any two updates"] = texts.xs(False, level="same").xs(ALL, level="method")
+    return as_markdown(columns.reindex(list(ALARMS)).fillna("").rename_axis(None))
+
+
+def no_alarm(cell: pd.Series) -> str:
+    """The verdict on an alarm that was predicted to be none."""
+    if cell["low"] <= 0.5 <= cell["high"]:
+        return "held"
+    return "wrong" if cell["high"] < 0.5 or cell["mean"] >= 0.6 else "wrong, but too small to act on"
+
+
+def verdicts(found: pd.DataFrame) -> dict[str, str]:
+    """Each prediction on alarms of configs/sweep/alarms.yaml with its verdict."""
+    same = found.xs((ALL, True), level=["method", "same"])
+    others, best = same.loc[COMPARED, "mean"].drop("cosine"), same["mean"].drop("drop")
+    any_two = found.xs(False, level="same").loc[["ess_sequence", "kl"]].drop(ALL, level="method")
+    cosine, drop, above = same.loc["cosine"], same.loc["drop"], int((any_two["low"] > 0.5).sum())
+    words = {True: "held", False: "wrong"}
+    return {
+        "1: ess_sequence is no alarm": no_alarm(same.loc["ess_sequence"]),
+        "2: nor is token KL": no_alarm(same.loc["kl"]),
+        "3: the cosine is one, and the best of four": words[cosine["low"] > 0.5 and cosine["mean"] > others.max()],
+        "4: the reward's own drop is a better one": words[drop["low"] > 0.5 and drop["mean"] > best.max()],
+        "5: at any two updates ess_sequence and kl look like alarms": words[above == len(any_two)]
+        + f": {above} of {len(any_two)} intervals above 0.5",
+    }
+
+
+def saved(lines: pd.DataFrame, forked: pd.DataFrame) -> pd.DataFrame:
+    """(method, run, treatment): final reward minus that of the run itself, treated at its alarm and at other times."""
+    times, last = fork_times(lines), lines["update"].max()
+    final = lines[lines["update"] == last].set_index("run")["reward"]
+    long = times.melt("method", var_name="when", value_name="update", ignore_index=False).reset_index()
+    found = forked.merge(long, on=["run", "method", "update"])
+    found["saved"] = found["reward"] - found["run"].map(final)
+    return found.pivot(index=["method", "run", "treatment"], columns="when", values="saved")
+
+
+def forks_table(found: pd.DataFrame) -> str:
+    """A row per method and treatment: reward saved at the alarm, and how much more than at other times."""
+    cells = {}
+    for (method, treatment), of in found.groupby(["method", "treatment"]):
+        compared = {"at its alarm": of["alarm"], "more than at another run's": of["alarm"] - of["exchanged"],
+                    "more than at a random time": of["alarm"] - of["random"]}  # fmt: skip
+        cells[f"{method}, {treatment}"] = intervals(pd.DataFrame(compared)).apply(as_text, axis=1)
+    return as_markdown(pd.DataFrame(cells).T)
+
+
+def draw(found: pd.DataFrame, path: Path) -> None:
+    """Draw each alarm's AUC of all methods with its interval: at the same update filled, at any two open."""
+    with picture(path, 7.2, 3.4, f"does it tell which run collapses within {AHEAD} updates?") as figure:
+        axes, colour = figure.subplots(), COLOURS["NoClip"]
+        axes.axvline(0.5, color=GREY, ls=":", linewidth=1)
+        for same, face, up, label in ((True, colour, 0.0, "same update"), (False, "white", 0.3, "any two updates")):
+            cells = found.xs((ALL, same), level=["method", "same"]).reindex(list(ALARMS)[::-1])
+            y = np.arange(len(cells)) + up
+            axes.hlines(y, cells["low"], cells["high"], color=colour, linewidth=1.2)
+            axes.plot(cells["mean"], y, "o", color=colour, markerfacecolor=face, markersize=4)
+            beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(label, (cells["high"].iloc[-1], y[-1]), **beside)
+        axes.set(yticks=range(len(ALARMS)), yticklabels=list(ALARMS)[::-1], xlabel="AUC; 0.5 tells nothing")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with MODEL.jsonl and README.md")
+    folder, blocks, columns = parser.parse_args().folder, {}, {}
+    for path in sorted(folder.glob("*.jsonl")):
+        if path.stem.endswith("-forks"):
+            continue
+        lines, forked = pd.DataFrame(read_jsonl(path)), folder / f"{path.stem}-forks.jsonl"
+        found = areas(lines)
+        at = lines.pivot(index=["method", "run"], columns="update", values="reward").apply(collapse, axis=1)
+        counts = np.isfinite(at).groupby("method").agg(["sum", "size"]).set_axis(["collapse", "of"], axis=1)
+        blocks[path.stem] = table(found)
+        blocks[f"{path.stem}-collapses"] = as_markdown(counts.astype(str))
+        columns[path.stem] = verdicts(found)
+        draw(found, folder / f"{path.stem}.svg")
+        if forked.exists():
+            blocks[f"{path.stem}-forks"] = forks_table(saved(lines, pd.DataFrame(read_jsonl(forked))))
+    blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
+    fill(folder / "README.md", blocks)
+
+
+if __name__ == "__main__":
+    main()

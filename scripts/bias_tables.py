@@ -1,0 +1,188 @@
+"""Tables and picture of the gradient-bias study: python scripts/bias_tables.py FOLDER --moves MOVES.csv
+
+FOLDER has base.jsonl and math.jsonl, or one of them: lines of scripts/gradient_bias.py. MOVES.csv is what
+scripts/moves.py writes of forks from the same checkpoints. Writes gradients.svg, and in FOLDER's README.md what stands
+between <!-- BLOCK --> and <!-- end BLOCK -->.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from gradient_bias import derived
+from moves import AIMS, FOUR
+from moves import interval as as_text
+from off_policy import fill
+
+from pspo.records.files import read_jsonl
+from pspo.report.figures import GREY, picture
+from pspo.report.runs import COLOURS
+from pspo.report.tables import as_markdown, over_seeds
+
+LEFT_OUT = "PSPO"  # NoClip counted again
+REPLAY = "NoClip::replay"
+METRICS, LAG = ["adam", "plain"], 8  # the first is the primary one
+
+
+def by_run(found: pd.DataFrame) -> pd.DataFrame:
+    """By run and surrogate, its checkpoints together, each in units of its |t|^2."""
+    parts = found[["dot", "norm2", "second"]].div(found["target2"], axis=0).join(found[["realised", "back"]])
+    means = parts.astype(float).groupby([found["run"], found["surrogate"]]).mean()
+    table = pd.DataFrame(derived(1.0, means["dot"], means["norm2"], means["second"]))
+    return table.join(means[["realised", "back"]]).assign(root_signal=table["rho"] / table["cosine"])
+
+
+def beside_noclip(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows (run, surrogate), and beside each NoClip's with the run's nucleus, of its run and aggregation.
+
+    Without NoClip itself and LEFT_OUT.
+    """
+    base = [(run, ":".join(["NoClip", *name.split(":")[1:2]]).removesuffix(":")) for run, name in table.index]
+    shown = [pair != of and pair[1] != LEFT_OUT for pair, of in zip(table.index, base, strict=True)]
+    return table[shown], table.reindex(base).set_axis(table.index)[shown]
+
+
+def share_of_bias(rows: pd.DataFrame, base: pd.DataFrame) -> pd.Series:
+    """By run, the part of the squared differences of rho = cosine sqrt(signal) that the cosine makes.
+
+    A difference of products is the sum of each factor's difference times the mean of the other one.
+    """
+    whole, difference = rows["cosine"].notna() & base["cosine"].notna(), rows["rho"] - base["rho"]
+    by_cosine = (rows["cosine"] - base["cosine"]) * (rows["root_signal"] + base["root_signal"]) / 2
+    return (by_cosine * difference)[whole].groupby("run").sum() / (difference**2)[whole].groupby("run").sum()
+
+
+def rank_correlation(one: pd.DataFrame, other: pd.DataFrame) -> pd.Series:
+    """Spearman's over the surrogates that both have, run by run, of two tables of runs x surrogates."""
+    one, other = one.align(other, join="inner")
+    return one.rank(axis=1).corrwith(other.rank(axis=1), axis=1)
+
+
+def intervals(values: pd.DataFrame) -> pd.DataFrame:
+    """A row per column of a table with a row per run: its mean over runs, 95% t-interval (low, high), sem and seeds."""
+    long = values.melt(var_name="column").dropna().assign(row="")
+    return over_seeds(long).set_index("column").rename_axis(None)
+
+
+def judge(cells: pd.DataFrame, low: float = -np.inf, high: float = np.inf) -> str:
+    """The verdict on intervals that were predicted to lie between low and high."""
+    inside = int(((cells["low"] > low) & (cells["high"] < high)).sum())
+    outside = int(((cells["high"] < low) | (cells["low"] > high)).sum())
+    word = "wrong" if outside else "held" if inside == len(cells) else "undecided"
+    if len(cells) == 1:
+        return f"{word}: {as_text(cells.iloc[0])}"
+    return f"{word}: of {len(cells)} intervals {inside} there, {outside} wholly elsewhere"
+
+
+def gains(moves: pd.DataFrame, found: pd.DataFrame, model: str) -> pd.DataFrame:
+    """Gain in reward at equal movement, runs x surrogates, of forks from the lines' checkpoints."""
+    at = {"model": model, "stage": "first", "lag": LAG, "aim": AIMS[model], "matched": True}
+    forks = moves[(moves[list(at)] == pd.Series(at)).all(axis=1)].merge(found[["run", "rollouts"]].drop_duplicates())
+    return forks.groupby(["run", "surrogate"])["reward"].mean().unstack()
+
+
+def correlations(rows: pd.DataFrame, base: pd.DataFrame, gained: pd.DataFrame) -> pd.DataFrame:
+    """By run, rank correlations over surrogates of what a line has with the gain in reward, both minus NoClip's.
+
+    ``gains of the other runs``: of their mean gain, the best that any number of the surrogate's could predict.
+    """
+    more, usual = beside_noclip(gained.stack().to_frame("reward"))
+    gained = (more - usual)["reward"].unstack()
+    gained = gained[gained.columns.intersection(rows.index.unique("surrogate"))]
+    others = pd.DataFrame({run: gained.drop(run).mean() for run in gained.index}).T
+    found = {name: (rows - base)[name].unstack() for name in ("rho", "cosine", "root_signal", "realised", "back")}
+    found["gains of the other runs"] = others
+    return pd.DataFrame({name: rank_correlation(gained, of) for name, of in found.items()})
+
+
+def verdicts(found: pd.DataFrame, gained: pd.DataFrame) -> dict[str, str]:
+    """Each prediction of the page with its verdict, from the lines of one metric at lag 8."""
+    rows, base = beside_noclip(table := by_run(found))
+    cosine = table["cosine"].unstack()
+    own = intervals(cosine.drop(columns=REPLAY))
+    cells = {name: intervals((rows - base)[name].unstack()) for name in ("rho", "cosine", "root_signal", "back")}
+    compared, p3o = cells["rho"].drop(REPLAY), ["P3O"]
+    apart = int(((compared["low"] > 0) | (compared["high"] < 0)).sum())
+    share = judge(intervals(share_of_bias(*(of.drop(REPLAY, level=1) for of in (rows, base))).to_frame()), low=0.5)
+    ranks = intervals(correlations(rows, base, gained))
+    predicted = judge(ranks.loc[["rho"]], low=0)
+    if predicted.startswith("undecided") and ranks.loc["gains of the other runs", "low"] > 0:
+        predicted = predicted.replace("undecided", "wrong")
+    return {
+        "1: bias's share is above 0.5": share if apart >= 3 else f"none: {apart} of 10 differences without 0",
+        "2: cosines of Clip, DPPO, GSPO, GMPO are below 0": judge(own.loc[FOUR], high=0),
+        "2: their back is above NoClip's": judge(cells["back"].loc[FOUR], low=0),
+        "2: cosines of the other nine are above 0": judge(own.drop(FOUR), low=0),
+        "3: P3O's sqrt(signal) is below NoClip's": judge(cells["root_signal"].loc[p3o], high=0),
+        "3: its cosine is NoClip's, within 0.1": judge(cells["cosine"].loc[p3o], -0.1, 0.1),
+        "4: REINFORCE's rho is above NoClip's": judge(cells["rho"].loc[["REINFORCE"]], low=0),
+        "5: rho ranks surrogates as the gain does": predicted,
+        "6: so does realised": judge(ranks.loc[["realised"]], low=0),
+        "7: the nucleus replayed, rho is NoClip's, within 0.03": judge(cells["rho"].loc[[REPLAY]], -0.03, 0.03),
+    }
+
+
+def surrogates(found: pd.DataFrame, gained: pd.DataFrame) -> str:
+    """A row per surrogate, best gain first, from the lines of one metric at lag 8."""
+    rows, base = beside_noclip(table := by_run(found))
+    of = {name: intervals(table[name].unstack()) for name in ("cosine", "signal", "rho", "back")}
+    gain = gained.mean().reindex(of["rho"].index)
+    columns = {
+        "gain in reward": gain.map("{:+.3f}".format, na_action="ignore"),
+        "cosine": of["cosine"].apply(as_text, axis=1),
+        "signal": of["signal"]["mean"].map("{:.2f}".format),
+        "rho": of["rho"]["mean"].map("{:+.2f}".format),
+        "rho minus NoClip's": intervals((rows - base)["rho"].unstack()).apply(as_text, axis=1),
+        "back": of["back"]["mean"].map("{:+.2f}".format),
+    }
+    order = gain.sort_values(ascending=False).index
+    return as_markdown(pd.DataFrame(columns).loc[order].fillna("").rename_axis(None))
+
+
+def draw(found: pd.DataFrame, gained: pd.DataFrame, path: Path) -> None:
+    """Draw each surrogate's cosine, signal and gain with their intervals, best gain on top."""
+    table, gained = by_run(found), gained[gained.columns.intersection(found["surrogate"].unique())]
+    names = gained.mean().sort_values().index
+    panels = {
+        "cosine with the true gradient": table["cosine"].unstack(),
+        "signal: share that replicates agree on": table["signal"].unstack(),
+        "gain in reward at equal movement": gained,
+    }
+    with picture(path, 9.6, 4.2, "gradients on rollouts eight rollouts old, and what a step gains") as figure:
+        for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
+            cells, y = intervals(values).loc[names], np.arange(len(names))
+            axes.axvline(0, color=GREY, ls=":", linewidth=1)
+            axes.hlines(y, cells["low"], cells["high"], color=COLOURS["NoClip"], linewidth=1.2)
+            axes.plot(cells["mean"], y, "o", color=COLOURS["NoClip"], markersize=4)
+            axes.set(xlabel=title, yticks=y, yticklabels=names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with base.jsonl, math.jsonl and README.md")
+    parser.add_argument("--moves", type=Path, required=True)
+    args = parser.parse_args()
+    moves, blocks, columns, ranks = pd.read_csv(args.moves), {}, {}, {}
+    for path in sorted(args.folder.glob("*.jsonl")):
+        lines, model = pd.DataFrame(read_jsonl(path)), f"tiny-{path.stem}"
+        stale, gained = lines[lines["lag"] == LAG], gains(moves, lines, model)
+        for metric in METRICS:
+            found = stale[stale["metric"] == metric]
+            columns[f"{model}, {metric}"] = verdicts(found, gained)
+            ranks[f"{model}, {metric}"] = intervals(correlations(*beside_noclip(by_run(found)), gained))
+        primary, on_time = (of[of["metric"] == METRICS[0]] for of in (stale, lines[lines["lag"] == 0]))
+        blocks[model] = surrogates(primary, gained)
+        draw(primary, gained, args.folder / f"{path.stem}.svg")
+        check = intervals(by_run(on_time)["cosine"].unstack()[[REPLAY]])
+        columns[f"{model}, {METRICS[0]}"] |= {
+            "8: at lag 0 NoClip::replay's is 1, within 0.03": judge(check, 0.97, 1.03)
+        }
+    blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
+    ranks = {name: of.apply(as_text, axis=1) for name, of in ranks.items()}
+    blocks["ranks"] = as_markdown(pd.DataFrame(ranks))
+    fill(args.folder / "README.md", blocks)
+
+
+if __name__ == "__main__":
+    main()

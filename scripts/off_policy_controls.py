@@ -1,0 +1,122 @@
+"""Tables and picture of configs/sweep/off-policy-controls.yaml: python scripts/off_policy_controls.py FOLDER
+
+FOLDER has its packed runs. Writes paths.svg, and in FOLDER's README.md what stands between <!-- BLOCK --> and
+<!-- end BLOCK -->. Numbers are final validation rewards.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from bias_tables import intervals, judge
+from moves import interval as as_text
+from off_policy import UNTRAINED, fill, read
+
+from pspo.report.figures import GREY, INK, picture
+from pspo.report.runs import COLOURS
+from pspo.report.tables import add_holm, as_markdown
+
+LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
+AHEAD, BEHIND = ["Clip", "TOPR"], ["NoClip", "P3O"]
+
+
+def slopes(paths: pd.DataFrame) -> pd.DataFrame:
+    """(lag, seed; method): least-squares slopes of the final reward over log2(epochs)."""
+    x = np.log2(EPOCHS) - np.log2(EPOCHS).mean()
+    values = paths.pivot(index=["lag", "seed", "method"], columns="epochs", values="final")[EPOCHS]
+    return (values @ (x / (x @ x))).unstack("method")
+
+
+def lead(paths: pd.DataFrame) -> pd.DataFrame:
+    """(seed; epochs): mean of AHEAD minus mean of BEHIND at lag 8."""
+    values = paths[paths["lag"] == 8].pivot(index=["seed", "epochs"], columns="method", values="final")
+    return (values[AHEAD].mean(axis=1) - values[BEHIND].mean(axis=1)).unstack("epochs")
+
+
+def chosen(rates: pd.DataFrame) -> pd.DataFrame:
+    """(seed; (method, lag)): the reward at the rate that the other seeds choose by their mean."""
+    found = {}
+    for cell, of in rates.groupby(["method", "lag"], sort=False):
+        values = of.pivot(index="seed", columns="lr", values="final")
+        found[cell] = pd.Series({seed: values.loc[seed, values.drop(seed).mean().idxmax()] for seed in values.index})
+    return pd.DataFrame(found).rename_axis(columns=["method", "lag"])
+
+
+def best_rates(rates: pd.DataFrame) -> pd.DataFrame:
+    """(method; lag): the rate with the best mean of all seeds."""
+    means = rates.groupby(["method", "lag", "lr"])["final"].mean().unstack("lr")
+    return means.idxmax(axis=1).unstack("lag")
+
+
+def compare_rates(rates: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """By method, at chosen rates: what lag 8 costs, and at lag 8 the differences from NoClip, with Holm's p."""
+    on_time, stale = (chosen(rates).xs(lag, axis=1, level=1) for lag in LAGS)
+    apart = stale.drop(columns="NoClip").sub(stale["NoClip"], axis=0)
+    return intervals(on_time - stale), add_holm(intervals(apart))
+
+
+def paths_table(paths: pd.DataFrame) -> str:
+    """A row per lag and method: its mean on every path, and its slope."""
+    means = paths.groupby(["lag", "method", "epochs"])["final"].mean().unstack("epochs")[EPOCHS]
+    table = means.map("{:.3f}".format).rename(columns={1: "1 x 4e-4", 2: "2 x 2e-4", 4: "4 x 1e-4", 8: "8 x 5e-5"})
+    slope = pd.concat({lag: intervals(of) for lag, of in slopes(paths).groupby("lag")})
+    table["slope per doubling"] = slope.apply(as_text, axis=1)
+    return as_markdown(table.set_axis([f"{method}, lag {lag}" for lag, method in table.index]))
+
+
+def rates_table(rates: pd.DataFrame) -> str:
+    """A row per method: what its chosen rates reach at each lag, the best rate of all seeds, and what the lag costs."""
+    reached, best, (costs, apart) = chosen(rates).mean(), best_rates(rates), compare_rates(rates)
+    texts = reached.map("{:.3f} ".format) + best.stack().map("({:.0e})".format)
+    columns = texts.unstack().rename(columns="lag {}".format)
+    columns["cost of lag 8"] = costs.apply(as_text, axis=1)
+    columns["minus NoClip's"] = apart.apply(as_text, axis=1) + apart["holm"].lt(0.05).map({True: "*", False: ""})
+    return as_markdown(columns.loc[costs.index].fillna("").rename_axis(None))
+
+
+def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
+    """Each prediction of the configuration file with its verdict."""
+    slope = {lag: intervals(of.mean(axis=1).to_frame()) for lag, of in slopes(paths).groupby("lag")}
+    best, (costs, apart) = best_rates(rates)[8], compare_rates(rates)
+    words = {True: "held", False: "wrong"}
+    return as_markdown(pd.DataFrame({"verdict": {
+        "1: lag 8, the slope is 0, within 0.02": judge(slope[8], -0.02, 0.02),
+        "2: lag 0, the same": judge(slope[0], -0.02, 0.02),
+        "3: Clip and TOPR above NoClip and P3O on every path": judge(intervals(lead(paths)), low=0),
+        "4: no method pays more than 0.08 for lag 8": judge(costs, high=0.08),
+        "4: Clip's and TOPR's rates are at least twice NoClip's": words[best[AHEAD].min() >= 2 * best["NoClip"]],
+        "5: none differs from NoClip after Holm": words[(apart["holm"] >= 0.05).all()],
+    }}))  # fmt: skip
+
+
+def draw(paths: pd.DataFrame, path: Path) -> None:
+    """Draw every method's final reward on the four paths, at each lag."""
+    untrained = UNTRAINED["tiny-base"]
+    with picture(path, 7.6, 3.2, "final reward where epochs x rate is the same") as figure:
+        for axes, lag in zip(figure.subplots(1, len(LAGS), sharey=True), LAGS, strict=True):
+            axes.axhline(untrained, color=GREY, ls=":", linewidth=1)
+            axes.text(0, untrained, "untrained", color=INK, fontsize=7, va="bottom")
+            for method, of in paths[paths["lag"] == lag].groupby("method", sort=False):
+                cells = intervals(of.pivot(index="seed", columns="epochs", values="final")).loc[EPOCHS]
+                error = [cells["mean"] - cells["low"], cells["high"] - cells["mean"]]
+                axes.errorbar(
+                    range(4), cells["mean"], error, color=COLOURS[method], marker="o", markersize=3, linewidth=1
+                )
+                axes.annotate(method, (3, cells["mean"].iloc[-1]), (5, 0), textcoords="offset points", va="center")
+            axes.set(title=f"lag {lag}", xticks=range(4), xticklabels=EPOCHS, xlabel="epochs", ylim=(0, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with runs.parquet, summaries.parquet, settings.yaml and README.md")
+    folder = parser.parse_args().folder
+    runs = read(folder)
+    paths, rates = runs[runs["experiment"] != "rates"], runs[runs["experiment"] == "rates"]
+    draw(paths, folder / "paths.svg")
+    blocks = {"paths": paths_table(paths), "rates": rates_table(rates), "predictions": verdicts(paths, rates)}
+    fill(folder / "README.md", blocks)
+
+
+if __name__ == "__main__":
+    main()
