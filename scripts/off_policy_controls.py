@@ -13,8 +13,7 @@ from bias_tables import intervals, judge
 from moves import interval as as_text
 from off_policy import UNTRAINED, fill, read
 
-from pspo.report.figures import GREY, INK, picture
-from pspo.report.runs import COLOURS
+from pspo.report.figures import draw_curves
 from pspo.report.tables import add_holm, as_markdown
 
 LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
@@ -91,20 +90,11 @@ def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
 
 
 def draw(paths: pd.DataFrame, path: Path) -> None:
-    """Draw every method's final reward on the four paths, at each lag."""
-    untrained = UNTRAINED["tiny-base"]
-    with picture(path, 7.6, 3.2, "final reward where epochs x rate is the same") as figure:
-        for axes, lag in zip(figure.subplots(1, len(LAGS), sharey=True), LAGS, strict=True):
-            axes.axhline(untrained, color=GREY, ls=":", linewidth=1)
-            axes.text(0, untrained, "untrained", color=INK, fontsize=7, va="bottom")
-            for method, of in paths[paths["lag"] == lag].groupby("method", sort=False):
-                cells = intervals(of.pivot(index="seed", columns="epochs", values="final")).loc[EPOCHS]
-                error = [cells["mean"] - cells["low"], cells["high"] - cells["mean"]]
-                axes.errorbar(
-                    range(4), cells["mean"], error, color=COLOURS[method], marker="o", markersize=3, linewidth=1
-                )
-                axes.annotate(method, (3, cells["mean"].iloc[-1]), (5, 0), textcoords="offset points", va="center")
-            axes.set(title=f"lag {lag}", xticks=range(4), xticklabels=EPOCHS, xlabel="epochs", ylim=(0, 1))
+    """Draw every method's final reward on the four paths, at each lag, with the untrained level."""
+    untrained = paths[paths["method"] == "NoClip"].assign(method="untrained", final=UNTRAINED["tiny-base"])
+    shown = pd.concat([paths, untrained])
+    curves = {"panel": shown["lag"].map("final reward at lag {}".format), "row": shown["method"], "y": shown["final"]}
+    draw_curves(shown.assign(x=np.log2(shown["epochs"]), **curves), "log2 of epochs, at the same epochs x rate", path)
 
 
 def main() -> None:
