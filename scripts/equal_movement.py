@@ -15,6 +15,9 @@ SURROGATE:AGGREGATION overrides the run's aggregation. SURROGATE:AGGREGATION:shu
 advantages of all completions shuffled: as much movement, and nothing learnt. ``kl_drawer`` is KL(drew || trained) on
 the same tokens, of the policy that drew the rollout, and ``kl_drawer_before`` KL(drew || checkpoint): does a step lead
 back to where the policy was?
+
+With --lr surrogates step at these learning rates, too, however far that moves the policy; ``aim`` and ``matched`` are
+null.
 """
 
 import argparse
@@ -122,7 +125,7 @@ class Fork:
         return self.next_token_logprobs(), steps
 
     def move(self, config: TrainConfig, rollout: Rollout, advantages: Tensor, aim: float, lr: float) -> dict[str, Any]:
-        """Seek the learning rate that moves the policy by ``aim``; what came of it, measured."""
+        """Seek the learning rate that moves the policy by ``aim``; what came of it."""
         low, high = 0.0, math.inf  # rates that moved it too little, too much
         for _ in range(TRIALS):
             new, steps = self.step(replace(config, optimizer=replace(config.optimizer, lr=lr)), rollout, advantages)
@@ -134,9 +137,13 @@ class Fork:
             low, high = (max(low, lr), high) if kl < aim else (low, min(high, lr))
             lr *= min(max(math.sqrt(aim / max(kl, 1e-12)), 0.1), 10)  # KL is quadratic in the rate
             lr = min(lr, HIGHEST) if low < lr < high else math.sqrt(low * high)
+        return self.measure(new, steps) | {"lr": lr, "matched": abs(kl / aim - 1) <= TOLERANCE}
+
+    def measure(self, new: Tensor, steps: list[dict[str, float]]) -> dict[str, Any]:
+        """How far the policy moved, and what it gained, from what ``step`` returned."""
+        found = {"kl": mean_kl(self.old, new), "kl_drawer": mean_kl(self.drew, new),
+                 "kl_drawer_before": mean_kl(self.drew, self.old)}  # fmt: skip
         reward, correct = self.evaluate() - self.before
-        found = {"kl": kl, "lr": lr, "matched": abs(kl / aim - 1) <= TOLERANCE,
-                 "kl_drawer": mean_kl(self.drew, new), "kl_drawer_before": mean_kl(self.drew, self.old)}  # fmt: skip
         for name, change in (("reward", reward), ("correct", correct)):
             found |= {name: change.mean(), f"{name}_se": change.std() / math.sqrt(len(change))}
         return found | {name: steps[-1][name] for name in ("ess", "kl_old_new", "zero_weight_share", "grad_norm")}
@@ -159,10 +166,10 @@ def forks(
     policies: deque[dict[str, Tensor]],
     args: argparse.Namespace,
     cell: dict[str, Any],
-    done: set[tuple],
+    done: list[dict[str, Any]],
     rates: dict[tuple[str, float], float],
 ) -> Iterator[dict[str, Any]]:
-    """The lines of one checkpoint; the run goes on afterwards as if nothing had happened.
+    """The lines of one checkpoint but for those done; the run goes on afterwards as if nothing had happened.
 
     ``rates``: the learning rates found last, by surrogate and aim, where the next search begins.
     """
@@ -177,13 +184,18 @@ def forks(
             all_steps = replace(run.config.run, max_steps=algorithm.epochs * algorithm.minibatches)
             config = replace(run.config, algorithm=algorithm, run=all_steps)
             signal = shuffled if control else advantages
-            for aim in args.kl:
-                line = cell | {"lag": lag, "surrogate": name, "aim": aim}
-                if tuple(line.values()) not in done:
+            for target in [*({"aim": aim} for aim in args.kl), *({"aim": None, "lr": lr} for lr in args.lr)]:
+                line = cell | {"lag": lag, "surrogate": name} | target
+                if any(line.items() <= other.items() for other in done):
+                    continue
+                if (aim := line["aim"]) is None:
+                    at_rate = replace(config, optimizer=replace(config.optimizer, lr=line["lr"]))
+                    line |= fork.measure(*fork.step(at_rate, rollout, signal)) | {"matched": None}
+                else:
                     line |= fork.move(config, rollout, signal, aim, rates.get((name, aim), config.optimizer.lr))
                     if line["matched"]:
                         rates[name, aim] = line["lr"]
-                    yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
+                yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
     run.learner.policy.load_state_dict(fork.weights)
     run.generators.load_state_dict(generators)
     run.stream.seek(position)
@@ -194,15 +206,14 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--rollouts", nargs="+", type=int, required=True, help="checkpoints: after so many rollouts")
     parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 2, 4, 8])
-    parser.add_argument("--kl", nargs="+", type=float, required=True, help="aims, in nats per token")
+    parser.add_argument("--kl", nargs="+", type=float, default=[], help="aims, in nats per token")
+    parser.add_argument("--lr", nargs="+", type=float, default=[], help="learning rates, whatever the movement")
     parser.add_argument("--surrogates", nargs="+", required=True, metavar="SURROGATE")
     parser.add_argument("--problems", type=int, default=2000, help="that improvement is measured on")
     parser.add_argument("--held-out", type=int, default=256, help="prompts that movement is measured on")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    keys = ("run", "rollouts", "lag", "surrogate", "aim")
-    lines = read_jsonl(args.output) if args.output.exists() else []
-    done, rates = {tuple(line[key] for key in keys) for line in lines}, {}
+    done, rates = read_jsonl(args.output), {}
     for folder in args.runs:
         for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):
             if rollouts in args.rollouts:

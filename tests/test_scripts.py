@@ -161,13 +161,20 @@ def test_equal_movement(tmp_path, imported, call):
     surrogates = ["NoClip", "Clip(epsilon=0.1)", "GSPO:grpo", "test_update.Unmasked", "NoClip::shuffled"]
     for rollouts, run, policies in script.replay(folder, 4, keep=2):
         if rollouts == 3:
-            options = Namespace(lags=[1, 0], surrogates=surrogates, kl=[1e-3], problems=6, held_out=5)
-            lines = list(script.forks(run, policies, options, {"run": "run", "rollouts": 3}, set(), {}))
+            options = Namespace(lags=[1, 0], surrogates=surrogates, kl=[1e-3], lr=[], problems=6, held_out=5)
+            cell = {"run": "run", "rollouts": 3}
+            lines = list(script.forks(run, policies, options, cell, [], {}))
+            options = Namespace(**vars(options) | {"lags": [1], "kl": [], "lr": [lines[1]["lr"]]})
+            done = [cell | {"lag": 1, "surrogate": "NoClip", "aim": None, "lr": lines[1]["lr"]}]
+            clip, *at_rate = script.forks(run, policies, options, cell, done, {})
     final = load_file(folder / "final" / "model.safetensors")
     assert all(torch.equal(run.learner.policy.state_dict()[name], of) for name, of in final.items())
     assert [line["surrogate"] for line in lines] == 2 * surrogates
     assert lines[0]["reward"] != lines[-1]["reward"]
     assert [line for line in lines if not line["matched"] or abs(line["kl"] / line["aim"] - 1) > 0.02] == []
+    assert [line["surrogate"] for line in at_rate] == surrogates[2:]
+    noisy = {"reward": 0, "reward_se": 0}
+    assert clip | noisy == lines[1] | {"aim": None, "matched": None} | noisy
 
     fork, before = script.Fork(run, 6, 5, seed=3), copy.deepcopy(run.learner.policy).double()
     rollout, advantages = fork.stale(policies[-2], *run.stream.next(4))
