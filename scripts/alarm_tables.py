@@ -83,7 +83,7 @@ def no_alarm(cell: pd.Series) -> str:
     """The verdict on an alarm that was predicted to be none."""
     if cell["low"] <= 0.5 <= cell["high"]:
         return "held"
-    return "wrong" if cell["high"] < 0.5 or cell["mean"] >= 0.6 else "wrong, but too small to act on"
+    return "failed" if cell["high"] < 0.5 or cell["mean"] >= 0.6 else "failed, but too small to act on"
 
 
 def verdicts(found: pd.DataFrame) -> dict[str, str]:
@@ -92,7 +92,7 @@ def verdicts(found: pd.DataFrame) -> dict[str, str]:
     others, best = same.loc[COMPARED, "mean"].drop("cosine"), same["mean"].drop("drop")
     any_two = found.xs(False, level="same").loc[["ess_sequence", "kl"]].drop(ALL, level="method")
     cosine, drop, above = same.loc["cosine"], same.loc["drop"], int((any_two["low"] > 0.5).sum())
-    words = {True: "held", False: "wrong"}
+    words = {True: "held", False: "failed"}
     return {
         "1: ess_sequence is no alarm": no_alarm(same.loc["ess_sequence"]),
         "2: nor is token KL": no_alarm(same.loc["kl"]),

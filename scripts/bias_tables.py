@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from gradient_bias import derived
-from moves import AIMS, FOUR
+from moves import AIMS, FOUR, judge
 from moves import interval as as_text
 from off_policy import fill
 
@@ -65,16 +65,6 @@ def intervals(values: pd.DataFrame) -> pd.DataFrame:
     return over_seeds(long).set_index("column").rename_axis(None)
 
 
-def judge(cells: pd.DataFrame, low: float = -np.inf, high: float = np.inf) -> str:
-    """The verdict on intervals that were predicted to lie between low and high."""
-    inside = int(((cells["low"] > low) & (cells["high"] < high)).sum())
-    outside = int(((cells["high"] < low) | (cells["low"] > high)).sum())
-    word = "wrong" if outside else "held" if inside == len(cells) else "undecided"
-    if len(cells) == 1:
-        return f"{word}: {as_text(cells.iloc[0])}"
-    return f"{word}: of {len(cells)} intervals {inside} there, {outside} wholly elsewhere"
-
-
 def gains(moves: pd.DataFrame, found: pd.DataFrame, model: str) -> pd.DataFrame:
     """Gain in reward at equal movement, runs x surrogates, of forks from the lines' checkpoints."""
     at = {"model": model, "stage": "first", "lag": LAG, "aim": AIMS[model], "matched": True}
@@ -108,7 +98,7 @@ def verdicts(found: pd.DataFrame, gained: pd.DataFrame) -> dict[str, str]:
     ranks = intervals(correlations(rows, base, gained))
     predicted = judge(ranks.loc[["rho"]], low=0)
     if predicted.startswith("undecided") and ranks.loc["gains of the other runs", "low"] > 0:
-        predicted = predicted.replace("undecided", "wrong")
+        predicted = predicted.replace("undecided", "failed")
     return {
         "1: bias's share is above 0.5": share if apart >= 3 else f"none: {apart} of 10 differences without 0",
         "2: cosines of Clip, DPPO, GSPO, GMPO are below 0": judge(own.loc[FOUR], high=0),

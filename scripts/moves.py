@@ -1,8 +1,8 @@
 """Tables and picture of the equal-movement study: python scripts/moves.py FOLDER [base.jsonl math.jsonl ...]
 
 Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv; base-controls.jsonl has
-tiny-base's second and third stage. From that it writes differences.csv, differences.svg, and in README.md what stands
-between <!-- BLOCK --> and <!-- end BLOCK -->.
+tiny-base's second and third stage, base-rate.jsonl the fourth. From that it writes differences.csv, differences.svg,
+and in README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -79,16 +79,18 @@ def at(cells: pd.DataFrame, model: str, aim: float) -> pd.DataFrame:
     return cells[(cells["model"] == model) & (cells["aim"] == aim)]
 
 
-def verdict(cells: pd.DataFrame, margin: float = MARGIN) -> str:
-    """How many intervals lie inside of the margin, how many outside of it; those left are undecided."""
-    inside = int(((cells["low"] > -margin) & (cells["high"] < margin)).sum())
-    outside = int(((cells["low"] > margin) | (cells["high"] < -margin)).sum())
-    word = "failed" if outside else "held" if inside == len(cells) else "undecided"
-    return f"{word}: of {len(cells)} intervals {inside} inside of ±{margin:g}, {outside} outside"
-
-
 def interval(cell: pd.Series, digits: int = 3) -> str:
     return "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(*cell[["mean", "low", "high"]], n=digits)
+
+
+def judge(cells: pd.DataFrame, low: float = -np.inf, high: float = np.inf) -> str:
+    """The verdict on intervals that were predicted to lie between low and high."""
+    inside = int(((cells["low"] > low) & (cells["high"] < high)).sum())
+    outside = int(((cells["high"] < low) | (cells["low"] > high)).sum())
+    word = "failed" if outside else "held" if inside == len(cells) else "undecided"
+    if len(cells) <= 2:
+        return f"{word}: {', '.join(cells.apply(interval, axis=1))}"
+    return f"{word}: of {len(cells)} intervals {inside} there, {outside} wholly elsewhere"
 
 
 def table(moves: pd.DataFrame, found: pd.DataFrame) -> str:
@@ -113,27 +115,17 @@ def predictions(moves: pd.DataFrame, found: pd.DataFrame) -> str:
         if cells.empty:
             continue
         losses, control = cells[cells["surrogate"] != CONTROL], cells[cells["surrogate"] == CONTROL]
-        rows[f"1: lag 8, none differs from NoClip by more than {MARGIN} ({model})"] = verdict(losses.query("lag == 8"))
-        rows[f"3: PSPO is NoClip, within 0.005 ({model})"] = verdict(losses.query("surrogate == 'PSPO'"), 0.005)
-        word = "held" if (control["high"] < 0).all() else "failed: 1 and 2 show nothing"
-        texts = [f"lag {cell['lag']} {interval(cell)}" for _, cell in control.iterrows()]
-        rows[f"4: shuffled advantages are below NoClip ({model})"] = f"{word}: {', '.join(texts)}"
-        if (on_time := losses.query("lag == 0")).empty:
+        stale, on_time = (losses[losses["lag"] == lag] for lag in (8, 0))
+        rows[f"1: lag 8, none differs from NoClip by more than {MARGIN} ({model})"] = judge(stale, -MARGIN, MARGIN)
+        rows[f"3: PSPO is NoClip, within 0.005 ({model})"] = judge(losses.query("surrogate == 'PSPO'"), -0.005, 0.005)
+        control, lags = control.sort_values("lag", ascending=False), "lag 8" if on_time.empty else "lag 8, lag 0"
+        rows[f"4: shuffled advantages are below NoClip ({model}, {lags})"] = judge(control, high=0)
+        if on_time.empty:
             continue
         cost = at(costs, model, aim).query("lag == 8")
-        rows[f"2: the same at lag 0 ({model})"] = verdict(on_time)
-        rows[f"5: NoClip's change at lag 8 is that at lag 0, within {MARGIN} ({model})"] = (
-            f"{verdict(cost)}: {interval(cost.iloc[0])}"
-        )
+        rows[f"2: the same at lag 0 ({model})"] = judge(on_time, -MARGIN, MARGIN)
+        rows[f"5: NoClip's change at lag 8 is that at lag 0, within {MARGIN} ({model})"] = judge(cost, -MARGIN, MARGIN)
     return as_markdown(pd.DataFrame({"verdict": pd.Series(rows).sort_index()}))
-
-
-def sign(cells: pd.DataFrame, below: bool = True) -> str:
-    """Whether all intervals lie below 0, or all above."""
-    below_0, above_0 = int((cells["high"] < 0).sum()), int((cells["low"] > 0).sum())
-    right, wrong = (below_0, above_0) if below else (above_0, below_0)
-    word = "failed" if wrong else "held" if right == len(cells) else "undecided"
-    return f"{word}: of {len(cells)} intervals {right} {'below' if below else 'above'} 0, {wrong} on the other side"
 
 
 def controls(moves: pd.DataFrame) -> tuple[str, str]:
@@ -156,19 +148,41 @@ def controls(moves: pd.DataFrame) -> tuple[str, str]:
         "minus that before": back.apply(interval, axis=1, digits=4),
     }
     verdicts = {
-        "6: the four gain more than with shuffled advantages": sign(learnt.loc[FOUR], below=False),
-        "7: shuffled, the four lose more than NoClip shuffled": sign(lost.loc[FOUR]),
-        "8: the four end nearer to the drawer than NoClip": sign(nearer.loc[FOUR]),
-        "9: GSPO ends nearer to it than it began": sign(back.loc[["GSPO:grpo"]]),
-        "9: Clip, DPPO, GMPO and NoClip end further from it": sign(
-            back.loc[["Clip", "DPPO", "GMPO:grpo", *NOCLIPS]], below=False),
-        "10: the cut of all gains more than Clip, that of the inward more than that of all": sign(uncut, below=False)
-        + ": " + ", ".join(uncut.apply(interval, axis=1)),
+        "6: the four gain more than with shuffled advantages": judge(learnt.loc[FOUR], low=0),
+        "7: shuffled, the four lose more than NoClip shuffled": judge(lost.loc[FOUR], high=0),
+        "8: the four end nearer to the drawer than NoClip": judge(nearer.loc[FOUR], high=0),
+        "9: GSPO ends nearer to it than it began": judge(back.loc[["GSPO:grpo"]], high=0),
+        "9: Clip, DPPO, GMPO and NoClip end further from it": judge(
+            back.loc[["Clip", "DPPO", "GMPO:grpo", *NOCLIPS]], low=0),
+        "10: the cut of all gains more than Clip, that of the inward more than that of all": judge(uncut, low=0),
         "11: shuffled, neither cut loses more than NoClip shuffled": (
             "failed" if (lost.loc[CUTS, "high"] < 0).any() else "held"
         ),
     }  # fmt: skip
     return as_markdown(pd.DataFrame(columns, index=shown).fillna("")), as_markdown(pd.DataFrame({"verdict": verdicts}))
+
+
+def at_one_rate(moves: pd.DataFrame) -> tuple[str, str]:
+    """The table of the fourth stage, where rates are equal and movements are not, and verdicts on its predictions."""
+    moves = moves.assign(aim=0)
+    clip, names = control("Clip"), ["NoClip", "Clip", "DPPO", *CUTS]
+    changes, moved = (over_runs(moves, name).set_index("surrogate") for name in ("correct", "kl"))
+    apart = differences(moves, dict.fromkeys(names[1:], "NoClip") | {clip: CONTROL}).set_index("surrogate")
+    inward = differences(moves, {"Clip": CUTS[0]}).set_index("surrogate")
+    columns = {
+        "change": changes.apply(interval, axis=1),
+        "minus NoClip's": apart.apply(interval, axis=1),
+        "KL moved": moved["mean"].map("{:.4f}".format),
+    }
+    verdicts = {
+        "12: Clip's change is below NoClip's": judge(apart.loc[["Clip"]], high=0),
+        "13: by less than 0.04, half of what it is at equal movement": judge(apart.loc[["Clip"]], low=-0.04),
+        "14: Clip's change is not below 0": "failed" if changes.loc["Clip", "high"] < 0 else "held",
+        "15: Clip's is that of the cut of all, within 0.01": judge(inward, -0.01, 0.01),
+        "16: shuffled, Clip loses less than NoClip": judge(apart.loc[[clip]], low=0),
+    }
+    table = pd.DataFrame(columns, index=[*names, CONTROL, clip]).fillna("")
+    return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
 
 def draw(moves: pd.DataFrame, path: Path) -> None:
@@ -199,13 +213,16 @@ def main() -> None:
     if args.files:
         write_csv(read_moves(args.files), args.folder / "moves.csv")
     moves = pd.read_csv(args.folder / "moves.csv")
-    first, second = moves.query("stage == 'first' and matched"), moves.query("stage == 'controls'")
+    first, second, fourth = (moves[moves["stage"] == stage] for stage in ("first", "controls", "rate"))
+    first = first[first["matched"].astype(bool)]
     found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
     draw(first, args.folder / "differences.svg")
     blocks = {"differences": table(first, found), "predictions": predictions(first, found)}
     if not second.empty:
         blocks["controls"], blocks["verdicts"] = controls(second)
+    if not fourth.empty:
+        blocks["rate"], blocks["rate verdicts"] = at_one_rate(fourth)
     fill(args.folder / "README.md", blocks)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from bias_tables import intervals, judge
+from bias_tables import intervals
 from moves import interval as as_text
+from moves import judge
 from off_policy import UNTRAINED, fill, read
 
 from pspo.report.figures import draw_curves
@@ -78,7 +79,7 @@ def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
     """Each prediction of the configuration file with its verdict."""
     slope = {lag: intervals(of.mean(axis=1).to_frame()) for lag, of in slopes(paths).groupby("lag")}
     best, (costs, apart) = best_rates(rates)[8], compare_rates(rates)
-    words = {True: "held", False: "wrong"}
+    words = {True: "held", False: "failed"}
     return as_markdown(pd.DataFrame({"verdict": {
         "1: lag 8, the slope is 0, within 0.02": judge(slope[8], -0.02, 0.02),
         "2: lag 0, the same": judge(slope[0], -0.02, 0.02),

@@ -83,8 +83,8 @@ def test_tables_of_moves(tmp_path, imported, call):
         if name == "GSPO:grpo":  # the smaller p of two
             assert found.loc[(name, 8), "holm"] == pytest.approx(2 * test.pvalue, rel=1e-4)
     page = (tmp_path / "README.md").read_text()
-    assert "failed: of 2 intervals 1 inside of ±0.01, 1 outside" in page
-    assert "held: lag 8 -0.0" in page
+    assert re.search(r"\| 1: lag 8, .* failed: [+-]0.000 \[.*, -0.020 \[", page)
+    assert re.search(r"4: .* +held: -0.0\d+ .*, -0.0", page)
     assert (tmp_path / "differences.svg").exists()
     text = next(line for line in page.splitlines() if line.startswith("| Clip "))
     change, shuffled, *cells = [
@@ -93,15 +93,29 @@ def test_tables_of_moves(tmp_path, imported, call):
     assert (change, shuffled) == ([pytest.approx(0.03, abs=1e-3)], [pytest.approx(-0.01, abs=1e-3)])
     expected = [0.04, -0.02, -0.002, -0.001]  # its control, NoClip's, the drawer's KL minus NoClip's, minus before
     assert [cell[0] for cell in cells] == pytest.approx(expected, abs=1e-3)
-    for verdict in (
-        "held: of 4 intervals 4 above 0, 0 on the other side",
-        "failed: of 4 intervals 2 below 0, 1 on the other side",
-        "failed: of 4 intervals 2 below 0, 1 on the other side",
-        "held: of 1 intervals 1 below 0, 0 on the other side",
-        "failed: of 5 intervals 4 above 0, 1 on the other side",
-        "failed: of 2 intervals 1 above 0, 1 on the other side: +0.03",
-    ):
-        assert verdict in page
+    lines = [line.split("|")[2].strip() for line in page.splitlines() if re.match(r"\| (6|7|8|9|10):", line)]
+    assert lines[:3] == [
+        "held: of 4 intervals 4 there, 0 wholly elsewhere",
+        "failed: of 4 intervals 2 there, 1 wholly elsewhere",
+        "failed: of 4 intervals 2 there, 1 wholly elsewhere",
+    ]
+    assert lines[3].startswith("held: -0.0")
+    assert lines[4] == "failed: of 5 intervals 4 there, 1 wholly elsewhere"
+    assert re.match(r"failed: \+0.03.*, -0.01", lines[5])
+
+    fourth = [line for line in second if line["surrogate"].partition(":")[0] not in ("GSPO", "GMPO")]
+    for line in fourth:
+        line |= {"aim": None, "matched": None, "kl": 0.002}
+    files.append(tmp_path / "base-rate.jsonl")
+    files[-1].write_text("".join(json.dumps(line) + "\n" for line in fourth))
+    (tmp_path / "README.md").write_text("".join(
+        f"<!-- {name} -->\n<!-- end {name} -->\n" for name in (*blocks, "rate", "rate verdicts")))  # fmt: skip
+    call(imported("moves"), tmp_path, *files)
+    page = (tmp_path / "README.md").read_text().partition("<!-- rate -->")[2]
+    verdicts = [line.split("|")[2].split()[0] for line in page.splitlines() if re.match(r"\| 1[2-6]:", line)]
+    assert verdicts == ["held:", "held:", "held", "failed:", "failed:"]
+    change, apart, kl = next(line for line in page.splitlines() if line.startswith("| Clip  "))[:-1].split("|")[2:]
+    assert [float(cell.split()[0]) for cell in (change, apart, kl)] == pytest.approx([0.03, -0.02, 0.002], abs=1e-3)
 
 
 def script(name: str, *args: object) -> subprocess.CompletedProcess:
