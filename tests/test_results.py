@@ -553,3 +553,117 @@ def test_equal_movement_in_words():
     assert len(unmoved) == 6
     assert "in six of GSPO's no token has weight" in text
     assert math.loc["GSPO:grpo"].groupby("run")["matched"].any().sum() == 8
+
+
+def gradients(metric: str = "adam", lag: int = 8) -> pd.DataFrame:
+    """Rows (surrogate, run) of the gradient-bias study, one checkpoint of each run."""
+    lines = pd.read_json(RESULTS / "gradient-bias/base.jsonl", lines=True)
+    lines = lines.query("metric == @metric and lag == @lag").set_index(["surrogate", "run"])
+    assert set(lines["rollouts"]) == {9}
+    assert lines.index.is_unique
+    cosine = lines["dot"] / (lines["norm2"] * lines["target2"]) ** 0.5
+    signal = lines["norm2"] / lines["second"]
+    return lines.assign(cosine=cosine, signal=signal, root=signal**0.5, rho=cosine * signal**0.5)
+
+
+def gains_at_checkpoint(rollouts: int = 9) -> pd.DataFrame:
+    """Rows run, columns surrogate: reward gained by a fork at equal movement, lag 8, tiny-base."""
+    moves = forks("tiny-base").query("matched and rollouts == @rollouts")
+    return moves["reward"].unstack("surrogate").groupby("run").mean()
+
+
+def beside(name: str) -> str:
+    """NoClip with a surrogate's aggregation, which it is compared with."""
+    return noclip(name) if name != "NoClip::replay" else "NoClip"
+
+
+def test_gradient_bias():
+    """The page's table, from its lines."""
+    lines, gain = gradients(), gains_at_checkpoint().mean()
+    table = rows("gradient-bias/README.md", "|                | gain in reward |")
+    assert {name for name, *_ in table} == set(lines.index.unique("surrogate"))
+    for name, *cells in table:
+        own, difference = lines.loc[name], lines.loc[name, "rho"] - lines.loc[beside(name), "rho"]
+        expected = [
+            f"{gain[name]:+.3f}" if name in gain else "",
+            text_of(own["cosine"]),
+            f"{own['signal'].mean():.2f}",
+            f"{own['rho'].mean():+.2f}",
+            "" if name in ("NoClip", "NoClip:grpo", "PSPO") else text_of(difference),
+            f"{own['back'].mean():+.2f}",
+        ]
+        assert [pair for pair in zip(cells, expected, strict=True) if pair[0] != pair[1] and not same(*pair)] == []
+
+
+@pytest.mark.parametrize(("metric", "column"), [("adam", 0), ("plain", 1)])
+def test_gradient_bias_verdicts(metric, column):
+    """Bias's share and rank correlations surrogate by surrogate; verdicts from intervals."""
+    lines, gain = gradients(metric), gains_at_checkpoint()
+    ten = [name for name in lines.index.unique("surrogate") if not name.startswith("NoClip") and name != "PSPO"]
+    assert len(ten) == 10 + 1 - 1
+    shares, ranks = {}, {}
+    for run in gain.index:
+        part = whole = 0.0
+        differences = {name: [] for name in ("rho", "cosine", "root", "realised", "back", "gain", "others")}
+        for name in ten:
+            own, usual = lines.loc[(name, run)], lines.loc[(noclip(name), run)]
+            apart = own["rho"] - usual["rho"]
+            part += (own["cosine"] - usual["cosine"]) * (own["root"] + usual["root"]) / 2 * apart
+            whole += apart**2
+            for measure in ("rho", "cosine", "root", "realised", "back"):
+                differences[measure].append(own[measure] - usual[measure])
+            gained = gain[name] - gain[noclip(name)]
+            differences["gain"].append(gained[run])
+            differences["others"].append(gained.drop(run).mean())
+        shares[run] = part / whole
+        ranks[run] = {name: stats.spearmanr(of, differences["gain"]).statistic for name, of in differences.items()}
+    found = {name: cells[column] for name, *cells in rows("gradient-bias/README.md", "|                         |")}
+    for shown, name in (("rho", "rho"), ("cosine", "cosine"), ("root_signal", "root"), ("realised", "realised"),
+                        ("back", "back"), ("gains of the other runs", "others")):  # fmt: skip
+        assert same(found[shown], text_of(pd.Series({run: of[name] for run, of in ranks.items()})))
+    verdicts = {name[:1]: cells[column] for name, *cells in rows("gradient-bias/README.md", "|  " + " " * 40)}
+    assert same(verdicts["1"].partition(": ")[2], text_of(pd.Series(shares)))
+
+
+def collapse_update(rewards: list[float]) -> int | None:
+    """The first update, from 1, after which the reward is 0.15 below its best before, and is an update later, too."""
+    for i in range(1, len(rewards) - 1):
+        if rewards[i] <= max(rewards[:i]) - 0.15 and rewards[i + 1] <= max(rewards[: i + 1]) - 0.15:
+            return i + 1
+    return None
+
+
+def test_alarms():
+    """AUCs of the page's table, pair by pair."""
+    lines = pd.read_json(RESULTS / "alarms/base.jsonl", lines=True).sort_values("update")
+    runs = dict(list(lines.groupby("run")))
+    at = {name: collapse_update(of["reward"].tolist()) or 1000 for name, of in runs.items()}
+    method, values = {name: of["method"].iloc[0] for name, of in runs.items()}, {}
+    for name, of in runs.items():
+        alarms = of.set_index("update")[["ess_sequence", "ess_token", "kl", "cosine", "entropy"]]
+        alarms["drop"] = of["reward"].cummax().to_numpy() - of["reward"].to_numpy()
+        values[name] = alarms * [-1, -1, 1, -1, 1, 1]
+    collapses = {name: sum(at[run] < 1000 for run in runs if method[run] == name) for name in set(method.values())}
+    table = rows("alarms/README.md", "|                     | collapse | of |")
+    assert {name: (int(found), int(of)) for name, found, of in table} == {
+        name: (found, 16) for name, found in collapses.items()
+    }
+    right, pairs = {}, {}
+    for one, other in itertools.permutations(runs, 2):
+        if method[one] == method[other]:
+            for update in range(1, lines["update"].max() - 5):
+                if update < at[one] <= update + 5 < at[other]:
+                    for alarm in values[one]:
+                        x, y = values[one].loc[update, alarm], values[other].loc[update, alarm]
+                        for group in (method[one], "all methods"):
+                            right[alarm, group] = right.get((alarm, group), 0) + (x > y) + (x == y) / 2
+                            pairs[alarm, group] = pairs.get((alarm, group), 0) + 1
+    text = (RESULTS / "alarms/README.md").read_text(encoding="utf-8")
+    header = next(line for line in text.splitlines() if line.startswith("|") and "any two updates" in line)
+    groups = [cell.strip() for cell in header.strip("|").split("|")][1:-1]
+    for alarm, *cells in rows("alarms/README.md", header):
+        for group, cell in zip(groups, cells, strict=False):
+            if cell:
+                assert float(cell.split()[0]) == pytest.approx(right[alarm, group] / pairs[alarm, group], abs=0.0051)
+            else:
+                assert pairs.get((alarm, group), 0) < 50
