@@ -37,29 +37,59 @@ def collapse(rewards: pd.Series) -> float:
     return float(both.idxmax()) if both.any() else np.inf
 
 
-def auc(lines: pd.DataFrame, name: str, same_update: bool, draws: int = 2000) -> tuple[int, float, float, float]:
-    """Pairs within methods, an alarm's AUC, and its 95% interval by drawing seeds, with all their runs, again."""
+def drawn_seeds(runs: pd.Index, draws: int = 2000) -> np.ndarray:
+    """(draws, runs): how often each run is drawn, where seeds are drawn with all their runs."""
+    seeds, all_seeds = pd.factorize(runs.str.rpartition(" ").get_level_values(2))
+    n = len(all_seeds)
+    return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), draws)[:, seeds]
+
+
+def area(lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = AHEAD) -> tuple[int, float, np.ndarray]:
+    """Pairs within methods, an alarm's AUC, and its AUC (draws,) with the seeds drawn again."""
     table = lines.pivot(index="run", columns="update")
     rewards = table["reward"]
     warns = rewards.cummax(axis=1).sub(rewards) if name == "drop" else table[name] * ALARMS[name]
-    updates = np.arange(rewards.columns.min(), rewards.columns.max() - AHEAD)  # a collapse is known an update later
+    updates = np.arange(rewards.columns.min(), rewards.columns.max() - ahead)  # a collapse is known an update later
     at, values = rewards.apply(collapse, axis=1).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
     methods = lines.groupby("run")["method"].first().reindex(rewards.index).to_numpy()
-    soon, later = (updates < at) & (at <= updates + AHEAD), at > updates + AHEAD
+    soon, later = (updates < at) & (at <= updates + ahead), at > updates + ahead
     pairs = soon[:, None, :, None] & later[None, :, None, :]  # (n, n, U, U)
     pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None, None]
     if same_update:
         pairs &= np.eye(len(updates), dtype=bool)
     right = pairs * (np.sign(values[:, None, :, None] - values[None, :, None, :]) + 1) / 2
     right, total = right.sum(axis=(2, 3)), pairs.sum(axis=(2, 3))  # (n, n)
-    if not total.any():
-        return 0, np.nan, np.nan, np.nan
-    seeds, all_seeds = pd.factorize(rewards.index.str.rpartition(" ").get_level_values(2))
-    n = len(all_seeds)
-    times = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), draws)[:, seeds]  # (draws, runs)
+    times = drawn_seeds(rewards.index)
     with np.errstate(invalid="ignore", divide="ignore"):
         drawn = ((times @ right) * times).sum(axis=1) / ((times @ total) * times).sum(axis=1)
-        return int(total.sum()), right.sum() / total.sum(), *np.nanquantile(drawn, [0.025, 0.975])
+        return int(total.sum()), float(right.sum() / total.sum()), drawn
+
+
+def auc(lines: pd.DataFrame, name: str, same_update: bool, ahead: int = AHEAD) -> tuple[int, float, float, float]:
+    """Pairs, an alarm's AUC and its 95% interval."""
+    pairs, mean, drawn = area(lines, name, same_update, ahead)
+    return pairs, mean, *(np.nanquantile(drawn, [0.025, 0.975]) if pairs else [np.nan, np.nan])
+
+
+def foretells(lines: pd.DataFrame, name: str, ahead: int) -> tuple[float, float, float]:
+    """Partial correlation of an alarm with the reward's change over the next updates, before a collapse.
+
+    Within methods and updates, given the reward and its best so far; with its 95% interval.
+    """
+    table = lines.pivot(index=["method", "run"], columns="update")
+    rewards = table["reward"]
+    columns = {"alarm": table[name] * ALARMS[name], "change": rewards.shift(-ahead, axis=1) - rewards,
+               "reward": rewards, "best": rewards.cummax(axis=1)}  # fmt: skip
+    long = pd.DataFrame({key: of.stack() for key, of in columns.items()}).dropna()
+    at = rewards.apply(collapse, axis=1).reindex(long.index.droplevel("update")).to_numpy()
+    long = long[long.index.get_level_values("update") < at]
+    long -= long.groupby(["method", "update"]).transform("mean")
+    given, asked = long[["reward", "best"]].to_numpy(), long[["alarm", "change"]].to_numpy()
+    x, y = (asked - given @ np.linalg.lstsq(given, asked)[0]).T
+    runs = rewards.index.get_level_values("run")
+    times = drawn_seeds(runs)[:, runs.get_indexer(long.index.get_level_values("run"))]
+    drawn = times @ (x * y) / np.sqrt((times @ x**2) * (times @ y**2))
+    return x @ y / np.sqrt((x @ x) * (y @ y)), *np.quantile(drawn, [0.025, 0.975])
 
 
 def areas(lines: pd.DataFrame) -> pd.DataFrame:
@@ -77,6 +107,22 @@ def table(found: pd.DataFrame) -> str:
     columns = texts.xs(True, level="same").unstack("method")
     columns[f"{ALL}, any two updates"] = texts.xs(False, level="same").xs(ALL, level="method")
     return as_markdown(columns.reindex(list(ALARMS)).fillna("").rename_axis(None))
+
+
+def afterwards(lines: pd.DataFrame) -> str:
+    """A row per alarm of what was not predicted: shorter horizons, ``drop`` minus it, and the change of the reward."""
+    _, mean, drawn = area(lines, "drop")
+    cells = {}
+    for name in ALARMS:
+        cells[name] = {f"within {n}": "{:.2f} [{:.2f}, {:.2f}]".format(*auc(lines, name, True, n)[1:]) for n in (2, 3)}
+        if name != "drop":
+            _, own, own_drawn = area(lines, name)
+            low, high = np.quantile(drawn - own_drawn, [0.025, 0.975])
+            cells[name] |= {
+                "drop's AUC minus it": f"{mean - own:+.2f} [{low:+.2f}, {high:+.2f}]",
+                "correlation with the change": "{:+.2f} [{:+.2f}, {:+.2f}]".format(*foretells(lines, name, 3)),
+            }
+    return as_markdown(pd.DataFrame(cells).T.fillna(""))
 
 
 def no_alarm(cell: pd.Series) -> str:
@@ -149,7 +195,7 @@ def main() -> None:
         found = areas(lines)
         at = lines.pivot(index=["method", "run"], columns="update", values="reward").apply(collapse, axis=1)
         counts = np.isfinite(at).groupby("method").agg(["sum", "size"]).set_axis(["collapse", "of"], axis=1)
-        blocks[path.stem] = table(found)
+        blocks[path.stem], blocks[f"{path.stem}-afterwards"] = table(found), afterwards(lines)
         blocks[f"{path.stem}-collapses"] = as_markdown(counts.astype(str))
         columns[path.stem] = verdicts(found)
         draw(found, folder / f"{path.stem}.svg")

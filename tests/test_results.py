@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
@@ -24,6 +25,12 @@ def rows(page: str, header: str) -> list[list[str]]:
     text = (RESULTS / page).read_text(encoding="utf-8").replace("**", "")
     lines = text[text.index(header) :].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def block(page: str, name: str) -> list[list[str]]:
+    """Cells of the table that a script has written between <!-- NAME --> and <!-- end NAME -->."""
+    text = (RESULTS / page).read_text(encoding="utf-8").partition(f"<!-- {name} -->")[2].partition("<!-- end")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
 
 
 def words(page: str) -> str:
@@ -580,7 +587,7 @@ def beside(name: str) -> str:
 def test_gradient_bias():
     """The page's table, from its lines."""
     lines, gain = gradients(), gains_at_checkpoint().mean()
-    table = rows("gradient-bias/README.md", "|                | gain in reward |")
+    table = block("gradient-bias/README.md", "tiny-base")
     assert {name for name, *_ in table} == set(lines.index.unique("surrogate"))
     for name, *cells in table:
         own, difference = lines.loc[name], lines.loc[name, "rho"] - lines.loc[beside(name), "rho"]
@@ -617,11 +624,11 @@ def test_gradient_bias_verdicts(metric, column):
             differences["others"].append(gained.drop(run).mean())
         shares[run] = part / whole
         ranks[run] = {name: stats.spearmanr(of, differences["gain"]).statistic for name, of in differences.items()}
-    found = {name: cells[column] for name, *cells in rows("gradient-bias/README.md", "|                         |")}
+    found = {name: cells[2 * column] for name, *cells in block("gradient-bias/README.md", "ranks")}
     for shown, name in (("rho", "rho"), ("cosine", "cosine"), ("root_signal", "root"), ("realised", "realised"),
                         ("back", "back"), ("gains of the other runs", "others")):  # fmt: skip
         assert same(found[shown], text_of(pd.Series({run: of[name] for run, of in ranks.items()})))
-    verdicts = {name[:1]: cells[column] for name, *cells in rows("gradient-bias/README.md", "|  " + " " * 40)}
+    verdicts = {name[:1]: cells[column] for name, *cells in block("gradient-bias/README.md", "predictions")}
     assert same(verdicts["1"].partition(": ")[2], text_of(pd.Series(shares)))
 
 
@@ -644,7 +651,7 @@ def test_alarms():
         alarms["drop"] = of["reward"].cummax().to_numpy() - of["reward"].to_numpy()
         values[name] = alarms * [-1, -1, 1, -1, 1, 1]
     collapses = {name: sum(at[run] < 1000 for run in runs if method[run] == name) for name in set(method.values())}
-    table = rows("alarms/README.md", "|                     | collapse | of |")
+    table = block("alarms/README.md", "base-collapses")
     assert {name: (int(found), int(of)) for name, found, of in table} == {
         name: (found, 16) for name, found in collapses.items()
     }
@@ -658,12 +665,41 @@ def test_alarms():
                         for group in (method[one], "all methods"):
                             right[alarm, group] = right.get((alarm, group), 0) + (x > y) + (x == y) / 2
                             pairs[alarm, group] = pairs.get((alarm, group), 0) + 1
-    text = (RESULTS / "alarms/README.md").read_text(encoding="utf-8")
-    header = next(line for line in text.splitlines() if line.startswith("|") and "any two updates" in line)
-    groups = [cell.strip() for cell in header.strip("|").split("|")][1:-1]
-    for alarm, *cells in rows("alarms/README.md", header):
+    groups = ["all methods", "tiny-base NoClip", "tiny-base P3O", "tiny-base REINFORCE"]
+    for alarm, *cells in block("alarms/README.md", "base"):
         for group, cell in zip(groups, cells, strict=False):
             if cell:
                 assert float(cell.split()[0]) == pytest.approx(right[alarm, group] / pairs[alarm, group], abs=0.0051)
             else:
                 assert pairs.get((alarm, group), 0) < 50
+
+
+def test_alarms_in_words():
+    lines = pd.read_json(RESULTS / "alarms/base.jsonl", lines=True).sort_values(["method", "run", "update"])
+    table = {name: cells for name, *cells in block("alarms/README.md", "base")}
+    later = {name: cells for name, *cells in block("alarms/README.md", "base-afterwards")}
+    rewards = lines.groupby(["method", "update"])["reward"].mean()["tiny-base NoClip"]
+    text = words("alarms/README.md")
+    for sentence in (
+        f"the highest AUC, {table['drop'][0]}",
+        f"token KL (difference {later['kl'][2].replace('+', '')})",
+        f"fresh gradients ({later['cosine'][2].replace('+', '')})",
+        f"whole completions has {table['ess_sequence'][0]}",
+        f"partial correlations {later['kl'][3].split()[0]} and {later['cosine'][3].split()[0]}",
+        f"NoClip's mean is {rewards[3]:.2f} after three updates, {rewards[10]:.2f} after ten and {rewards[24]:.2f}",
+        f"KL's AUC is {table['kl'][4].split()[0]} in place of {table['kl'][0].split()[0]}",
+        f"`drop`'s {table['drop'][4].split()[0]} in place of {table['drop'][0].split()[0]}",
+        f"entropy's {table['entropy'][4].split()[0]} in place of {table['entropy'][0].split()[0]}",
+    ):
+        assert sentence in text, sentence
+
+    at = {run: collapse_update(of["reward"].tolist()) or 1000 for run, of in lines.groupby("run")}
+    after = lines.groupby("run")["reward"].shift(-3)
+    frame = pd.DataFrame({"group": lines["method"] + lines["update"].map(str), "change": after - lines["reward"],
+                          "reward": lines["reward"], "best": lines.groupby("run")["reward"].cummax(),
+                          "kl": lines["kl"], "cosine": -lines["cosine"]})  # fmt: skip
+    frame = frame[lines["update"] < lines["run"].map(at)].dropna()
+    cells = pd.get_dummies(frame["group"]).join(frame[["reward", "best"]]).astype(float).to_numpy()
+    for name in ("kl", "cosine"):  # partial correlation by regressing on all cells and rewards at once
+        y, x = (frame[of] - cells @ np.linalg.lstsq(cells, frame[of], rcond=None)[0] for of in ("change", name))
+        assert float(later[name][3].split()[0]) == pytest.approx(np.corrcoef(x, y)[0, 1], abs=0.0051)
