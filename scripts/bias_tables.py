@@ -22,6 +22,8 @@ from pspo.report.tables import as_markdown, over_seeds
 
 LEFT_OUT = "PSPO"  # NoClip counted again
 REPLAY = "NoClip::replay"
+SIZES = {"length": "norm2", "noise": "variance"}  # squared, of a gradient's mean and of what varies around it
+GROUPS = [FOUR, ["P3O", "VESPO"]]  # that gain alike, and less than the others: seen afterwards
 METRICS, LAG = ["adam", "plain"], 8  # the first is the primary one
 
 
@@ -116,14 +118,17 @@ def verdicts(found: pd.DataFrame, gained: pd.DataFrame) -> dict[str, str]:
 def surrogates(found: pd.DataFrame, gained: pd.DataFrame) -> str:
     """A row per surrogate, best gain first, from the lines of one metric at lag 8."""
     rows, base = beside_noclip(table := by_run(found))
+    apart = intervals((rows - base)["cosine"].unstack())
+    ratios = {name: ((rows / base)[of] ** 0.5).groupby("surrogate").mean() for name, of in SIZES.items()}
     of = {name: intervals(table[name].unstack()) for name in ("cosine", "signal", "rho", "back")}
     gain = gained.mean().reindex(of["rho"].index)
     columns = {
         "gain in reward": gain.map("{:+.3f}".format, na_action="ignore"),
         "cosine": of["cosine"].apply(as_text, axis=1),
+        "minus NoClip's": apart.apply(as_text, axis=1),
+        **{name: of.map("{:.2f}".format) for name, of in ratios.items()},
         "signal": of["signal"]["mean"].map("{:.2f}".format),
         "rho": of["rho"]["mean"].map("{:+.2f}".format),
-        "rho minus NoClip's": intervals((rows - base)["rho"].unstack()).apply(as_text, axis=1),
         "back": of["back"]["mean"].map("{:+.2f}".format),
     }
     order = gain.sort_values(ascending=False).index
@@ -148,31 +153,56 @@ def draw(found: pd.DataFrame, gained: pd.DataFrame, path: Path) -> None:
             axes.set(xlabel=title, yticks=y, yticklabels=names)
 
 
+def afterwards(found: pd.DataFrame, gained: pd.DataFrame) -> dict[str, pd.Series]:
+    """By run, numbers of the page's text that were not predicted."""
+    rows, base = beside_noclip(by_run(found))
+    clip, noclip = (by_run(found)["dot"].xs(name, level="surrogate") for name in ("Clip", "NoClip"))
+    names = rows.index.get_level_values("surrogate")
+    group = pd.Series(np.select([names.isin(of) for of in GROUPS], [0, 1], 2), rows.index)
+    alike, others = group == 2, ~names.isin(FOUR) & (names != REPLAY)
+    wider = by_run(found.assign(second=found["norm2"] + (found["second"] - found["norm2"]) / 8))["rho"].unstack()
+    return {
+        "share of NoClip's progress that Clip cuts": 1 - clip / noclip,
+        "NoClip's bias, of the true gradient's square": by_run(found)["bias2"].unstack()["NoClip"],
+        "rank correlation of the three groups with the gain": correlations(
+            rows.assign(rho=group), base.assign(rho=0), gained)["rho"],
+        "rank correlation of rho within the last group": correlations(rows[alike], base[alike], gained)["rho"],
+        "bias's share without the four": share_of_bias(rows[others], base[others]),
+        "REINFORCE's gain minus NoClip's": gained["REINFORCE"] - gained["NoClip"],
+        "REINFORCE's rho minus NoClip's at 256 x 8": wider["REINFORCE"] - wider["NoClip"],
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with base.jsonl, math.jsonl and README.md")
     parser.add_argument("--moves", type=Path, required=True)
     args = parser.parse_args()
-    moves, blocks, columns, ranks = pd.read_csv(args.moves), {}, {}, {}
+    moves, blocks, columns = pd.read_csv(args.moves), {}, {}
     for path in sorted(args.folder.glob("*.jsonl")):
         lines, model = pd.DataFrame(read_jsonl(path)), f"tiny-{path.stem}"
         stale, gained = lines[lines["lag"] == LAG], gains(moves, lines, model)
         for metric in METRICS:
             found = stale[stale["metric"] == metric]
             columns[f"{model}, {metric}"] = verdicts(found, gained)
-            rows, base = beside_noclip(by_run(found))
-            ranks[f"{model}, {metric}"] = intervals(correlations(rows, base, gained))
-            others = ~rows.index.isin(FOUR, level="surrogate")
-            ranks[f"{model}, {metric}, without the four"] = intervals(correlations(rows[others], base[others], gained))
+        adam, plain = (columns[f"{model}, {metric}"] for metric in METRICS)
+        differ = sorted({row[0] for row in adam if adam[row].partition(":")[0] != plain[row].partition(":")[0]})
         primary, on_time = (of[of["metric"] == METRICS[0]] for of in (stale, lines[lines["lag"] == 0]))
+        rows, base = beside_noclip(by_run(primary))
+        others = ~rows.index.isin(FOUR, level="surrogate")
+        ranks = {"ten surrogates": correlations(rows, base, gained),
+                 "without the four that cut": correlations(rows[others], base[others], gained)}  # fmt: skip
+        ranks = {name: intervals(of).apply(as_text, axis=1) for name, of in ranks.items()}
+        blocks[f"{model} ranks"] = as_markdown(pd.DataFrame(ranks))
         blocks[model] = surrogates(primary, gained)
         draw(primary, gained, args.folder / f"{path.stem}.svg")
         if not on_time.empty:
             verdict = judge(intervals(by_run(on_time)["cosine"].unstack()[[REPLAY]]), 0.97, 1.03)
-            columns[f"{model}, {METRICS[0]}"] |= {"8: at lag 0 NoClip::replay's cosine is 1, within 0.03": verdict}
+            adam["8: at lag 0 NoClip::replay's cosine is 1, within 0.03"] = verdict
+        adam["9: all the same in the metric plain"] = f"failed: {', '.join(differ)}" if differ else "held"
+        after = intervals(pd.DataFrame(afterwards(primary, gained))).apply(as_text, axis=1)
+        blocks[f"{model} afterwards"] = as_markdown(after.to_frame("mean over runs"))
     blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
-    ranks = {name: of.apply(as_text, axis=1) for name, of in ranks.items()}
-    blocks["ranks"] = as_markdown(pd.DataFrame(ranks))
     fill(args.folder / "README.md", blocks)
 
 

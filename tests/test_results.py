@@ -565,7 +565,7 @@ def test_equal_movement_in_words():
 def gradients(metric: str = "adam", lag: int = 8) -> pd.DataFrame:
     """Rows (surrogate, run) of the gradient-bias study, one checkpoint of each run."""
     lines = pd.read_json(RESULTS / "gradient-bias/base.jsonl", lines=True)
-    lines = lines.query("metric == @metric and lag == @lag").set_index(["surrogate", "run"])
+    lines = lines.query("metric == @metric and lag == @lag").set_index(["surrogate", "run"]).drop(columns="metric")
     assert set(lines["rollouts"]) == {9}
     assert lines.index.is_unique
     cosine = lines["dot"] / (lines["norm2"] * lines["target2"]) ** 0.5
@@ -590,46 +590,84 @@ def test_gradient_bias():
     table = block("gradient-bias/README.md", "tiny-base")
     assert {name for name, *_ in table} == set(lines.index.unique("surrogate"))
     for name, *cells in table:
-        own, difference = lines.loc[name], lines.loc[name, "rho"] - lines.loc[beside(name), "rho"]
+        own, usual = lines.loc[name], lines.loc[beside(name)]
+        compared = name not in ("NoClip", "NoClip:grpo", "PSPO")
+        sizes = [(own[of] / own["target2"] / (usual[of] / usual["target2"])) ** 0.5 for of in ("norm2", "variance")]
         expected = [
             f"{gain[name]:+.3f}" if name in gain else "",
             text_of(own["cosine"]),
+            text_of(own["cosine"] - usual["cosine"]) if compared else "",
+            *(f"{of.mean():.2f}" if compared else "" for of in sizes),
             f"{own['signal'].mean():.2f}",
             f"{own['rho'].mean():+.2f}",
-            "" if name in ("NoClip", "NoClip:grpo", "PSPO") else text_of(difference),
             f"{own['back'].mean():+.2f}",
         ]
         assert [pair for pair in zip(cells, expected, strict=True) if pair[0] != pair[1] and not same(*pair)] == []
 
 
-@pytest.mark.parametrize(("metric", "column"), [("adam", 0), ("plain", 1)])
-def test_gradient_bias_verdicts(metric, column):
-    """Bias's share and rank correlations surrogate by surrogate; verdicts from intervals."""
-    lines, gain = gradients(metric), gains_at_checkpoint()
+@pytest.mark.parametrize("metric", ["adam", "plain"])
+def test_gradient_bias_verdicts(metric):
+    """Bias's share, with and without the four that cut, and rank correlations, surrogate by surrogate."""
+    lines, gain, column = gradients(metric), gains_at_checkpoint(), ["adam", "plain"].index(metric)
     ten = [name for name in lines.index.unique("surrogate") if not name.startswith("NoClip") and name != "PSPO"]
-    assert len(ten) == 10 + 1 - 1
-    shares, ranks = {}, {}
-    for run in gain.index:
-        part = whole = 0.0
-        differences = {name: [] for name in ("rho", "cosine", "root", "realised", "back", "gain", "others")}
-        for name in ten:
-            own, usual = lines.loc[(name, run)], lines.loc[(noclip(name), run)]
-            apart = own["rho"] - usual["rho"]
-            part += (own["cosine"] - usual["cosine"]) * (own["root"] + usual["root"]) / 2 * apart
-            whole += apart**2
-            for measure in ("rho", "cosine", "root", "realised", "back"):
-                differences[measure].append(own[measure] - usual[measure])
-            gained = gain[name] - gain[noclip(name)]
-            differences["gain"].append(gained[run])
-            differences["others"].append(gained.drop(run).mean())
-        shares[run] = part / whole
-        ranks[run] = {name: stats.spearmanr(of, differences["gain"]).statistic for name, of in differences.items()}
-    found = {name: cells[2 * column] for name, *cells in block("gradient-bias/README.md", "ranks")}
-    for shown, name in (("rho", "rho"), ("cosine", "cosine"), ("root_signal", "root"), ("realised", "realised"),
-                        ("back", "back"), ("gains of the other runs", "others")):  # fmt: skip
-        assert same(found[shown], text_of(pd.Series({run: of[name] for run, of in ranks.items()})))
+    assert len(ten) == 10
+    found, measures = {}, ("rho", "cosine", "root", "realised", "back", "gain", "others", "group")
+    for names, left_out in (("ten", []), ("six", FOUR), ("four", [*FOUR, "P3O", "VESPO"])):
+        for run in gain.index:
+            part = whole = 0.0
+            differences = {name: [] for name in measures}
+            for name in (of for of in ten if of not in left_out):
+                own, usual = lines.loc[(name, run)], lines.loc[(noclip(name), run)]
+                apart = own["rho"] - usual["rho"]
+                part += (own["cosine"] - usual["cosine"]) * (own["root"] + usual["root"]) / 2 * apart
+                whole += apart**2
+                gained = gain[name] - gain[noclip(name)]
+                group = 0 if name in FOUR else 1 if name in ("P3O", "VESPO") else 2
+                others = [gained[run], gained.drop(run).mean(), group]
+                for measure, value in zip(measures, [*(own - usual)[list(measures[:5])], *others], strict=True):
+                    differences[measure].append(value)
+            ranks = {of: stats.spearmanr(x, differences["gain"]).statistic for of, x in differences.items()
+                     if len(set(x)) > 1}  # fmt: skip
+            found[names, run] = ranks | {"share": part / whole}
+    found = pd.DataFrame(found).T.astype(float)
     verdicts = {name[:1]: cells[column] for name, *cells in block("gradient-bias/README.md", "predictions")}
-    assert same(verdicts["1"].partition(": ")[2], text_of(pd.Series(shares)))
+    for row, measure in (("1", "share"), ("5", "rho"), ("6", "realised")):
+        assert same(verdicts[row].partition(": ")[2], text_of(found.loc["ten", measure]))
+    if metric == "adam":
+        ranks = {name: cells for name, *cells in block("gradient-bias/README.md", "tiny-base ranks")}
+        for shown, measure in (("rho", "rho"), ("cosine", "cosine"), ("root_signal", "root"), ("realised", "realised"),
+                               ("back", "back"), ("gains of the other runs", "others")):  # fmt: skip
+            for cell, names in zip(ranks[shown], ("ten", "six"), strict=True):
+                assert same(cell, text_of(found.loc[names, measure]))
+        groups, within, share = [cell for _, cell in block("gradient-bias/README.md", "tiny-base afterwards")][2:5]
+        assert same(groups, text_of(found.loc["ten", "group"]))
+        assert same(within, text_of(found.loc["four", "rho"]))
+        assert same(share, text_of(found.loc["six", "share"]))
+
+
+def test_gradient_bias_in_words():
+    lines, gain, text = gradients(), gains_at_checkpoint(), words("gradient-bias/README.md")
+    dot, cosine = lines["dot"], lines["cosine"].groupby("surrogate").mean()
+    cut = 1 - dot["Clip"] / dot["NoClip"]
+    of_noclip = lines.loc["NoClip"]
+    bias = (of_noclip["norm2"] - 2 * of_noclip["dot"] + of_noclip["target2"]) / of_noclip["target2"]
+    wider = lines["dot"] / (lines["target2"] * (lines["norm2"] + (lines["second"] - lines["norm2"]) / 8)) ** 0.5
+    apart = lines.loc["REINFORCE"] - of_noclip
+    later = gains_at_checkpoint(16).mean()
+    shown = [cell for _, cell in block("gradient-bias/README.md", "tiny-base afterwards")]
+    for cell, values in zip((*shown[:2], *shown[5:]), (cut, bias, gain["REINFORCE"] - gain["NoClip"],
+                                                      wider["REINFORCE"] - wider["NoClip"]), strict=True):  # fmt: skip
+        assert same(cell, text_of(values))
+    for sentence in (
+        f"has a cosine of {cosine['NoClip']:.2f} with",
+        f"({100 * cut.mean():.0f}% of its",
+        f"cosine {cosine['Clip']:.2f}; GSPO's is {cosine['GSPO:grpo']:.2f}, DPPO's and GMPO's are {cosine['DPPO']:.2f}",
+        f"point along it ({cosine['P3O']:.2f}, {cosine['VESPO']:.2f})",
+        f"gains are NoClip's ({later['P3O'] - later['NoClip']:.3f} and {later['VESPO'] - later['NoClip']:.3f})",
+        f"trades cosine ({apart['cosine'].mean():.3f}) for signal**: rho {apart['rho'].mean():+.3f}".replace("**", ""),
+        f"NoClip's bias is {100 * bias.mean():.0f}% of",
+    ):
+        assert sentence in text, sentence
 
 
 def collapse_update(rewards: list[float]) -> int | None:
