@@ -1,8 +1,9 @@
 """Tables and picture of the equal-movement study: python scripts/moves.py FOLDER [base.jsonl math.jsonl ...]
 
-Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv; base-controls.jsonl has
-tiny-base's second and third stage, base-rate.jsonl the fourth. From that it writes differences.csv, differences.svg,
-and in README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv. Of tiny-base
+base-controls.jsonl has the second and third stage, base-rate.jsonl the fourth, and base-latenoclip.jsonl and
+base-lateclip.jsonl have the fifth. Writes differences.csv, differences.svg, and in README.md what stands between
+<!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -185,6 +186,30 @@ def at_one_rate(moves: pd.DataFrame) -> tuple[str, str]:
     return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
 
+def own_checkpoints(moves: pd.DataFrame) -> tuple[str, str]:
+    """The table of the fifth stage, with a row per method whose runs were forked, and verdicts on its predictions."""
+    rows, apart = {}, {}
+    for stage, of in moves.groupby("stage", sort=False):
+        method = {"latenoclip": "NoClip", "lateclip": "Clip"}[stage]
+        apart[method] = differences(of, {"Clip": "NoClip"})
+        changes = over_runs(of, "correct").set_index("surrogate").loc[["NoClip", "Clip"]].apply(interval, axis=1)
+        rows[f"{method}'s runs"] = {
+            "correct before": f"{of['correct_before'].mean():.3f}",
+            "KL from the drawer": f"{of['kl_drawer_before'].mean():.4f}",
+            "NoClip": changes["NoClip"],
+            "Clip": changes["Clip"],
+            "Clip minus NoClip": interval(apart[method].iloc[0]),
+        }
+    base = moves[moves["stage"] == "latenoclip"][["run", "surrogate", "correct"]]
+    pairs = moves[moves["stage"] == "lateclip"].merge(base, on=["run", "surrogate"], suffixes=("", "_base"))
+    pairs["correct"] -= pairs.pop("correct_base")
+    verdicts = {
+        "17: from Clip's runs Clip is NoClip, within 0.02": judge(apart["Clip"], -0.02, 0.02),
+        "18: from NoClip's runs it is further below": judge(differences(pairs, {"Clip": "NoClip"}), low=0),
+    }
+    return as_markdown(pd.DataFrame(rows).T), as_markdown(pd.DataFrame({"verdict": verdicts}))
+
+
 def draw(moves: pd.DataFrame, path: Path) -> None:
     """Draw each surrogate's change with its interval: lag 8 filled, lag 0, where it is complete, open."""
     changes = over_runs(moves, "correct")
@@ -214,7 +239,7 @@ def main() -> None:
         write_csv(read_moves(args.files), args.folder / "moves.csv")
     moves = pd.read_csv(args.folder / "moves.csv")
     first, second, fourth = (moves[moves["stage"] == stage] for stage in ("first", "controls", "rate"))
-    first = first[first["matched"].astype(bool)]
+    first, fifth = first[first["matched"].astype(bool)], moves[moves["stage"].str.startswith("late")]
     found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
     draw(first, args.folder / "differences.svg")
@@ -223,6 +248,8 @@ def main() -> None:
         blocks["controls"], blocks["verdicts"] = controls(second)
     if not fourth.empty:
         blocks["rate"], blocks["rate verdicts"] = at_one_rate(fourth)
+    if not fifth.empty:
+        blocks["late"], blocks["late verdicts"] = own_checkpoints(fifth)
     fill(args.folder / "README.md", blocks)
 
 

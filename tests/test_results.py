@@ -431,7 +431,7 @@ def interval(values: pd.Series, digits: int) -> str:
 def forks(model: str, lag: int = 8, stage: str = "first") -> pd.DataFrame:
     """Forks of the equal-movement study: rows (surrogate, run, rollouts), the unmatched among them."""
     moves = pd.read_csv(RESULTS / "equal-movement/moves.csv")
-    moves = moves.query("model == @model and lag == @lag and stage == @stage")
+    moves = moves.query("model == @model and lag == @lag and stage == @stage").astype({"matched": bool})
     assert moves.value_counts(["run", "rollouts"]).nunique() == 1
     assert ((abs(moves["kl"] / moves["aim"] - 1) <= 0.02) == moves["matched"]).all()
     return moves.set_index(["surrogate", "run", "rollouts"])
@@ -560,6 +560,41 @@ def test_equal_movement_in_words():
     assert len(unmoved) == 6
     assert "in six of GSPO's no token has weight" in text
     assert math.loc["GSPO:grpo"].groupby("run")["matched"].any().sum() == 8
+
+
+def changes(stage: str) -> pd.DataFrame:
+    """Of a later stage, one checkpoint of each run: rows run, columns (measure, surrogate)."""
+    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("stage == @stage")
+    return moves.pivot(index="run", columns="surrogate", values=["correct", "kl", "lr", "correct_before"])
+
+
+def test_equal_movement_at_one_rate():
+    correct, kl = changes("rate")["correct"], changes("rate")["kl"]
+    assert (changes("rate")["lr"] == 2e-4).all(axis=None)
+    table = block("equal-movement/README.md", "rate")
+    assert len(table) == 7
+    for name, change, apart, moved in table:
+        base = "NoClip::shuffled" if name == "Clip::shuffled" else "NoClip"
+        assert same(change, text_of(correct[name]))
+        assert same(apart, text_of(correct[name] - correct[base])) or (name.startswith("NoClip") and not apart)
+        assert moved == f"{kl[name].mean():.4f}"
+    verdicts = [cell for _, cell in block("equal-movement/README.md", "rate verdicts")]
+    inward = text_of(correct["Clip"] - correct["cuts.Cut(keep='nothing')"])
+    assert same(verdicts[3].partition(": ")[2], inward)
+
+
+def test_equal_movement_from_clips_own_runs():
+    stages = {"NoClip": changes("latenoclip"), "Clip": changes("lateclip")}
+    difference = {}
+    for name, before, _, *cells in block("equal-movement/README.md", "late"):
+        of = stages[name.removesuffix("'s runs")]
+        difference[name] = of["correct"]["Clip"] - of["correct"]["NoClip"]
+        assert before == f"{of['correct_before']['Clip'].mean():.3f}"
+        for cell, values in zip(cells, (*(of["correct"][each] for each in stages), difference[name]), strict=True):
+            assert same(cell, text_of(values))
+    inside, further = [cell.partition(": ")[2] for _, cell in block("equal-movement/README.md", "late verdicts")]
+    assert same(inside, text_of(difference["Clip's runs"]))
+    assert same(further, text_of(difference["Clip's runs"] - difference["NoClip's runs"]))
 
 
 def gradients(metric: str = "adam", lag: int = 8) -> pd.DataFrame:
