@@ -581,6 +581,15 @@ def test_equal_movement_at_one_rate():
     verdicts = [cell for _, cell in block("equal-movement/README.md", "rate verdicts")]
     inward = text_of(correct["Clip"] - correct["cuts.Cut(keep='nothing')"])
     assert same(verdicts[3].partition(": ")[2], inward)
+    mean, moved, cut = correct.mean(), kl.mean(), "cuts.Cut(keep='nothing')"
+    text = words("equal-movement/README.md")
+    for sentence in (
+        f"(KL {moved['Clip']:.4f} against {moved['NoClip']:.4f})",
+        f"still ends {mean['NoClip'] - mean['Clip']:.3f} below NoClip and {-mean['Clip']:.3f} below where it began",
+        f"the cut of all is {mean['NoClip'] - mean[cut]:.3f} below NoClip, Clip another {mean[cut] - mean['Clip']:.3f}",
+        f"Clip loses {mean['NoClip::shuffled'] - mean['Clip::shuffled']:.3f} more than NoClip. We had expected",
+    ):
+        assert sentence in text, sentence
 
 
 def test_equal_movement_from_clips_own_runs():
@@ -595,6 +604,17 @@ def test_equal_movement_from_clips_own_runs():
     inside, further = [cell.partition(": ")[2] for _, cell in block("equal-movement/README.md", "late verdicts")]
     assert same(inside, text_of(difference["Clip's runs"]))
     assert same(further, text_of(difference["Clip's runs"] - difference["NoClip's runs"]))
+    gain = stages["Clip"]["correct"].mean()
+    text = words("equal-movement/README.md")
+    at_one_rate = changes("rate")["correct"].mean()
+    for sentence in (
+        f"as far below ({at_one_rate['NoClip'] - at_one_rate['Clip']:.3f}), and from checkpoints of its own runs "
+        f"({gain['NoClip'] - gain['Clip']:.3f})",
+        f"Clip is {gain['NoClip'] - gain['Clip']:.3f} below NoClip. 17 failed.",
+        f"But there it gains ({gain['Clip']:+.3f})",
+        f"NoClip gains more from Clip's checkpoints ({gain['NoClip']:+.3f}) than",
+    ):
+        assert sentence in text, sentence
 
 
 def gradients(metric: str = "adam", lag: int = 8) -> pd.DataFrame:
