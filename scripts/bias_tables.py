@@ -166,7 +166,7 @@ def afterwards(found: pd.DataFrame, gained: pd.DataFrame) -> dict[str, pd.Series
         "NoClip's bias, of the true gradient's square": by_run(found)["bias2"].unstack()["NoClip"],
         "rank correlation of the three groups with the gain": correlations(
             rows.assign(rho=group), base.assign(rho=0), gained)["rho"],
-        "rank correlation of rho within the last group": correlations(rows[alike], base[alike], gained)["rho"],
+        "rank correlation of rho within the best group": correlations(rows[alike], base[alike], gained)["rho"],
         "bias's share without the four": share_of_bias(rows[others], base[others]),
         "REINFORCE's gain minus NoClip's": gained["REINFORCE"] - gained["NoClip"],
         "REINFORCE's rho minus NoClip's at 256 x 8": wider["REINFORCE"] - wider["NoClip"],

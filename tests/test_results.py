@@ -525,15 +525,18 @@ def test_equal_movement_in_words():
     kept = (controls["correct"][outward] - controls["correct"]["NoClip"]).groupby("run").mean()
     inward = text_of(kept).replace("+", "")
     rate = {name: stats.gmean(controls["lr"][name] / controls["lr"]["NoClip"]) for name in ("Clip", cut)}
-    assert gain_0["Clip"] / gain_0["NoClip"] == pytest.approx(1.25, abs=0.02)
+    less = {name: gain[noclip(name)] - gain[name] for name in FOUR}
+    moved = (controls["kl_drawer"] - controls["kl_drawer_before"]).groupby("surrogate").mean()
+    nearer, further = [-moved[shuffled(name)] for name in FOUR], moved["NoClip::shuffled"]
     text = words("equal-movement/README.md")
     for sentence in (
-        f"NoClip's step changes the correct answers by {gain['NoClip']:+.3f}, SAPO's and TOPR's as much, "
-        f"but GMPO's by {gain['GMPO:grpo']:+.3f}, DPPO's by {gain['DPPO']:+.3f}, Clip's by {gain['Clip']:+.3f} "
-        f"and GSPO's by {gain['GSPO:grpo']:+.3f}",
-        f"NoClip's gains {gain_0['NoClip']:+.3f}, Clip's a quarter more ({gain_0['Clip']:+.3f}), "
+        f"NoClip's step changes the correct answers by {gain['NoClip']:+.3f}, SAPO's and TOPR's by about as much; "
+        f"DPPO's and GMPO's end {less['DPPO']:.3f} and {less['GMPO:grpo']:.3f} lower, Clip's {less['Clip']:.3f} "
+        f"and GSPO's {less['GSPO:grpo']:.3f}",
+        f"NoClip's gains {gain_0['NoClip']:+.3f}, Clip's {gain_0['Clip'] - gain_0['NoClip']:.3f} more, "
         f"none less than {gain_0.drop('NoClip::shuffled').min():+.3f}",
-        f"Clip is {-apart.loc['Clip', 9]:.3f} below NoClip there, {-apart.loc['Clip', 16]:.3f} at the second",
+        f"gap is {-apart.loc['Clip', 9]:.3f} after 9 rollouts of the runs and {-apart.loc['Clip', 16]:.3f} after 16",
+        f"a KL of {min(nearer):.4f} to {max(nearer):.4f}; NoClip ends {further:.4f} further",
         f"Clip, DPPO and GMPO lie {min(below):.3f} to {max(below):.3f} below NoClip, "
         f"which gains {gain_math['NoClip']:+.3f}",
         f"Before the step {moves['correct_before'].mean():.2f} of the answers are correct on tiny-base, "
@@ -541,7 +544,7 @@ def test_equal_movement_in_words():
         f"Clip's change minus NoClip's is {apart.loc['Clip', 9]:+.3f} and {apart.loc['Clip', 16]:+.3f}, "
         f"P3O's {apart.loc['P3O', 9]:+.3f} and {apart.loc['P3O', 16]:+.3f}",
         f"At lag 0 NoClip gains {at_0.loc['NoClip', 9]:+.3f} and {at_0.loc['NoClip', 16]:+.3f}",
-        f"On tiny-math NoClip gains {at_math.loc['NoClip', 9]:+.3f} and {at_math.loc['NoClip', 16]:+.3f}",
+        f"There NoClip gains {at_math.loc['NoClip', 9]:+.3f} and {at_math.loc['NoClip', 16]:+.3f}",
         f"There {sum(~math['matched'])} of {len(math)} forks are not matched",
         f"before the step {drawer:.4f}",
         f"rates of {slowest} to {fastest} against 1e-5",
@@ -586,7 +589,8 @@ def test_equal_movement_at_one_rate():
     for sentence in (
         f"(KL {moved['Clip']:.4f} against {moved['NoClip']:.4f})",
         f"still ends {mean['NoClip'] - mean['Clip']:.3f} below NoClip and {-mean['Clip']:.3f} below where it began",
-        f"the cut of all is {mean['NoClip'] - mean[cut]:.3f} below NoClip, Clip another {mean[cut] - mean['Clip']:.3f}",
+        f"({moved[cut]:.4f}) and gains nothing, {mean['NoClip'] - mean[cut]:.3f} below NoClip",
+        f"ends another {mean[cut] - mean['Clip']:.3f}",
         f"Clip loses {mean['NoClip::shuffled'] - mean['Clip::shuffled']:.3f} more than NoClip. We had expected",
     ):
         assert sentence in text, sentence
@@ -604,12 +608,13 @@ def test_equal_movement_from_clips_own_runs():
     inside, further = [cell.partition(": ")[2] for _, cell in block("equal-movement/README.md", "late verdicts")]
     assert same(inside, text_of(difference["Clip's runs"]))
     assert same(further, text_of(difference["Clip's runs"] - difference["NoClip's runs"]))
-    gain = stages["Clip"]["correct"].mean()
+    of_noclip, gain = (of["correct"].mean() for of in stages.values())
     text = words("equal-movement/README.md")
     at_one_rate = changes("rate")["correct"].mean()
     for sentence in (
-        f"as far below ({at_one_rate['NoClip'] - at_one_rate['Clip']:.3f}), and from checkpoints of its own runs "
-        f"({gain['NoClip'] - gain['Clip']:.3f})",
+        f"(at one learning rate {at_one_rate['NoClip'] - at_one_rate['Clip']:.3f})",
+        f"({gain['NoClip'] - gain['Clip']:.3f} from Clip's own runs, "
+        f"{of_noclip['NoClip'] - of_noclip['Clip']:.3f} from NoClip's",
         f"Clip is {gain['NoClip'] - gain['Clip']:.3f} below NoClip. 17 failed.",
         f"But there it gains ({gain['Clip']:+.3f})",
         f"NoClip gains more from Clip's checkpoints ({gain['NoClip']:+.3f}) than",
@@ -715,8 +720,8 @@ def test_gradient_bias_in_words():
         assert same(cell, text_of(values))
     for sentence in (
         f"has a cosine of {cosine['NoClip']:.2f} with",
-        f"({100 * cut.mean():.0f}% of its",
-        f"cosine {cosine['Clip']:.2f}; GSPO's is {cosine['GSPO:grpo']:.2f}, DPPO's and GMPO's are {cosine['DPPO']:.2f}",
+        f"is {100 * cut.mean():.0f}% of NoClip's, and what is left points slightly against it ({cosine['Clip']:.2f})",
+        f"GSPO's has {cosine['GSPO:grpo']:.2f}, DPPO's and GMPO's {cosine['DPPO']:.2f}",
         f"point along it ({cosine['P3O']:.2f}, {cosine['VESPO']:.2f})",
         f"gains are NoClip's ({later['P3O'] - later['NoClip']:.3f} and {later['VESPO'] - later['NoClip']:.3f})",
         f"trades cosine ({apart['cosine'].mean():.3f}) for signal**: rho {apart['rho'].mean():+.3f}".replace("**", ""),
@@ -775,10 +780,10 @@ def test_alarms_in_words():
     text = words("alarms/README.md")
     for sentence in (
         f"the highest AUC, {table['drop'][0]}",
-        f"token KL (difference {later['kl'][2].replace('+', '')})",
+        f"token KL ({later['kl'][2].replace('+', '')})",
         f"fresh gradients ({later['cosine'][2].replace('+', '')})",
         f"whole completions has {table['ess_sequence'][0]}",
-        f"partial correlations {later['kl'][3].split()[0]} and {later['cosine'][3].split()[0]}",
+        "correlations " + ", ".join(later[name][3].split()[0] for name in ("kl", "cosine", "ess_token")),
         f"NoClip's mean is {rewards[3]:.2f} after three updates, {rewards[10]:.2f} after ten and {rewards[24]:.2f}",
         f"KL's AUC is {table['kl'][4].split()[0]} in place of {table['kl'][0].split()[0]}",
         f"`drop`'s {table['drop'][4].split()[0]} in place of {table['drop'][0].split()[0]}",
@@ -790,9 +795,9 @@ def test_alarms_in_words():
     after = lines.groupby("run")["reward"].shift(-3)
     frame = pd.DataFrame({"group": lines["method"] + lines["update"].map(str), "change": after - lines["reward"],
                           "reward": lines["reward"], "best": lines.groupby("run")["reward"].cummax(),
-                          "kl": lines["kl"], "cosine": -lines["cosine"]})  # fmt: skip
+                          "kl": lines["kl"], "cosine": -lines["cosine"], "ess_token": -lines["ess_token"]})  # fmt: skip
     frame = frame[lines["update"] < lines["run"].map(at)].dropna()
     cells = pd.get_dummies(frame["group"]).join(frame[["reward", "best"]]).astype(float).to_numpy()
-    for name in ("kl", "cosine"):  # partial correlation by regressing on all cells and rewards at once
+    for name in ("kl", "cosine", "ess_token"):  # partial correlation by regressing on all cells and rewards at once
         y, x = (frame[of] - cells @ np.linalg.lstsq(cells, frame[of], rcond=None)[0] for of in ("change", name))
         assert float(later[name][3].split()[0]) == pytest.approx(np.corrcoef(x, y)[0, 1], abs=0.0051)
