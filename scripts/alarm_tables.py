@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from alarms import AHEAD, fork_times
-from bias_tables import intervals
-from moves import interval as as_text
+from moves import as_text, draw_intervals, intervals
 from off_policy import fill
 
 from pspo.records.files import read_jsonl
@@ -37,6 +36,11 @@ def collapse(rewards: pd.Series) -> float:
     return float(both.idxmax()) if both.any() else np.inf
 
 
+def collapses(lines: pd.DataFrame) -> pd.Series:
+    """The update at which each run collapses, (method, run)."""
+    return lines.pivot(index=["method", "run"], columns="update", values="reward").apply(collapse, axis=1)
+
+
 def drawn_seeds(runs: pd.Index, draws: int = 2000) -> np.ndarray:
     """(draws, runs): how often each run is drawn, where seeds are drawn with all their runs."""
     seeds, all_seeds = pd.factorize(runs.str.rpartition(" ").get_level_values(2))
@@ -46,12 +50,12 @@ def drawn_seeds(runs: pd.Index, draws: int = 2000) -> np.ndarray:
 
 def area(lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = AHEAD) -> tuple[int, float, np.ndarray]:
     """Pairs within methods, an alarm's AUC, and its AUC (draws,) with the seeds drawn again."""
-    table = lines.pivot(index="run", columns="update")
+    table = lines.pivot(index=["method", "run"], columns="update")
     rewards = table["reward"]
     warns = rewards.cummax(axis=1).sub(rewards) if name == "drop" else table[name] * ALARMS[name]
     updates = np.arange(rewards.columns.min(), rewards.columns.max() - ahead)  # a collapse is known an update later
-    at, values = rewards.apply(collapse, axis=1).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
-    methods = lines.groupby("run")["method"].first().reindex(rewards.index).to_numpy()
+    at, values = collapses(lines).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
+    methods = rewards.index.get_level_values("method").to_numpy()
     soon, later = (updates < at) & (at <= updates + ahead), at > updates + ahead
     pairs = soon[:, None, :, None] & later[None, :, None, :]  # (n, n, U, U)
     pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None, None]
@@ -59,7 +63,7 @@ def area(lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = 
         pairs &= np.eye(len(updates), dtype=bool)
     right = pairs * (np.sign(values[:, None, :, None] - values[None, :, None, :]) + 1) / 2
     right, total = right.sum(axis=(2, 3)), pairs.sum(axis=(2, 3))  # (n, n)
-    times = drawn_seeds(rewards.index)
+    times = drawn_seeds(rewards.index.get_level_values("run"))
     with np.errstate(invalid="ignore", divide="ignore"):
         drawn = ((times @ right) * times).sum(axis=1) / ((times @ total) * times).sum(axis=1)
         return int(total.sum()), float(right.sum() / total.sum()), drawn
@@ -81,7 +85,7 @@ def foretells(lines: pd.DataFrame, name: str, ahead: int) -> tuple[float, float,
     columns = {"alarm": table[name] * ALARMS[name], "change": rewards.shift(-ahead, axis=1) - rewards,
                "reward": rewards, "best": rewards.cummax(axis=1)}  # fmt: skip
     long = pd.DataFrame({key: of.stack() for key, of in columns.items()}).dropna()
-    at = rewards.apply(collapse, axis=1).reindex(long.index.droplevel("update")).to_numpy()
+    at = collapses(lines).reindex(long.index.droplevel("update")).to_numpy()
     long = long[long.index.get_level_values("update") < at]
     long -= long.groupby(["method", "update"]).transform("mean")
     given, asked = long[["reward", "best"]].to_numpy(), long[["alarm", "change"]].to_numpy()
@@ -177,8 +181,7 @@ def draw(found: pd.DataFrame, path: Path) -> None:
         for same, face, up, label in ((True, colour, 0.0, "same update"), (False, "white", 0.3, "any two updates")):
             cells = found.xs((ALL, same), level=["method", "same"]).reindex(list(ALARMS)[::-1])
             y = np.arange(len(cells)) + up
-            axes.hlines(y, cells["low"], cells["high"], color=colour, linewidth=1.2)
-            axes.plot(cells["mean"], y, "o", color=colour, markerfacecolor=face, markersize=4)
+            draw_intervals(axes, cells, y, face)
             beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
             axes.annotate(label, (cells["high"].iloc[-1], y[-1]), **beside)
         axes.set(yticks=range(len(ALARMS)), yticklabels=list(ALARMS)[::-1], xlabel="AUC; 0.5 tells nothing")
@@ -193,10 +196,11 @@ def main() -> None:
             continue
         lines, forked = pd.DataFrame(read_jsonl(path)), folder / f"{path.stem}-forks.jsonl"
         found = areas(lines)
-        at = lines.pivot(index=["method", "run"], columns="update", values="reward").apply(collapse, axis=1)
-        counts = np.isfinite(at).groupby("method").agg(["sum", "size"]).set_axis(["collapse", "of"], axis=1)
+        counts = (
+            np.isfinite(collapses(lines)).groupby("method").agg(["sum", "size"]).set_axis(["collapse", "of"], axis=1)
+        )
         blocks[path.stem], blocks[f"{path.stem}-afterwards"] = table(found), afterwards(lines)
-        blocks[f"{path.stem}-collapses"] = as_markdown(counts.astype(str))
+        blocks[f"{path.stem}-collapses"] = as_markdown(counts.astype(str).set_axis(["collapse", "of"], axis=1))
         columns[path.stem] = verdicts(found)
         draw(found, folder / f"{path.stem}.svg")
         if forked.exists():

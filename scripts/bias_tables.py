@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from gradient_bias import derived
-from moves import AIMS, FOUR, judge
-from moves import interval as as_text
+from moves import AIMS, FOUR, as_text, draw_intervals, intervals, judge
 from off_policy import fill
 
 from pspo.records.files import read_jsonl
 from pspo.report.figures import GREY, picture
-from pspo.report.runs import COLOURS
-from pspo.report.tables import as_markdown, over_seeds
+from pspo.report.tables import as_markdown
 
 LEFT_OUT = "PSPO"  # NoClip counted again
 REPLAY = "NoClip::replay"
@@ -59,12 +57,6 @@ def rank_correlation(one: pd.DataFrame, other: pd.DataFrame) -> pd.Series:
     """Spearman's over the surrogates that both have, run by run, of two tables of runs x surrogates."""
     one, other = one.align(other, join="inner")
     return one.rank(axis=1).corrwith(other.rank(axis=1), axis=1)
-
-
-def intervals(values: pd.DataFrame) -> pd.DataFrame:
-    """A row per column of a table with a row per run: its mean over runs, 95% t-interval (low, high), sem and seeds."""
-    long = values.melt(var_name="column").dropna().assign(row="")
-    return over_seeds(long).set_index("column").rename_axis(None)
 
 
 def gains(moves: pd.DataFrame, found: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -148,8 +140,7 @@ def draw(found: pd.DataFrame, gained: pd.DataFrame, path: Path) -> None:
         for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
             cells, y = intervals(values).loc[names], np.arange(len(names))
             axes.axvline(0, color=GREY, ls=":", linewidth=1)
-            axes.hlines(y, cells["low"], cells["high"], color=COLOURS["NoClip"], linewidth=1.2)
-            axes.plot(cells["mean"], y, "o", color=COLOURS["NoClip"], markersize=4)
+            draw_intervals(axes, cells, y)
             axes.set(xlabel=title, yticks=y, yticklabels=names)
 
 

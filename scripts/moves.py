@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from off_policy import fill, write_csv
 
 from pspo.report.figures import GREY, picture
@@ -80,8 +81,14 @@ def at(cells: pd.DataFrame, model: str, aim: float) -> pd.DataFrame:
     return cells[(cells["model"] == model) & (cells["aim"] == aim)]
 
 
-def interval(cell: pd.Series, digits: int = 3) -> str:
+def as_text(cell: pd.Series, digits: int = 3) -> str:
     return "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(*cell[["mean", "low", "high"]], n=digits)
+
+
+def intervals(values: pd.DataFrame) -> pd.DataFrame:
+    """A row per column of a table with a row per run: its mean over runs, 95% t-interval (low, high), sem and seeds."""
+    long = values.melt(var_name="column").dropna().assign(row="")
+    return over_seeds(long).set_index("column").rename_axis(None)
 
 
 def judge(cells: pd.DataFrame, low: float = -np.inf, high: float = np.inf) -> str:
@@ -90,7 +97,7 @@ def judge(cells: pd.DataFrame, low: float = -np.inf, high: float = np.inf) -> st
     outside = int(((cells["high"] < low) | (cells["low"] > high)).sum())
     word = "failed" if outside else "held" if inside == len(cells) else "undecided"
     if len(cells) <= 2:
-        return f"{word}: {', '.join(cells.apply(interval, axis=1))}"
+        return f"{word}: {', '.join(cells.apply(as_text, axis=1))}"
     return f"{word}: of {len(cells)} intervals {inside} there, {outside} wholly elsewhere"
 
 
@@ -101,8 +108,8 @@ def table(moves: pd.DataFrame, found: pd.DataFrame) -> str:
         for lag in (8, 0):
             cells, own = (at(of, model, aim).query(f"lag == {lag}").set_index("surrogate") for of in (found, changes))
             if not cells.empty:
-                texts = cells.apply(interval, axis=1) + (cells["holm"] < 0.05).map({True: "*", False: ""})
-                itself = own.loc[NOCLIPS].apply(interval, axis=1) + " itself"
+                texts = cells.apply(as_text, axis=1) + (cells["holm"] < 0.05).map({True: "*", False: ""})
+                itself = own.loc[NOCLIPS].apply(as_text, axis=1) + " itself"
                 columns[f"{model}, lag {lag}"] = pd.concat([itself, texts])
     primary = at(found, *next(iter(AIMS.items()))).query("lag == 8").sort_values("mean", ascending=False)
     return as_markdown(pd.DataFrame(columns).reindex([*NOCLIPS, *primary["surrogate"]]).fillna(""))
@@ -143,10 +150,10 @@ def controls(moves: pd.DataFrame) -> tuple[str, str]:
     columns = {
         "change": changes,
         "shuffled": {name: changes.get(control(name)) for name in shown},
-        "change minus shuffled": learnt.apply(interval, axis=1),
-        "shuffled minus NoClip shuffled": lost.apply(interval, axis=1),
-        "KL from the drawer minus NoClip's": nearer.apply(interval, axis=1, digits=4),
-        "minus that before": back.apply(interval, axis=1, digits=4),
+        "change minus shuffled": learnt.apply(as_text, axis=1),
+        "shuffled minus NoClip shuffled": lost.apply(as_text, axis=1),
+        "KL from the drawer minus NoClip's": nearer.apply(as_text, axis=1, digits=4),
+        "minus that before": back.apply(as_text, axis=1, digits=4),
     }
     verdicts = {
         "6: the four gain more than with shuffled advantages": judge(learnt.loc[FOUR], low=0),
@@ -171,8 +178,8 @@ def at_one_rate(moves: pd.DataFrame) -> tuple[str, str]:
     apart = differences(moves, dict.fromkeys(names[1:], "NoClip") | {clip: CONTROL}).set_index("surrogate")
     inward = differences(moves, {"Clip": CUTS[0]}).set_index("surrogate")
     columns = {
-        "change": changes.apply(interval, axis=1),
-        "minus NoClip's": apart.apply(interval, axis=1),
+        "change": changes.apply(as_text, axis=1),
+        "minus NoClip's": apart.apply(as_text, axis=1),
         "KL moved": moved["mean"].map("{:.4f}".format),
     }
     verdicts = {
@@ -192,13 +199,13 @@ def own_checkpoints(moves: pd.DataFrame) -> tuple[str, str]:
     for stage, of in moves.groupby("stage", sort=False):
         method = {"latenoclip": "NoClip", "lateclip": "Clip"}[stage]
         apart[method] = differences(of, {"Clip": "NoClip"})
-        changes = over_runs(of, "correct").set_index("surrogate").loc[["NoClip", "Clip"]].apply(interval, axis=1)
+        changes = over_runs(of, "correct").set_index("surrogate").loc[["NoClip", "Clip"]].apply(as_text, axis=1)
         rows[f"{method}'s runs"] = {
             "correct before": f"{of['correct_before'].mean():.3f}",
             "KL from the drawer": f"{of['kl_drawer_before'].mean():.4f}",
             "NoClip": changes["NoClip"],
             "Clip": changes["Clip"],
-            "Clip minus NoClip": interval(apart[method].iloc[0]),
+            "Clip minus NoClip": as_text(apart[method].iloc[0]),
         }
     base = moves[moves["stage"] == "latenoclip"][["run", "surrogate", "correct"]]
     pairs = moves[moves["stage"] == "lateclip"].merge(base, on=["run", "surrogate"], suffixes=("", "_base"))
@@ -208,6 +215,12 @@ def own_checkpoints(moves: pd.DataFrame) -> tuple[str, str]:
         "18: from NoClip's runs it is further below": judge(differences(pairs, {"Clip": "NoClip"}), low=0),
     }
     return as_markdown(pd.DataFrame(rows).T), as_markdown(pd.DataFrame({"verdict": verdicts}))
+
+
+def draw_intervals(axes: Axes, cells: pd.DataFrame, y: np.ndarray, face: str = COLOURS["NoClip"]) -> None:
+    """Draw means with their intervals, lying, at the heights y."""
+    axes.hlines(y, cells["low"], cells["high"], color=COLOURS["NoClip"], linewidth=1.2)
+    axes.plot(cells["mean"], y, "o", color=COLOURS["NoClip"], markerfacecolor=face, markersize=4)
 
 
 def draw(moves: pd.DataFrame, path: Path) -> None:
@@ -223,8 +236,7 @@ def draw(moves: pd.DataFrame, path: Path) -> None:
                 shown = cells[cells["lag"] == lag].set_index("surrogate").reindex(names)
                 if shown["mean"].notna().any():
                     y = np.arange(len(names)) + up
-                    axes.hlines(y, shown["low"], shown["high"], color=colour, linewidth=1.2)
-                    axes.plot(shown["mean"], y, "o", color=colour, markerfacecolor=face, markersize=4)
+                    draw_intervals(axes, shown, y, face)
                     beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
                     axes.annotate(f"lag {lag}", (shown["high"].iloc[labelled], y[labelled]), **beside)
             axes.set(title=f"{model}, KL {AIMS[model]:g}", yticks=range(len(names)), yticklabels=names)

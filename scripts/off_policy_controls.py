@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from bias_tables import intervals
-from moves import interval as as_text
-from moves import judge
+from moves import as_text, intervals, judge
 from off_policy import UNTRAINED, fill, read
 
 from pspo.report.figures import draw_curves

@@ -20,17 +20,21 @@ RESULTS = Path(__file__).parents[1] / "results"
 FOUR = ["Clip", "DPPO", "GMPO:grpo", "GSPO:grpo"]  # that are below NoClip at equal movement
 
 
+def cells_of(table: str) -> list[list[str]]:
+    """Cells of a table's rows, without its header."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
 def rows(page: str, header: str) -> list[list[str]]:
     """Cells of the table of a page whose header begins so."""
     text = (RESULTS / page).read_text(encoding="utf-8").replace("**", "")
-    lines = text[text.index(header) :].partition("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return cells_of(text[text.index(header) :].partition("\n\n")[0])
 
 
 def block(page: str, name: str) -> list[list[str]]:
     """Cells of the table that a script has written between <!-- NAME --> and <!-- end NAME -->."""
-    text = (RESULTS / page).read_text(encoding="utf-8").partition(f"<!-- {name} -->")[2].partition("<!-- end")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
+    text = (RESULTS / page).read_text(encoding="utf-8")
+    return cells_of(text.partition(f"<!-- {name} -->")[2].partition("<!-- end")[0].strip())
 
 
 def words(page: str) -> str:
@@ -639,18 +643,13 @@ def gains_at_checkpoint(rollouts: int = 9) -> pd.DataFrame:
     return moves["reward"].unstack("surrogate").groupby("run").mean()
 
 
-def beside(name: str) -> str:
-    """NoClip with a surrogate's aggregation, which it is compared with."""
-    return noclip(name) if name != "NoClip::replay" else "NoClip"
-
-
 def test_gradient_bias():
     """The page's table, from its lines."""
     lines, gain = gradients(), gains_at_checkpoint().mean()
     table = block("gradient-bias/README.md", "tiny-base")
     assert {name for name, *_ in table} == set(lines.index.unique("surrogate"))
     for name, *cells in table:
-        own, usual = lines.loc[name], lines.loc[beside(name)]
+        own, usual = lines.loc[name], lines.loc[noclip(name)]
         compared = name not in ("NoClip", "NoClip:grpo", "PSPO")
         sizes = [(own[of] / own["target2"] / (usual[of] / usual["target2"])) ** 0.5 for of in ("norm2", "variance")]
         expected = [

@@ -366,7 +366,7 @@ def test_gradient_bias_estimates(imported):
 @pytest.mark.nightly
 def test_alarms(tmp_path, imported, call, monkeypatch):
     """The effective sample size row by row in float64; runs go on as they were, and treated ones differently."""
-    script = imported("alarms")
+    script, tables = imported("alarms"), imported("alarm_tables")
     monkeypatch.setattr(script, "AHEAD", 1)
     monkeypatch.setattr(script, "FRESH", 1)
     folder, watched, forked = tmp_path / "run", tmp_path / "watch.jsonl", tmp_path / "forks.jsonl"
@@ -411,6 +411,11 @@ def test_alarms(tmp_path, imported, call, monkeypatch):
         path.write_text("".join(written.splitlines(keepends=True)[:-1]))
         call(script, *command, folder, "--problems", 5, "--output", path)
         assert path.read_text() == written  # goes on where it stopped, with the same numbers
+    lines = pd.DataFrame(read_jsonl(watched))
+    assert not np.isfinite(tables.collapses(lines)).any()
+    found = tables.saved(lines, pd.DataFrame(read_jsonl(forked)))
+    assert found.index.get_level_values("treatment").tolist() == sorted(script.TREATMENTS)
+    assert "NoClip, lr / 3 " in tables.forks_table(found)
 
 
 def test_alarm_rules(imported):
