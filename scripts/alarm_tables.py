@@ -57,12 +57,12 @@ def area(lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = 
     at, values = collapses(lines).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
     methods = rewards.index.get_level_values("method").to_numpy()
     soon, later = (updates < at) & (at <= updates + ahead), at > updates + ahead
-    pairs = soon[:, None, :, None] & later[None, :, None, :]  # (n, n, U, U)
-    pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None, None]
-    if same_update:
-        pairs &= np.eye(len(updates), dtype=bool)
-    right = pairs * (np.sign(values[:, None, :, None] - values[None, :, None, :]) + 1) / 2
-    right, total = right.sum(axis=(2, 3)), pairs.sum(axis=(2, 3))  # (n, n)
+    places = np.arange(len(updates))
+    first, second = (places, places) if same_update else np.indices((len(updates),) * 2).reshape(2, -1)  # (P,) each
+    pairs = soon[:, None, first] & later[None, :, second]  # (n, n, P)
+    pairs &= ((methods[:, None] == methods) & ~np.eye(len(at), dtype=bool))[:, :, None]
+    right = pairs * (np.sign(values[:, None, first] - values[None, :, second]) + 1) / 2
+    right, total = right.sum(axis=2), pairs.sum(axis=2)  # (n, n)
     times = drawn_seeds(rewards.index.get_level_values("run"))
     with np.errstate(invalid="ignore", divide="ignore"):
         drawn = ((times @ right) * times).sum(axis=1) / ((times @ total) * times).sum(axis=1)

@@ -746,7 +746,7 @@ def test_alarms():
     for name, of in runs.items():
         alarms = of.set_index("update")[["ess_sequence", "ess_token", "kl", "cosine", "entropy"]]
         alarms["drop"] = of["reward"].cummax().to_numpy() - of["reward"].to_numpy()
-        values[name] = alarms * [-1, -1, 1, -1, 1, 1]
+        values[name] = (alarms * [-1, -1, 1, -1, 1, 1]).to_dict("index")
     collapses = {name: sum(at[run] < 1000 for run in runs if method[run] == name) for name in set(method.values())}
     table = block("alarms/README.md", "base-collapses")
     assert {name: (int(found), int(of)) for name, found, of in table} == {
@@ -757,8 +757,8 @@ def test_alarms():
         if method[one] == method[other]:
             for update in range(1, lines["update"].max() - 5):
                 if update < at[one] <= update + 5 < at[other]:
-                    for alarm in values[one]:
-                        x, y = values[one].loc[update, alarm], values[other].loc[update, alarm]
+                    for alarm, x in values[one][update].items():
+                        y = values[other][update][alarm]
                         for group in (method[one], "all methods"):
                             right[alarm, group] = right.get((alarm, group), 0) + (x > y) + (x == y) / 2
                             pairs[alarm, group] = pairs.get((alarm, group), 0) + 1
