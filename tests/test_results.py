@@ -510,6 +510,9 @@ def test_equal_movement_in_words():
     stale, on_time, of_math = (of.loc[of["matched"], "correct"] for of in (moves, fresh, math))
     at, at_0, at_math = (of.groupby(["surrogate", "rollouts"]).mean().unstack() for of in (stale, on_time, of_math))
     apart = at - at.loc["NoClip"]
+    at_each = {(name, n): text_of((stale[name] - stale["NoClip"]).xs(n, level="rollouts"))
+               for name in ("Clip", "P3O") for n in (9, 16)}  # fmt: skip
+    more = text_of((stale["NoClip"] - on_time["NoClip"]).groupby("run").mean()).replace("+", "")
     gain, gain_0, gain_math = (of.groupby("surrogate").mean() for of in (stale, on_time, of_math))
     below = [
         (of_math[noclip(name)] - of_math[name]).groupby("run").mean().mean() for name in ("Clip", "DPPO", "GMPO:grpo")
@@ -534,22 +537,24 @@ def test_equal_movement_in_words():
     nearer, further = [-moved[shuffled(name)] for name in FOUR], moved["NoClip::shuffled"]
     text = words("equal-movement/README.md")
     for sentence in (
-        f"NoClip's step changes the correct answers by {gain['NoClip']:+.3f}, SAPO's and TOPR's by about as much; "
-        f"DPPO's and GMPO's end {less['DPPO']:.3f} and {less['GMPO:grpo']:.3f} lower, Clip's {less['Clip']:.3f} "
-        f"and GSPO's {less['GSPO:grpo']:.3f}",
-        f"NoClip's gains {gain_0['NoClip']:+.3f}, Clip's {gain_0['Clip'] - gain_0['NoClip']:.3f} more, "
+        f"NoClip changes the correct answers by {gain['NoClip']:+.3f}, SAPO and TOPR by about as much; "
+        f"DPPO and GMPO gain {less['DPPO']:.3f} and {less['GMPO:grpo']:.3f} less, Clip {less['Clip']:.3f} "
+        f"and GSPO {less['GSPO:grpo']:.3f} less",
+        f"NoClip gains {gain_0['NoClip']:+.3f}, Clip {gain_0['Clip'] - gain_0['NoClip']:.3f} more, "
         f"none less than {gain_0.drop('NoClip::shuffled').min():+.3f}",
-        f"gap is {-apart.loc['Clip', 9]:.3f} after 9 rollouts of the runs and {-apart.loc['Clip', 16]:.3f} after 16",
+        f"gap is {-apart.loc['Clip', 9]:.3f} after 9 rollouts of the runs and {-apart.loc['Clip', 16]:.3f} after 16, "
+        f"and {below[0]:.3f} on tiny-math",
         f"a KL of {min(nearer):.4f} to {max(nearer):.4f}; NoClip ends {further:.4f} further",
         f"Clip, DPPO and GMPO lie {min(below):.3f} to {max(below):.3f} below NoClip, "
         f"which gains {gain_math['NoClip']:+.3f}",
         f"Before the step {moves['correct_before'].mean():.2f} of the answers are correct on tiny-base, "
         f"{math['correct_before'].mean():.2f} on tiny-math",
-        f"Clip's change minus NoClip's is {apart.loc['Clip', 9]:+.3f} and {apart.loc['Clip', 16]:+.3f}, "
-        f"P3O's {apart.loc['P3O', 9]:+.3f} and {apart.loc['P3O', 16]:+.3f}",
+        f"Clip's change minus NoClip's is {at_each['Clip', 9]} and {at_each['Clip', 16]}, "
+        f"P3O's {at_each['P3O', 9]} and {at_each['P3O', 16]}",
+        f"it gains {more} more on old rollouts than on fresh ones",
         f"At lag 0 NoClip gains {at_0.loc['NoClip', 9]:+.3f} and {at_0.loc['NoClip', 16]:+.3f}",
-        f"There NoClip gains {at_math.loc['NoClip', 9]:+.3f} and {at_math.loc['NoClip', 16]:+.3f}",
-        f"There {sum(~math['matched'])} of {len(math)} forks are not matched",
+        f"{at_math.loc['NoClip', 9]:+.3f} after 9 rollouts and {at_math.loc['NoClip', 16]:+.3f} after 16",
+        f"Of tiny-math {sum(~math['matched'])} of {len(math)} forks are not matched",
         f"before the step {drawer:.4f}",
         f"rates of {slowest} to {fastest} against 1e-5",
         f"GSPO needed {ratio:.1f} times",
@@ -560,7 +565,7 @@ def test_equal_movement_in_words():
         f"and {inward} with them",
         f"Rates are {rate['Clip']:.1f} (Clip) and {rate[cut]:.1f} (`keep='nothing'`) times NoClip's",
         f"Without inward tokens NoClip gains {means[outward]:+.3f} (with them {means['NoClip']:+.3f}), "
-        f"shuffled {means[shuffled(outward)]:+.3f}",
+        f"and over half of that with shuffled advantages, {means[shuffled(outward)]:+.3f}",
     ):
         assert sentence in text, sentence
     unmoved = math.loc["GSPO:grpo"].query("kl == 0")
@@ -593,6 +598,7 @@ def test_equal_movement_at_one_rate():
     for sentence in (
         f"(KL {moved['Clip']:.4f} against {moved['NoClip']:.4f})",
         f"still ends {mean['NoClip'] - mean['Clip']:.3f} below NoClip and {-mean['Clip']:.3f} below where it began",
+        f"Clip still loses {text_of(-correct['Clip']).replace('+', '')})",
         f"({moved[cut]:.4f}) and gains nothing, {mean['NoClip'] - mean[cut]:.3f} below NoClip",
         f"ends another {mean[cut] - mean['Clip']:.3f}",
         f"Clip loses {mean['NoClip::shuffled'] - mean['Clip::shuffled']:.3f} more than NoClip. We had expected",
@@ -614,12 +620,11 @@ def test_equal_movement_from_clips_own_runs():
     assert same(further, text_of(difference["Clip's runs"] - difference["NoClip's runs"]))
     of_noclip, gain = (of["correct"].mean() for of in stages.values())
     text = words("equal-movement/README.md")
-    at_one_rate = changes("rate")["correct"].mean()
     for sentence in (
-        f"(at one learning rate {at_one_rate['NoClip'] - at_one_rate['Clip']:.3f})",
         f"({gain['NoClip'] - gain['Clip']:.3f} from Clip's own runs, "
         f"{of_noclip['NoClip'] - of_noclip['Clip']:.3f} from NoClip's",
         f"Clip is {gain['NoClip'] - gain['Clip']:.3f} below NoClip. 17 failed.",
+        f"checkpoints, {further.replace('+', '')} of {of_noclip['NoClip'] - of_noclip['Clip']:.3f}",
         f"But there it gains ({gain['Clip']:+.3f})",
         f"NoClip gains more from Clip's checkpoints ({gain['NoClip']:+.3f}) than",
     ):
@@ -712,7 +717,9 @@ def test_gradient_bias_in_words():
     bias = (of_noclip["norm2"] - 2 * of_noclip["dot"] + of_noclip["target2"]) / of_noclip["target2"]
     wider = lines["dot"] / (lines["target2"] * (lines["norm2"] + (lines["second"] - lines["norm2"]) / 8)) ** 0.5
     apart = lines.loc["REINFORCE"] - of_noclip
-    later = gains_at_checkpoint(16).mean()
+    later = gains_at_checkpoint(16)
+    verdicts = [cells[1] for cells in block("gradient-bias/README.md", "predictions")]
+    share, rank = ("{:.2f} [{:.2f}, {:.2f}]".format(*map(float, re.findall(r"\d\.\d+", verdicts[i]))) for i in (0, 7))
     shown = [cell for _, cell in block("gradient-bias/README.md", "tiny-base afterwards")]
     for cell, values in zip((*shown[:2], *shown[5:]), (cut, bias, gain["REINFORCE"] - gain["NoClip"],
                                                       wider["REINFORCE"] - wider["NoClip"]), strict=True):  # fmt: skip
@@ -722,7 +729,10 @@ def test_gradient_bias_in_words():
         f"is {100 * cut.mean():.0f}% of NoClip's, and what is left points slightly against it ({cosine['Clip']:.2f})",
         f"GSPO's has {cosine['GSPO:grpo']:.2f}, DPPO's and GMPO's {cosine['DPPO']:.2f}",
         f"point along it ({cosine['P3O']:.2f}, {cosine['VESPO']:.2f})",
-        f"gains are NoClip's ({later['P3O'] - later['NoClip']:.3f} and {later['VESPO'] - later['NoClip']:.3f})",
+        f"gain ({text_of(later['P3O'] - later['NoClip'])} from NoClip's) and VESPO's "
+        f"({text_of(later['VESPO'] - later['NoClip'])}) cannot be told",
+        f"{share} of the squared differences is made by direction; without the four that cut ratios {shown[4][1:5]}",
+        f"rank correlation with gains is {rank}",
         f"trades cosine ({apart['cosine'].mean():.3f}) for signal**: rho {apart['rho'].mean():+.3f}".replace("**", ""),
         f"NoClip's bias is {100 * bias.mean():.0f}% of",
     ):
