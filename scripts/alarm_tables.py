@@ -24,7 +24,7 @@ from pspo.report.figures import GREY, picture
 from pspo.report.runs import COLOURS
 from pspo.report.tables import as_markdown
 
-DROP, FEW = 0.15, 50  # pairs, below which no AUC is shown
+DROP, FEW, LAG = 0.15, 50, 8  # FEW pairs, below which no AUC is shown; LAG of the runs
 ALL, COMPARED = "all methods", ["ess_sequence", "kl", "entropy", "cosine"]  # in prediction 3
 ALARMS = {"ess_sequence": -1, "ess_token": -1, "kl": 1, "cosine": -1, "entropy": 1, "drop": 1}  # which way it warns
 
@@ -48,12 +48,14 @@ def drawn_seeds(runs: pd.Index, draws: int = 2000) -> np.ndarray:
     return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), draws)[:, seeds]
 
 
-def area(lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = AHEAD) -> tuple[int, float, np.ndarray]:
-    """Pairs within methods, an alarm's AUC, and its AUC (draws,) with the seeds drawn again."""
+def area(
+    lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = AHEAD, since: int = 1
+) -> tuple[int, float, np.ndarray]:
+    """Pairs within methods from an update on, an alarm's AUC, and its AUC (draws,) with the seeds drawn again."""
     table = lines.pivot(index=["method", "run"], columns="update")
     rewards = table["reward"]
     warns = rewards.cummax(axis=1).sub(rewards) if name == "drop" else table[name] * ALARMS[name]
-    updates = np.arange(rewards.columns.min(), rewards.columns.max() - ahead)  # a collapse is known an update later
+    updates = np.arange(since, rewards.columns.max() - ahead)  # a collapse is known an update later
     at, values = collapses(lines).to_numpy()[:, None], warns[updates].to_numpy()  # (n, 1), (n, U)
     methods = rewards.index.get_level_values("method").to_numpy()
     soon, later = (updates < at) & (at <= updates + ahead), at > updates + ahead
@@ -69,14 +71,14 @@ def area(lines: pd.DataFrame, name: str, same_update: bool = True, ahead: int = 
         return int(total.sum()), float(right.sum() / total.sum()), drawn
 
 
-def auc(lines: pd.DataFrame, name: str, same_update: bool, ahead: int = AHEAD) -> tuple[int, float, float, float]:
-    """Pairs, an alarm's AUC and its 95% interval."""
-    pairs, mean, drawn = area(lines, name, same_update, ahead)
+def auc(lines: pd.DataFrame, name: str, *which: int) -> tuple[int, float, float, float]:
+    """Pairs, an alarm's AUC and its 95% interval; ``which`` as of ``area``."""
+    pairs, mean, drawn = area(lines, name, *which)
     return pairs, mean, *(np.nanquantile(drawn, [0.025, 0.975]) if pairs else [np.nan, np.nan])
 
 
-def foretells(lines: pd.DataFrame, name: str, ahead: int) -> tuple[float, float, float]:
-    """Partial correlation of an alarm with the reward's change over the next updates, before a collapse.
+def foretells(lines: pd.DataFrame, name: str, ahead: int, since: int = 1) -> tuple[float, float, float]:
+    """Partial correlation of an alarm, from an update on, with the reward's change over the next, before a collapse.
 
     Within methods and updates, given the reward and its best so far; with its 95% interval.
     """
@@ -86,7 +88,8 @@ def foretells(lines: pd.DataFrame, name: str, ahead: int) -> tuple[float, float,
                "reward": rewards, "best": rewards.cummax(axis=1)}  # fmt: skip
     long = pd.DataFrame({key: of.stack() for key, of in columns.items()}).dropna()
     at = collapses(lines).reindex(long.index.droplevel("update")).to_numpy()
-    long = long[long.index.get_level_values("update") < at]
+    update = long.index.get_level_values("update")
+    long = long[(since <= update) & (update < at)]
     long -= long.groupby(["method", "update"]).transform("mean")
     given, asked = long[["reward", "best"]].to_numpy(), long[["alarm", "change"]].to_numpy()
     x, y = (asked - given @ np.linalg.lstsq(given, asked)[0]).T
@@ -118,13 +121,16 @@ def afterwards(lines: pd.DataFrame) -> str:
     _, mean, drawn = area(lines, "drop")
     cells = {}
     for name in ALARMS:
-        cells[name] = {f"within {n}": "{:.2f} [{:.2f}, {:.2f}]".format(*auc(lines, name, True, n)[1:]) for n in (2, 3)}
+        asked = {"within 2": (2,), "within 3": (3,), f"within {AHEAD}, from update {LAG + 1} on": (AHEAD, LAG + 1)}
+        cells[name] = {label: "{:.2f} [{:.2f}, {:.2f}]".format(*auc(lines, name, True, *which)[1:])
+                       for label, which in asked.items()}  # fmt: skip
         if name != "drop":
             _, own, own_drawn = area(lines, name)
             low, high = np.quantile(drawn - own_drawn, [0.025, 0.975])
             cells[name] |= {
                 "drop's AUC minus it": f"{mean - own:+.2f} [{low:+.2f}, {high:+.2f}]",
                 "correlation with the change": "{:+.2f} [{:+.2f}, {:+.2f}]".format(*foretells(lines, name, 3)),
+                f"from update {LAG + 1} on": "{:+.2f} [{:+.2f}, {:+.2f}]".format(*foretells(lines, name, 3, LAG + 1)),
             }
     return as_markdown(pd.DataFrame(cells).T.fillna(""))
 

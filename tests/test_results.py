@@ -762,11 +762,12 @@ def test_alarms():
     assert {name: (int(found), int(of)) for name, found, of in table} == {
         name: (found, 16) for name, found in collapses.items()
     }
-    right, pairs = {}, {}
+    right, pairs, late = {}, {}, dict.fromkeys(collapses, 0)
     for one, other in itertools.permutations(runs, 2):
         if method[one] == method[other]:
             for update in range(1, lines["update"].max() - 5):
                 if update < at[one] <= update + 5 < at[other]:
+                    late[method[one]] += update > 8
                     for alarm, x in values[one][update].items():
                         y = values[other][update][alarm]
                         for group in (method[one], "all methods"):
@@ -779,6 +780,11 @@ def test_alarms():
                 assert float(cell.split()[0]) == pytest.approx(right[alarm, group] / pairs[alarm, group], abs=0.0051)
             else:
                 assert pairs.get((alarm, group), 0) < 50
+    p3o, reinforce = (f"{pairs['kl', group] / pairs['kl', 'all methods']:.0%}" for group in groups[2:])
+    text, others = words("alarms/README.md"), sum(late.values())
+    assert f"{1 - others / pairs['kl', 'all methods']:.0%} of the pairs are at updates 1 to 8" in text
+    assert f"Of the others, {others}, of which {late['tiny-base P3O']} are P3O's" in text
+    assert f"{p3o} of all pairs are P3O's, {reinforce} REINFORCE's" in text
 
 
 def test_alarms_in_words():
@@ -786,13 +792,15 @@ def test_alarms_in_words():
     table = {name: cells for name, *cells in block("alarms/README.md", "base")}
     later = {name: cells for name, *cells in block("alarms/README.md", "base-afterwards")}
     rewards = lines.groupby(["method", "update"])["reward"].mean()["tiny-base NoClip"]
+    lead = [later[name][3].split()[0] for name in ("kl", "cosine", "ess_token")]
+    assert all(later[name][3].split()[1].startswith("[-") for name in ("kl", "cosine", "ess_token"))
     text = words("alarms/README.md")
     for sentence in (
         f"the highest AUC, {table['drop'][0]}",
-        f"token KL ({later['kl'][2].replace('+', '')})",
-        f"fresh gradients ({later['cosine'][2].replace('+', '')})",
+        f"({min(lead)[1:]} to {max(lead)[1:]}, all intervals with 0)",
         f"whole completions has {table['ess_sequence'][0]}",
-        "correlations " + ", ".join(later[name][3].split()[0] for name in ("kl", "cosine", "ess_token")),
+        f"Within two updates the fall tells ({later['drop'][0]}), KL a little ({later['kl'][0]})",
+        "correlations " + ", ".join(later[name][4].split()[0] for name in ("kl", "cosine", "ess_token")),
         f"NoClip's mean is {rewards[3]:.2f} after three updates, {rewards[10]:.2f} after ten and {rewards[24]:.2f}",
         f"KL's AUC is {table['kl'][4].split()[0]} in place of {table['kl'][0].split()[0]}",
         f"`drop`'s {table['drop'][4].split()[0]} in place of {table['drop'][0].split()[0]}",
@@ -807,6 +815,9 @@ def test_alarms_in_words():
                           "kl": lines["kl"], "cosine": -lines["cosine"], "ess_token": -lines["ess_token"]})  # fmt: skip
     frame = frame[lines["update"] < lines["run"].map(at)].dropna()
     cells = pd.get_dummies(frame["group"]).join(frame[["reward", "best"]]).astype(float).to_numpy()
-    for name in ("kl", "cosine", "ess_token"):  # partial correlation by regressing on all cells and rewards at once
-        y, x = (frame[of] - cells @ np.linalg.lstsq(cells, frame[of], rcond=None)[0] for of in ("change", name))
-        assert float(later[name][3].split()[0]) == pytest.approx(np.corrcoef(x, y)[0, 1], abs=0.0051)
+    late = (lines["update"] > 8)[frame.index].to_numpy()
+    for which, column in ((late | ~late, 4), (late, 5)):
+        given, asked = cells[which], frame[which]
+        for name in ("kl", "cosine", "ess_token"):  # partial correlation by regressing on all cells and rewards at once
+            y, x = (asked[of] - given @ np.linalg.lstsq(given, asked[of], rcond=None)[0] for of in ("change", name))
+            assert float(later[name][column].split()[0]) == pytest.approx(np.corrcoef(x, y)[0, 1], abs=0.0051)
