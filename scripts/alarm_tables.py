@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from alarms import AHEAD, fork_times
-from moves import as_text, draw_intervals, intervals
+from alarms import AHEAD, TREATMENTS, fork_times
+from moves import as_text, draw_intervals, intervals, judge
 from off_policy import fill
 
 from pspo.records.files import read_jsonl
@@ -179,6 +179,20 @@ def forks_table(found: pd.DataFrame) -> str:
     return as_markdown(pd.DataFrame(cells).T)
 
 
+def fork_verdicts(found: pd.DataFrame) -> dict[str, str]:
+    """Predictions 6 and 7 of configs/sweep/alarms.yaml with their verdicts, of each method."""
+    more, words = found["alarm"] - found["exchanged"], {True: "held", False: "failed"}
+    at_alarm, apart = ({name: intervals(of.xs(name, level="treatment").unstack("method")) for name in TREATMENTS}
+                       for of in (found["alarm"], more))  # fmt: skip
+    no_more, new = apart["on time"], at_alarm["new moments"]
+    return {
+        "6: on-time rollouts from the alarm on save reward": judge(at_alarm["on time"], low=0),
+        "6: no more than from another run's alarm on": words[bool((no_more["low"] <= 0).all())],
+        "7: a third of the learning rate saves, too": judge(at_alarm["lr / 3"], low=0),
+        "7: new moments do not": words[bool((new["low"] <= 0).all())],
+    }
+
+
 def draw(found: pd.DataFrame, path: Path) -> None:
     """Draw each alarm's AUC of all methods with its interval: at the same update filled, at any two open."""
     with picture(path, 7.2, 3.4, f"does it tell which run collapses within {AHEAD} updates?") as figure:
@@ -210,7 +224,9 @@ def main() -> None:
         columns[path.stem] = verdicts(found)
         draw(found, folder / f"{path.stem}.svg")
         if forked.exists():
-            blocks[f"{path.stem}-forks"] = forks_table(saved(lines, pd.DataFrame(read_jsonl(forked))))
+            treated = saved(lines, pd.DataFrame(read_jsonl(forked)))
+            blocks[f"{path.stem}-forks"] = forks_table(treated)
+            columns[path.stem] |= fork_verdicts(treated)
     blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
     fill(folder / "README.md", blocks)
 
