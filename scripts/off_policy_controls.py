@@ -94,23 +94,26 @@ def rates_table(rates: pd.DataFrame) -> str:
     return as_markdown(columns.loc[costs.index].fillna("").rename_axis(None))
 
 
+def every_rate(rates: pd.DataFrame) -> str:
+    """A row per method and lag: the mean at every rate."""
+    means = rates.groupby(["lag", "method", "lr"])["final"].mean().unstack("lr").map("{:.3f}".format)
+    names = [f"{method}, lag {lag}" for lag, method in means.index]
+    return as_markdown(means.set_axis(names).rename(columns="{:.0e}".format))
+
+
 def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
-    """Each prediction of the configuration file with its verdict, as far as its runs are made."""
+    """Each prediction of the configuration file with its verdict."""
     slope = {lag: intervals(of.mean(axis=1).to_frame()) for lag, of in slopes(paths).groupby("lag")}
-    found = {
+    best, (costs, apart) = best_rates(rates)[8], compare_rates(rates)
+    words = {True: "held", False: "failed"}
+    return as_markdown(pd.DataFrame({"verdict": {
         "1: lag 8, the slope is 0, within 0.02": judge(slope[8], -0.02, 0.02),
         "2: lag 0, the same": judge(slope[0], -0.02, 0.02),
         "3: Clip and TOPR above NoClip and P3O on every path": judge(intervals(lead(paths)), low=0),
-    }
-    if not rates.empty:
-        best, (costs, apart) = best_rates(rates)[8], compare_rates(rates)
-        words = {True: "held", False: "failed"}
-        found |= {
-            "4: no method pays more than 0.08 for lag 8": judge(costs, high=0.08),
-            "4: Clip's and TOPR's rates are at least twice NoClip's": words[best[AHEAD].min() >= 2 * best["NoClip"]],
-            "5: none differs from NoClip after Holm": words[(apart["holm"] >= 0.05).all()],
-        }
-    return as_markdown(pd.DataFrame({"verdict": found}))
+        "4: no method pays more than 0.08 for lag 8": judge(costs, high=0.08),
+        "4: Clip's and TOPR's rates are at least twice NoClip's": words[best[AHEAD].min() >= 2 * best["NoClip"]],
+        "5: none differs from NoClip after Holm": words[(apart["holm"] >= 0.05).all()],
+    }}))  # fmt: skip
 
 
 def draw(paths: pd.DataFrame, path: Path) -> None:
@@ -128,9 +131,9 @@ def main() -> None:
     runs = read(folder)
     paths, rates = runs[runs["experiment"] != "rates"], runs[runs["experiment"] == "rates"]
     draw(paths, folder / "paths.svg")
-    blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths)}
-    blocks["predictions"] = verdicts(paths, rates)
-    fill(folder / "README.md", blocks if rates.empty else blocks | {"rates": rates_table(rates)})
+    blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths),
+              "rates": rates_table(rates), "every-rate": every_rate(rates), "predictions": verdicts(paths, rates)}  # fmt: skip
+    fill(folder / "README.md", blocks)
 
 
 if __name__ == "__main__":

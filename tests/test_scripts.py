@@ -441,10 +441,10 @@ def test_alarm_rules(imported):
             total += u == v
             right += (u == v) * ((kl[i, u] > kl[j, v]) + (kl[i, u] == kl[j, v]) / 2)
     for name in ("kl", "ess_sequence"):
-        pairs, area, low, high = tables.auc(lines, name, same_update=True)
+        pairs, area, low, high = tables.auc(lines, name, True)
         assert (pairs, area) == (total, pytest.approx(right / total))
         assert low <= area <= high
-    assert tables.auc(lines, "kl", same_update=False)[0] == any_total
+    assert tables.auc(lines, "kl", False)[0] == any_total
 
     ess = {"a": [0, 5, 1, 9], "b": [9, 9, 3, 2], "c": [5, 6, 7, 8], "d": [6, 7, 8, 9]}  # of 4 runs the lowest has one
     lines = [{"run": run, "method": "m", "update": u, "ess_sequence": x} for run, of in ess.items()
