@@ -71,7 +71,7 @@ def afterwards(paths: pd.DataFrame) -> str:
         "all four paths": {},
         "without 1 x 4e-4": {"epochs": EPOCHS[1:]},
         "4 x 1e-4 and 8 x 5e-5": {"epochs": EPOCHS[2:]},
-        "peak reward": {"measure": "peak"},
+        "peak training reward": {"measure": "peak"},
     }
     cells = {name: {f"lag {lag}": as_text(intervals(of.mean(axis=1).to_frame()).iloc[0])
                     for lag, of in slopes(paths, **way).groupby("lag")} for name, way in ways.items()}  # fmt: skip
@@ -131,8 +131,8 @@ def main() -> None:
     runs = read(folder)
     paths, rates = runs[runs["experiment"] != "rates"], runs[runs["experiment"] == "rates"]
     draw(paths, folder / "paths.svg")
-    blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths),
-              "rates": rates_table(rates), "every-rate": every_rate(rates), "predictions": verdicts(paths, rates)}  # fmt: skip
+    blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths)}
+    blocks |= {"rates": rates_table(rates), "every-rate": every_rate(rates), "predictions": verdicts(paths, rates)}
     fill(folder / "README.md", blocks)
 
 

@@ -821,3 +821,97 @@ def test_alarms_in_words():
         for name in ("kl", "cosine", "ess_token"):  # partial correlation by regressing on all cells and rewards at once
             y, x = (asked[of] - given @ np.linalg.lstsq(given, asked[of], rcond=None)[0] for of in ("change", name))
             assert float(later[name][column].split()[0]) == pytest.approx(np.corrcoef(x, y)[0, 1], abs=0.0051)
+
+
+def control_finals() -> pd.DataFrame:
+    """Final validation rewards of the off-policy controls, from the packed runs."""
+    runs = read_runs([RESULTS / "off-policy-controls"])
+    evaluated = runs.metrics.dropna(subset=["validation_reward"]).sort_values("step").groupby("run")
+    switches = {"algorithm.epochs": "epochs", "optimizer.lr": "lr", "rollout.lag": "lag", "run.seed": "seed"}
+    found = runs.configs[list(switches)].rename(columns=switches).infer_objects()
+    classes = runs.configs["algorithm.surrogate.class_path"].str.rpartition(".")[2]
+    kl = runs.metrics.groupby("run")["kl_old_new"].mean()
+    part = runs.configs["experiment"].map(lambda path: Path(path).name)
+    return found.assign(method=classes, part=part, final=evaluated["validation_reward"].last(), kl=kl)
+
+
+def slope_text(values: pd.DataFrame, epochs: list[int]) -> str:
+    """Mean and t-interval over seeds of slopes by numpy's fit, of rows (method, seed) and columns of epochs."""
+    slopes = pd.Series(np.polyfit(np.log2(epochs), values[epochs].to_numpy().T, 1)[0], values.index)
+    by_seed = slopes.groupby("seed").mean()
+    low, high = stats.ttest_1samp(by_seed, 0).confidence_interval(0.95)
+    return f"{by_seed.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def test_off_policy_controls_paths():
+    page, runs = "off-policy-controls/README.md", control_finals()
+    paths = runs[runs["part"] != "rates"]
+    assert len(paths) == 4 * 4 * 2 * 8
+    assert np.allclose(paths["epochs"] * paths["lr"], 4e-4)
+    values = paths.pivot(index=["lag", "method", "seed"], columns="epochs", values="final")
+    for name, *cells in block(page, "paths"):
+        method, lag = name.split(", lag ")
+        of = values.loc[int(lag), method]
+        assert cells[:4] == [f"{of[epochs].mean():.3f}" for epochs in (1, 2, 4, 8)]
+        assert same(cells[4], slope_text(of, [1, 2, 4, 8]))
+    later = {name: cells for name, *cells in block(page, "afterwards")}
+    for name, epochs in (("all four paths", [1, 2, 4, 8]), ("without 1 x 4e-4", [2, 4, 8]),
+                         ("4 x 1e-4 and 8 x 5e-5", [4, 8])):  # fmt: skip
+        for lag, cell in zip((0, 8), later[name], strict=True):
+            assert same(cell, slope_text(values.loc[lag], epochs))
+    fits = np.polyfit([0, 1, 2, 3], values.groupby(["lag", "seed"]).mean().to_numpy().T, 1)[0]
+    assert fits.shape == (16,)
+    assert (fits > 0).all()
+    kl = paths[paths["lag"] == 8].groupby(["method", "epochs"])["kl"].mean().unstack()
+    assert {name: cells for name, *cells in block(page, "moved")} == {
+        name: [f"{x:.3f}" for x in row] for name, row in zip(kl.index, kl.to_numpy(), strict=True)
+    }
+    of, noclip = values.loc[8], values.loc[8, "NoClip"].mean()
+    lead = (of.loc[["Clip", "TOPR"]].mean() - of.loc[["NoClip", "P3O"]].mean()).tolist()
+    first = [cell.replace("+", "") for cell in later["all four paths"]]
+    without = [cell.split()[0].replace("+", "") for cell in later["without 1 x 4e-4"]]
+    text = words(page)
+    for sentence in (
+        f"rises by {first[0]} at lag 0 and {first[1]} at lag 8",
+        f"without the largest rate by {without[0]} and {without[1]}",
+        f"on every path, by {min(lead):.3f} to {max(lead):.3f}",
+        f"ends {noclip.max() - noclip.min():.3f} apart",
+        f"Clip's KL falls {kl.loc['Clip', 1] / kl.loc['Clip', 8]:.1f}-fold",
+    ):
+        assert sentence in text, sentence
+
+
+def test_off_policy_controls_rates():
+    page, runs = "off-policy-controls/README.md", control_finals()
+    rates = runs[runs["part"] == "rates"]
+    assert rates.groupby(["method", "lag", "lr"]).size().tolist() == [5] * 72
+    values = rates.set_index(["method", "lag", "lr", "seed"])["final"]
+    chosen, shown = {}, {name: cells for name, *cells in block(page, "rates")}
+    for (method, lag), of in rates.groupby(["method", "lag"]):
+        for seed in of["seed"].unique():
+            others = of[of["seed"] != seed].groupby("lr")["final"].mean()
+            chosen[method, lag, seed] = values[method, lag, others.idxmax(), seed]
+        best = of.groupby("lr")["final"].mean().idxmax()
+        mean = np.mean([chosen[method, lag, seed] for seed in range(30, 35)])
+        assert shown[method][[0, 8].index(lag)] == f"{mean:.3f} ({best:.0e})"
+    of = pd.Series(chosen).unstack(level=[0, 1])
+    pvalues = {}
+    for name, (_, _, cost, apart) in shown.items():
+        assert cost == text_of_five(of[name, 0] - of[name, 8])
+        if name != "NoClip":
+            difference = of[name, 8] - of["NoClip", 8]
+            assert apart.rstrip("*") == text_of_five(difference)
+            pvalues[name] = stats.ttest_1samp(difference, 0).pvalue if difference.std() else 1
+    smallest = sorted(pvalues, key=pvalues.get)
+    assert [name for name, cells in shown.items() if cells[3].endswith("*")] == ["Clip"] == smallest[:1]
+    assert 5 * pvalues["Clip"] < 0.05 < 4 * pvalues[smallest[1]]
+    means = rates.groupby(["lag", "method", "lr"])["final"].mean().unstack()
+    for name, *cells in block(page, "every-rate"):
+        method, lag = name.split(", lag ")
+        assert cells == [f"{x:.3f}" for x in means.loc[int(lag), method]]
+
+
+def text_of_five(values: pd.Series) -> str:
+    assert len(values) == 5
+    half = stats.t.ppf(0.975, 4) * values.std() / 5**0.5
+    return f"{values.mean():+.3f} [{values.mean() - half:+.3f}, {values.mean() + half:+.3f}]"
