@@ -160,21 +160,30 @@ def verdicts(found: pd.DataFrame) -> dict[str, str]:
 
 
 def saved(lines: pd.DataFrame, forked: pd.DataFrame) -> pd.DataFrame:
-    """(method, run, treatment): final reward minus that of the run itself, treated at its alarm and at other times."""
+    """(method, run, treatment): final reward minus that of the run itself, treated at its alarm and at other times.
+
+    ``kept``: minus that of the run at its alarm.
+    """
     times, last = fork_times(lines), lines["update"].max()
-    final = lines[lines["update"] == last].set_index("run")["reward"]
+    rewards = lines.set_index(["run", "update"])["reward"]
     long = times.melt("method", var_name="when", value_name="update", ignore_index=False).reset_index()
     found = forked.merge(long, on=["run", "method", "update"])
-    found["saved"] = found["reward"] - found["run"].map(final)
-    return found.pivot(index=["method", "run", "treatment"], columns="when", values="saved")
+    found["saved"] = found["reward"] - found["run"].map(rewards.xs(last, level="update"))
+    found["kept"] = found["reward"] - rewards.loc[pd.MultiIndex.from_frame(found[["run", "update"]])].to_numpy()
+    by_time = found.pivot(index=["method", "run", "treatment"], columns="when")
+    return by_time["saved"].assign(kept=by_time["kept", "alarm"])
 
 
 def forks_table(found: pd.DataFrame) -> str:
     """A row per method and treatment: reward saved at the alarm, and how much more than at other times."""
     cells = {}
     for (method, treatment), of in found.groupby(["method", "treatment"]):
-        compared = {"at its alarm": of["alarm"], "more than at another run's": of["alarm"] - of["exchanged"],
-                    "more than at a random time": of["alarm"] - of["random"]}  # fmt: skip
+        compared = {
+            "at its alarm": of["alarm"],
+            "more than at another run's": of["alarm"] - of["exchanged"],
+            "more than at a random time": of["alarm"] - of["random"],
+            "more than stopping at it": of["kept"],
+        }
         cells[f"{method}, {treatment}"] = intervals(pd.DataFrame(compared)).apply(as_text, axis=1)
     return as_markdown(pd.DataFrame(cells).T)
 

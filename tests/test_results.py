@@ -905,7 +905,23 @@ def test_off_policy_controls_rates():
     smallest = sorted(pvalues, key=pvalues.get)
     assert [name for name, cells in shown.items() if cells[3].endswith("*")] == ["Clip"] == smallest[:1]
     assert 5 * pvalues["Clip"] < 0.05 < 4 * pvalues[smallest[1]]
+    fixed = {lr: text_of_five(values["Clip", 8, lr] - values["NoClip", 8, 1e-5]) for lr in (3e-5, 6e-5)}
+    cost = of.xs(0, axis=1, level=1) - of.xs(8, axis=1, level=1)
+    more = {name: text_of_five(cost[name] - cost["NoClip"]) for name in ("Clip", "TOPR")}
+    text = words(page)
+    for sentence in (
+        f"costs from {cost['TOPR'].mean():.3f} (TOPR, an interval with 0) to {cost['Clip'].mean():.3f} (Clip)",
+        f"Clip ends below NoClip: {shown['Clip'][3].replace('*', '')}",
+        f"more than NoClip is not shown: {more['Clip'].replace(', +', ', ')}",
+        f"less than NoClip, {more['TOPR']}, looked",
+        f"fixed at 6e-5 it would fail as well ({fixed[6e-5]}); at 3e-5 it would hold ({fixed[3e-5]})",
+        f"level with NoClip's {of['NoClip', 8].mean():.3f} here",
+        f"NoClip at lag 8 and 3e-5 has {values['NoClip', 8, 3e-5].mean():.3f} here",
+    ):
+        assert sentence in text, sentence
     means = rates.groupby(["lag", "method", "lr"])["final"].mean().unstack()
+    above = means.loc[8, "Clip"] > means.loc[8, "NoClip"]
+    assert above.tolist() == [False, True, True, True, True, True]
     for name, *cells in block(page, "every-rate"):
         method, lag = name.split(", lag ")
         assert cells == [f"{x:.3f}" for x in means.loc[int(lag), method]]
@@ -915,3 +931,34 @@ def text_of_five(values: pd.Series) -> str:
     assert len(values) == 5
     half = stats.t.ppf(0.975, 4) * values.std() / 5**0.5
     return f"{values.mean():+.3f} [{values.mean() - half:+.3f}, {values.mean() + half:+.3f}]"
+
+
+def test_alarm_forks():
+    """Forks at alarms, run by run: the lowest quarter of a method's runs at an update has an alarm."""
+    folder = RESULTS / "alarms"
+    lines, forked = (pd.read_json(folder / name, lines=True) for name in ("base.jsonl", "base-forks.jsonl"))
+    ends = {tuple(key): reward for *key, reward in forked[["run", "update", "treatment", "reward"]].to_numpy()}
+    rewards = {(run, update): x for run, update, x in lines[["run", "update", "reward"]].to_numpy()}
+    shown = {name: cells for name, *cells in block("alarms/README.md", "base-forks")}
+    alarms = {}
+    for method in ("tiny-base NoClip", "tiny-base P3O"):
+        ess = lines[lines["method"] == method].pivot(index="run", columns="update", values="ess_sequence")
+        ess = ess.loc[[f"{method} {seed}" for seed in range(5, 21)], 3:23]
+        low = ess <= ess.quantile(0.25)
+        alarms[method] = [int(update) for update in low.idxmax(axis=1)]
+        exchanged = [*alarms[method][1:], alarms[method][0]]
+        for treatment in ("on time", "lr / 3", "new moments"):
+            columns = {"at": [], "more": [], "kept": []}
+            for run, own, other in zip(ess.index, alarms[method], exchanged, strict=True):
+                end = ends[run, own, treatment]
+                columns["at"].append(end - rewards[run, 24])
+                columns["more"].append(end - ends[run, other, treatment])
+                columns["kept"].append(end - rewards[run, own])
+            cells = shown[f"{method}, {treatment}"]
+            for cell, values in zip((cells[0], cells[1], cells[3]), columns.values(), strict=True):
+                low_end, high_end = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+                assert same(cell, f"{np.mean(values):+.3f} [{low_end:+.3f}, {high_end:+.3f}]")
+    text, both = words("alarms/README.md"), sum(alarms.values(), [])
+    alike = sum(one == other for one, other in zip(*alarms.values(), strict=True))
+    assert f"{sum(at <= 8 for at in both)} of 32 alarms are at updates 3 to 8" in text
+    assert f"in {alike} of 16 seeds the alarm's update" in text
