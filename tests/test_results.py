@@ -885,7 +885,7 @@ def test_off_policy_controls_rates():
     page, runs = "off-policy-controls/README.md", control_finals()
     rates = runs[runs["part"] == "rates"]
     assert rates.groupby(["method", "lag", "lr"]).size().tolist() == [5] * 72
-    values = rates.set_index(["method", "lag", "lr", "seed"])["final"]
+    values = rates.set_index(["method", "lag", "lr", "seed"])["final"].sort_index()
     chosen, shown = {}, {name: cells for name, *cells in block(page, "rates")}
     for (method, lag), of in rates.groupby(["method", "lag"]):
         for seed in of["seed"].unique():
@@ -958,7 +958,7 @@ def test_alarm_forks():
             for cell, values in zip((cells[0], cells[1], cells[3]), columns.values(), strict=True):
                 low_end, high_end = stats.ttest_1samp(values, 0).confidence_interval(0.95)
                 assert same(cell, f"{np.mean(values):+.3f} [{low_end:+.3f}, {high_end:+.3f}]")
-    text, both = words("alarms/README.md"), sum(alarms.values(), [])
+    text, both = words("alarms/README.md"), list(itertools.chain(*alarms.values()))
     alike = sum(one == other for one, other in zip(*alarms.values(), strict=True))
     assert f"{sum(at <= 8 for at in both)} of 32 alarms are at updates 3 to 8" in text
     assert f"in {alike} of 16 seeds the alarm's update" in text
