@@ -90,7 +90,8 @@ def rates_table(rates: pd.DataFrame) -> str:
     texts = reached.map("{:.3f} ".format) + best.stack().map("({:.0e})".format)
     columns = texts.unstack().rename(columns="lag {}".format)
     columns["cost of lag 8"] = costs.apply(as_text, axis=1)
-    columns["minus NoClip's"] = apart.apply(as_text, axis=1) + apart["holm"].lt(0.05).map({True: "*", False: ""})
+    stars = apart["holm"].lt(0.05).map({True: "*", False: ""})
+    columns["at lag 8 minus NoClip's"] = apart.apply(as_text, axis=1) + stars
     return as_markdown(columns.loc[costs.index].fillna("").rename_axis(None))
 
 

@@ -799,7 +799,7 @@ def test_alarms_in_words():
         f"the highest AUC, {table['drop'][0]}",
         f"({min(lead)[1:]} to {max(lead)[1:]}, all intervals with 0)",
         f"whole completions has {table['ess_sequence'][0]}",
-        f"Within two updates the fall tells ({later['drop'][0]}), KL a little ({later['kl'][0]})",
+        f"nearly a collapse by then, has {later['drop'][0]}, KL {later['kl'][0]}",
         "correlations " + ", ".join(later[name][4].split()[0] for name in ("kl", "cosine", "ess_token")),
         f"NoClip's mean is {rewards[3]:.2f} after three updates, {rewards[10]:.2f} after ten and {rewards[24]:.2f}",
         f"KL's AUC is {table['kl'][4].split()[0]} in place of {table['kl'][0].split()[0]}",
@@ -874,7 +874,7 @@ def test_off_policy_controls_paths():
     for sentence in (
         f"rises by {first[0]} at lag 0 and {first[1]} at lag 8",
         f"without the largest rate by {without[0]} and {without[1]}",
-        f"on every path, by {min(lead):.3f} to {max(lead):.3f}",
+        f"taken together, end {min(lead):.3f} to {max(lead):.3f} above NoClip and P3O on every path",
         f"ends {noclip.max() - noclip.min():.3f} apart",
         f"Clip's KL falls {kl.loc['Clip', 1] / kl.loc['Clip', 8]:.1f}-fold",
     ):
@@ -911,11 +911,11 @@ def test_off_policy_controls_rates():
     text = words(page)
     for sentence in (
         f"costs from {cost['TOPR'].mean():.3f} (TOPR, an interval with 0) to {cost['Clip'].mean():.3f} (Clip)",
-        f"Clip ends below NoClip: {shown['Clip'][3].replace('*', '')}",
+        f"at lag 8 Clip ends below NoClip: {shown['Clip'][3].replace('*', '')}",
         f"more than NoClip is not shown: {more['Clip'].replace(', +', ', ')}",
         f"less than NoClip, {more['TOPR']}, looked",
         f"fixed at 6e-5 it would fail as well ({fixed[6e-5]}); at 3e-5 it would hold ({fixed[3e-5]})",
-        f"level with NoClip's {of['NoClip', 8].mean():.3f} here",
+        f"NoClip {of['NoClip', 8].mean():.3f} here",
         f"NoClip at lag 8 and 3e-5 has {values['NoClip', 8, 3e-5].mean():.3f} here",
     ):
         assert sentence in text, sentence
