@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from alarms import AHEAD, TREATMENTS, fork_times
-from moves import as_text, draw_intervals, intervals, judge
+from alarms import AHEAD, fork_times
+from moves import as_text, draw_intervals, intervals, judge, word
 from off_policy import fill
 
 from pspo.records.files import read_jsonl
@@ -148,13 +148,12 @@ def verdicts(found: pd.DataFrame) -> dict[str, str]:
     others, best = same.loc[COMPARED, "mean"].drop("cosine"), same["mean"].drop("drop")
     any_two = found.xs(False, level="same").loc[["ess_sequence", "kl"]].drop(ALL, level="method")
     cosine, drop, above = same.loc["cosine"], same.loc["drop"], int((any_two["low"] > 0.5).sum())
-    words = {True: "held", False: "failed"}
     return {
         "1: ess_sequence is no alarm": no_alarm(same.loc["ess_sequence"]),
         "2: nor is token KL": no_alarm(same.loc["kl"]),
-        "3: the cosine is one, and the best of four": words[cosine["low"] > 0.5 and cosine["mean"] > others.max()],
-        "4: the reward's own drop is a better one": words[drop["low"] > 0.5 and drop["mean"] > best.max()],
-        "5: at any two updates ess_sequence and kl look like alarms": words[above == len(any_two)]
+        "3: the cosine is one, and the best of four": word(cosine["low"] > 0.5 and cosine["mean"] > others.max()),
+        "4: the reward's own drop is a better one": word(drop["low"] > 0.5 and drop["mean"] > best.max()),
+        "5: at any two updates ess_sequence and kl look like alarms": word(above == len(any_two))
         + f": {above} of {len(any_two)} intervals above 0.5",
     }
 
@@ -167,15 +166,15 @@ def saved(lines: pd.DataFrame, forked: pd.DataFrame) -> pd.DataFrame:
     times, last = fork_times(lines), lines["update"].max()
     rewards = lines.set_index(["run", "update"])["reward"]
     long = times.melt("method", var_name="when", value_name="update", ignore_index=False).reset_index()
-    found = forked.merge(long, on=["run", "method", "update"])
+    found = forked.merge(long, on=["run", "method", "update"]).join(rewards.rename("untreated"), on=["run", "update"])
     found["saved"] = found["reward"] - found["run"].map(rewards.xs(last, level="update"))
-    found["kept"] = found["reward"] - rewards.loc[pd.MultiIndex.from_frame(found[["run", "update"]])].to_numpy()
+    found["kept"] = found["reward"] - found["untreated"]
     by_time = found.pivot(index=["method", "run", "treatment"], columns="when")
     return by_time["saved"].assign(kept=by_time["kept", "alarm"])
 
 
 def forks_table(found: pd.DataFrame) -> str:
-    """A row per method and treatment: reward saved at the alarm, and how much more than at other times."""
+    """A row per method and treatment: reward saved at the alarm, and how much more than otherwise."""
     cells = {}
     for (method, treatment), of in found.groupby(["method", "treatment"]):
         compared = {
@@ -190,15 +189,14 @@ def forks_table(found: pd.DataFrame) -> str:
 
 def fork_verdicts(found: pd.DataFrame) -> dict[str, str]:
     """Predictions 6 and 7 of configs/sweep/alarms.yaml with their verdicts, of each method."""
-    more, words = found["alarm"] - found["exchanged"], {True: "held", False: "failed"}
-    at_alarm, apart = ({name: intervals(of.xs(name, level="treatment").unstack("method")) for name in TREATMENTS}
-                       for of in (found["alarm"], more))  # fmt: skip
-    no_more, new = apart["on time"], at_alarm["new moments"]
+    on_time, slower, new = (found.xs(name, level="treatment") for name in ("on time", "lr / 3", "new moments"))
+    more = intervals((on_time["alarm"] - on_time["exchanged"]).unstack("method"))
+    on_time, slower, new = (intervals(of["alarm"].unstack("method")) for of in (on_time, slower, new))
     return {
-        "6: on-time rollouts from the alarm on save reward": judge(at_alarm["on time"], low=0),
-        "6: no more than from another run's alarm on": words[bool((no_more["low"] <= 0).all())],
-        "7: a third of the learning rate saves, too": judge(at_alarm["lr / 3"], low=0),
-        "7: new moments do not": words[bool((new["low"] <= 0).all())],
+        "6: on-time rollouts from the alarm on save reward": judge(on_time, low=0),
+        "6: no more than from another run's alarm on": word((more["low"] <= 0).all()),
+        "7: a third of the learning rate saves, too": judge(slower, low=0),
+        "7: new moments do not": word((new["low"] <= 0).all()),
     }
 
 

@@ -91,14 +91,19 @@ def intervals(values: pd.DataFrame) -> pd.DataFrame:
     return over_seeds(long).set_index("column").rename_axis(None)
 
 
+def word(held: bool) -> str:
+    """The verdict on a prediction that cannot be undecided."""
+    return "held" if held else "failed"
+
+
 def judge(cells: pd.DataFrame, low: float = -np.inf, high: float = np.inf) -> str:
     """The verdict on intervals that were predicted to lie between low and high."""
     inside = int(((cells["low"] > low) & (cells["high"] < high)).sum())
     outside = int(((cells["high"] < low) | (cells["low"] > high)).sum())
-    word = "failed" if outside else "held" if inside == len(cells) else "undecided"
+    verdict = "failed" if outside else "held" if inside == len(cells) else "undecided"
     if len(cells) <= 2:
-        return f"{word}: {', '.join(cells.apply(as_text, axis=1))}"
-    return f"{word}: of {len(cells)} intervals {inside} there, {outside} wholly elsewhere"
+        return f"{verdict}: {', '.join(cells.apply(as_text, axis=1))}"
+    return f"{verdict}: of {len(cells)} intervals {inside} there, {outside} wholly elsewhere"
 
 
 def table(moves: pd.DataFrame, found: pd.DataFrame) -> str:
@@ -163,9 +168,7 @@ def controls(moves: pd.DataFrame) -> tuple[str, str]:
         "9: Clip, DPPO, GMPO and NoClip end further from it": judge(
             back.loc[["Clip", "DPPO", "GMPO:grpo", *NOCLIPS]], low=0),
         "10: the cut of all gains more than Clip, that of the inward more than that of all": judge(uncut, low=0),
-        "11: shuffled, neither cut loses more than NoClip shuffled": (
-            "failed" if (lost.loc[CUTS, "high"] < 0).any() else "held"
-        ),
+        "11: shuffled, neither cut loses more than NoClip shuffled": word((lost.loc[CUTS, "high"] >= 0).all()),
     }  # fmt: skip
     return as_markdown(pd.DataFrame(columns, index=shown).fillna("")), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
@@ -185,7 +188,7 @@ def at_one_rate(moves: pd.DataFrame) -> tuple[str, str]:
     verdicts = {
         "12: Clip's change is below NoClip's": judge(apart.loc[["Clip"]], high=0),
         "13: by less than 0.04, half of what it is at equal movement": judge(apart.loc[["Clip"]], low=-0.04),
-        "14: Clip's change is not below 0": "failed" if changes.loc["Clip", "high"] < 0 else "held",
+        "14: Clip's change is not below 0": word(changes.loc["Clip", "high"] >= 0),
         "15: Clip's is that of the cut of all, within 0.01": judge(inward, -0.01, 0.01),
         "16: shuffled, Clip loses less than NoClip": judge(apart.loc[[clip]], low=0),
     }

@@ -5,12 +5,12 @@ FOLDER has its packed runs. Writes paths.svg, and in FOLDER's README.md what sta
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from moves import as_text, intervals, judge
+from moves import as_text, intervals, judge, word
 from off_policy import UNTRAINED, fill, read
 
 from pspo.report.figures import draw_curves
@@ -21,10 +21,10 @@ PATHS = {1: "1 x 4e-4", 2: "2 x 2e-4", 4: "4 x 1e-4", 8: "8 x 5e-5"}
 AHEAD, BEHIND = ["Clip", "TOPR"], ["NoClip", "P3O"]
 
 
-def slopes(paths: pd.DataFrame, epochs: Sequence[int] = EPOCHS, measure: str = "final") -> pd.DataFrame:
+def slopes(paths: pd.DataFrame, epochs: list[int] = EPOCHS, measure: str = "final") -> pd.DataFrame:
     """(lag, seed; method): least-squares slopes of a measure over log2(epochs)."""
     x = np.log2(epochs) - np.log2(epochs).mean()
-    values = paths.pivot(index=["lag", "seed", "method"], columns="epochs", values=measure)[list(epochs)]
+    values = paths.pivot(index=["lag", "seed", "method"], columns="epochs", values=measure)[epochs]
     return (values @ (x / (x @ x))).unstack("method")
 
 
@@ -49,20 +49,32 @@ def best_rates(rates: pd.DataFrame) -> pd.DataFrame:
     return means.idxmax(axis=1).unstack("lag")
 
 
-def compare_rates(rates: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """By method, at chosen rates: what lag 8 costs, and at lag 8 the differences from NoClip, with Holm's p."""
-    on_time, stale = (chosen(rates).xs(lag, axis=1, level=1) for lag in LAGS)
+def compare(reached: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """By method, of what ``chosen`` found: the cost of lag 8, and there the differences from NoClip, with Holm's p."""
+    on_time, stale = (reached.xs(lag, axis=1, level=1) for lag in LAGS)
     apart = stale.drop(columns="NoClip").sub(stale["NoClip"], axis=0)
     return intervals(on_time - stale), add_holm(intervals(apart))
 
 
+def mean_slopes(paths: pd.DataFrame, **which: Any) -> pd.DataFrame:
+    """(lag; mean, low, high): the slope, mean over methods; ``which`` as of ``slopes``."""
+    return intervals(slopes(paths, **which).mean(axis=1).unstack("lag"))
+
+
+def means(runs: pd.DataFrame, column: str, measure: str = "final") -> pd.DataFrame:
+    """(lag, method; column): means over seeds, as text."""
+    return runs.groupby(["lag", "method", column])[measure].mean().unstack(column).map("{:.3f}".format)
+
+
+def by_lag(table: pd.DataFrame) -> str:
+    """A table with rows (lag, method)."""
+    return as_markdown(table.set_axis([f"{method}, lag {lag}" for lag, method in table.index]))
+
+
 def paths_table(paths: pd.DataFrame) -> str:
     """A row per lag and method: its mean on every path, and its slope."""
-    means = paths.groupby(["lag", "method", "epochs"])["final"].mean().unstack("epochs")[EPOCHS]
-    table = means.map("{:.3f}".format).rename(columns=PATHS)
-    slope = pd.concat({lag: intervals(of) for lag, of in slopes(paths).groupby("lag")})
-    table["slope per doubling"] = slope.apply(as_text, axis=1)
-    return as_markdown(table.set_axis([f"{method}, lag {lag}" for lag, method in table.index]))
+    slope = pd.concat({lag: intervals(of) for lag, of in slopes(paths).groupby("lag")}).apply(as_text, axis=1)
+    return by_lag(means(paths, "epochs").rename(columns=PATHS).assign(**{"slope per doubling": slope}))
 
 
 def afterwards(paths: pd.DataFrame) -> str:
@@ -73,21 +85,20 @@ def afterwards(paths: pd.DataFrame) -> str:
         "4 x 1e-4 and 8 x 5e-5": {"epochs": EPOCHS[2:]},
         "peak training reward": {"measure": "peak"},
     }
-    cells = {name: {f"lag {lag}": as_text(intervals(of.mean(axis=1).to_frame()).iloc[0])
-                    for lag, of in slopes(paths, **way).groupby("lag")} for name, way in ways.items()}  # fmt: skip
-    return as_markdown(pd.DataFrame(cells).T)
+    cells = {name: mean_slopes(paths, **way).apply(as_text, axis=1) for name, way in ways.items()}
+    return as_markdown(pd.DataFrame(cells).rename(index="lag {}".format).T)
 
 
 def moved(paths: pd.DataFrame) -> str:
     """A row per method at lag 8: the KL from the policy that drew, before a rollout's last step, on every path."""
-    means = paths[paths["lag"] == 8].groupby(["method", "epochs"])["kl_old_new"].mean().unstack("epochs")[EPOCHS]
-    return as_markdown(means.map("{:.3f}".format).rename(columns=PATHS).rename_axis(None))
+    return as_markdown(means(paths, "epochs", "kl_old_new").loc[8].rename(columns=PATHS).rename_axis(None))
 
 
 def rates_table(rates: pd.DataFrame) -> str:
     """A row per method: what its chosen rates reach at each lag, the best rate of all seeds, and what the lag costs."""
-    reached, best, (costs, apart) = chosen(rates).mean(), best_rates(rates), compare_rates(rates)
-    texts = reached.map("{:.3f} ".format) + best.stack().map("({:.0e})".format)
+    reached, best = chosen(rates), best_rates(rates)
+    costs, apart = compare(reached)
+    texts = reached.mean().map("{:.3f} ".format) + best.stack().map("({:.0e})".format)
     columns = texts.unstack().rename(columns="lag {}".format)
     columns["cost of lag 8"] = costs.apply(as_text, axis=1)
     stars = apart["holm"].lt(0.05).map({True: "*", False: ""})
@@ -97,23 +108,19 @@ def rates_table(rates: pd.DataFrame) -> str:
 
 def every_rate(rates: pd.DataFrame) -> str:
     """A row per method and lag: the mean at every rate."""
-    means = rates.groupby(["lag", "method", "lr"])["final"].mean().unstack("lr").map("{:.3f}".format)
-    names = [f"{method}, lag {lag}" for lag, method in means.index]
-    return as_markdown(means.set_axis(names).rename(columns="{:.0e}".format))
+    return by_lag(means(rates, "lr").rename(columns="{:.0e}".format))
 
 
 def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
     """Each prediction of the configuration file with its verdict."""
-    slope = {lag: intervals(of.mean(axis=1).to_frame()) for lag, of in slopes(paths).groupby("lag")}
-    best, (costs, apart) = best_rates(rates)[8], compare_rates(rates)
-    words = {True: "held", False: "failed"}
+    slope, best, (costs, apart) = mean_slopes(paths), best_rates(rates)[8], compare(chosen(rates))
     return as_markdown(pd.DataFrame({"verdict": {
-        "1: lag 8, the slope is 0, within 0.02": judge(slope[8], -0.02, 0.02),
-        "2: lag 0, the same": judge(slope[0], -0.02, 0.02),
+        "1: lag 8, the slope is 0, within 0.02": judge(slope.loc[[8]], -0.02, 0.02),
+        "2: lag 0, the same": judge(slope.loc[[0]], -0.02, 0.02),
         "3: Clip and TOPR above NoClip and P3O on every path": judge(intervals(lead(paths)), low=0),
         "4: no method pays more than 0.08 for lag 8": judge(costs, high=0.08),
-        "4: Clip's and TOPR's rates are at least twice NoClip's": words[best[AHEAD].min() >= 2 * best["NoClip"]],
-        "5: none differs from NoClip after Holm": words[(apart["holm"] >= 0.05).all()],
+        "4: Clip's and TOPR's rates are at least twice NoClip's": word(best[AHEAD].min() >= 2 * best["NoClip"]),
+        "5: none differs from NoClip after Holm": word((apart["holm"] >= 0.05).all()),
     }}))  # fmt: skip
 
 

@@ -449,8 +449,8 @@ def shuffled(name: str) -> str:
     return f"{name}:shuffled" if ":" in name else f"{name}::shuffled"
 
 
-def text_of(by_run: pd.Series, digits: int = 3) -> str:
-    assert len(by_run) == 10
+def text_of(by_run: pd.Series, digits: int = 3, runs: int = 10) -> str:
+    assert len(by_run) == runs
     low, high = stats.ttest_1samp(by_run, 0).confidence_interval(0.95)
     return f"{by_run.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
@@ -823,28 +823,30 @@ def test_alarms_in_words():
             assert float(later[name][column].split()[0]) == pytest.approx(np.corrcoef(x, y)[0, 1], abs=0.0051)
 
 
-def control_finals() -> pd.DataFrame:
-    """Final validation rewards of the off-policy controls, from the packed runs."""
+@functools.cache
+def off_policy_control_runs() -> pd.DataFrame:
+    """Of every run of the off-policy controls: final reward, best training reward over three rollouts, KL."""
     runs = read_runs([RESULTS / "off-policy-controls"])
     evaluated = runs.metrics.dropna(subset=["validation_reward"]).sort_values("step").groupby("run")
     switches = {"algorithm.epochs": "epochs", "optimizer.lr": "lr", "rollout.lag": "lag", "run.seed": "seed"}
     found = runs.configs[list(switches)].rename(columns=switches).infer_objects()
     classes = runs.configs["algorithm.surrogate.class_path"].str.rpartition(".")[2]
     kl = runs.metrics.groupby("run")["kl_old_new"].mean()
+    rewards = runs.metrics.dropna(subset=["reward"]).sort_values("step").groupby("run")["reward"]
+    assert (rewards.size() == 24).all()
+    peak = rewards.agg(lambda of: max(sum(of.iloc[i : i + 3]) / 3 for i in range(22)))
     part = runs.configs["experiment"].map(lambda path: Path(path).name)
-    return found.assign(method=classes, part=part, final=evaluated["validation_reward"].last(), kl=kl)
+    return found.assign(method=classes, part=part, final=evaluated["validation_reward"].last(), peak=peak, kl=kl)
 
 
 def slope_text(values: pd.DataFrame, epochs: list[int]) -> str:
     """Mean and t-interval over seeds of slopes by numpy's fit, of rows (method, seed) and columns of epochs."""
     slopes = pd.Series(np.polyfit(np.log2(epochs), values[epochs].to_numpy().T, 1)[0], values.index)
-    by_seed = slopes.groupby("seed").mean()
-    low, high = stats.ttest_1samp(by_seed, 0).confidence_interval(0.95)
-    return f"{by_seed.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+    return text_of(slopes.groupby("seed").mean(), runs=8)
 
 
 def test_off_policy_controls_paths():
-    page, runs = "off-policy-controls/README.md", control_finals()
+    page, runs = "off-policy-controls/README.md", off_policy_control_runs()
     paths = runs[runs["part"] != "rates"]
     assert len(paths) == 4 * 4 * 2 * 8
     assert np.allclose(paths["epochs"] * paths["lr"], 4e-4)
@@ -859,6 +861,9 @@ def test_off_policy_controls_paths():
                          ("4 x 1e-4 and 8 x 5e-5", [4, 8])):  # fmt: skip
         for lag, cell in zip((0, 8), later[name], strict=True):
             assert same(cell, slope_text(values.loc[lag], epochs))
+    peaks = paths.pivot(index=["lag", "method", "seed"], columns="epochs", values="peak")
+    for lag, cell in zip((0, 8), later["peak training reward"], strict=True):
+        assert same(cell, slope_text(peaks.loc[lag], [1, 2, 4, 8]))
     fits = np.polyfit([0, 1, 2, 3], values.groupby(["lag", "seed"]).mean().to_numpy().T, 1)[0]
     assert fits.shape == (16,)
     assert (fits > 0).all()
@@ -869,11 +874,13 @@ def test_off_policy_controls_paths():
     of, noclip = values.loc[8], values.loc[8, "NoClip"].mean()
     lead = (of.loc[["Clip", "TOPR"]].mean() - of.loc[["NoClip", "P3O"]].mean()).tolist()
     first = [cell.replace("+", "") for cell in later["all four paths"]]
-    without = [cell.split()[0].replace("+", "") for cell in later["without 1 x 4e-4"]]
+    without, peak = ([cell.split()[0].replace("+", "") for cell in later[name]]
+                     for name in ("without 1 x 4e-4", "peak training reward"))  # fmt: skip
     text = words(page)
     for sentence in (
         f"rises by {first[0]} at lag 0 and {first[1]} at lag 8",
-        f"without the largest rate by {without[0]} and {without[1]}",
+        f"without the largest rate by {without[0]} and {without[1]}, "
+        f"and by the peak of the training reward by {peak[0]} and {peak[1]}",
         f"taken together, end {min(lead):.3f} to {max(lead):.3f} above NoClip and P3O on every path",
         f"ends {noclip.max() - noclip.min():.3f} apart",
         f"Clip's KL falls {kl.loc['Clip', 1] / kl.loc['Clip', 8]:.1f}-fold",
@@ -882,7 +889,7 @@ def test_off_policy_controls_paths():
 
 
 def test_off_policy_controls_rates():
-    page, runs = "off-policy-controls/README.md", control_finals()
+    page, runs = "off-policy-controls/README.md", off_policy_control_runs()
     rates = runs[runs["part"] == "rates"]
     assert rates.groupby(["method", "lag", "lr"]).size().tolist() == [5] * 72
     values = rates.set_index(["method", "lag", "lr", "seed"])["final"].sort_index()
@@ -897,17 +904,17 @@ def test_off_policy_controls_rates():
     of = pd.Series(chosen).unstack(level=[0, 1])
     pvalues = {}
     for name, (_, _, cost, apart) in shown.items():
-        assert cost == text_of_five(of[name, 0] - of[name, 8])
+        assert cost == text_of(of[name, 0] - of[name, 8], runs=5)
         if name != "NoClip":
             difference = of[name, 8] - of["NoClip", 8]
-            assert apart.rstrip("*") == text_of_five(difference)
+            assert apart.rstrip("*") == text_of(difference, runs=5)
             pvalues[name] = stats.ttest_1samp(difference, 0).pvalue if difference.std() else 1
     smallest = sorted(pvalues, key=pvalues.get)
     assert [name for name, cells in shown.items() if cells[3].endswith("*")] == ["Clip"] == smallest[:1]
     assert 5 * pvalues["Clip"] < 0.05 < 4 * pvalues[smallest[1]]
-    fixed = {lr: text_of_five(values["Clip", 8, lr] - values["NoClip", 8, 1e-5]) for lr in (3e-5, 6e-5)}
+    fixed = {lr: text_of(values["Clip", 8, lr] - values["NoClip", 8, 1e-5], runs=5) for lr in (3e-5, 6e-5)}
     cost = of.xs(0, axis=1, level=1) - of.xs(8, axis=1, level=1)
-    more = {name: text_of_five(cost[name] - cost["NoClip"]) for name in ("Clip", "TOPR")}
+    more = {name: text_of(cost[name] - cost["NoClip"], runs=5) for name in ("Clip", "TOPR")}
     text = words(page)
     for sentence in (
         f"costs from {cost['TOPR'].mean():.3f} (TOPR, an interval with 0) to {cost['Clip'].mean():.3f} (Clip)",
@@ -927,12 +934,6 @@ def test_off_policy_controls_rates():
         assert cells == [f"{x:.3f}" for x in means.loc[int(lag), method]]
 
 
-def text_of_five(values: pd.Series) -> str:
-    assert len(values) == 5
-    half = stats.t.ppf(0.975, 4) * values.std() / 5**0.5
-    return f"{values.mean():+.3f} [{values.mean() - half:+.3f}, {values.mean() + half:+.3f}]"
-
-
 def test_alarm_forks():
     """Forks at alarms, run by run: the lowest quarter of a method's runs at an update has an alarm."""
     folder = RESULTS / "alarms"
@@ -948,16 +949,14 @@ def test_alarm_forks():
         alarms[method] = [int(update) for update in low.idxmax(axis=1)]
         exchanged = [*alarms[method][1:], alarms[method][0]]
         for treatment in ("on time", "lr / 3", "new moments"):
-            columns = {"at": [], "more": [], "kept": []}
-            for run, own, other in zip(ess.index, alarms[method], exchanged, strict=True):
-                end = ends[run, own, treatment]
-                columns["at"].append(end - rewards[run, 24])
-                columns["more"].append(end - ends[run, other, treatment])
-                columns["kept"].append(end - rewards[run, own])
-            cells = shown[f"{method}, {treatment}"]
-            for cell, values in zip((cells[0], cells[1], cells[3]), columns.values(), strict=True):
-                low_end, high_end = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-                assert same(cell, f"{np.mean(values):+.3f} [{low_end:+.3f}, {high_end:+.3f}]")
+            apart = pd.DataFrame([
+                [ends[run, own, treatment] - other for other in
+                 (rewards[run, 24], ends[run, exchange, treatment], rewards[run, own])]
+                for run, own, exchange in zip(ess.index, alarms[method], exchanged, strict=True)
+            ])  # fmt: skip
+            at_alarm, more, _, kept = shown[f"{method}, {treatment}"]
+            for cell, (_, values) in zip((at_alarm, more, kept), apart.items(), strict=True):
+                assert same(cell, text_of(values, runs=16))
     text, both = words("alarms/README.md"), list(itertools.chain(*alarms.values()))
     alike = sum(one == other for one, other in zip(*alarms.values(), strict=True))
     assert f"{sum(at <= 8 for at in both)} of 32 alarms are at updates 3 to 8" in text
