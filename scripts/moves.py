@@ -2,8 +2,8 @@
 
 Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv. Of tiny-base
 base-controls.jsonl has the second and third stage, base-rate.jsonl the fourth, and base-latenoclip.jsonl and
-base-lateclip.jsonl have the fifth. Writes differences.csv, differences.svg, and in README.md what stands between
-<!-- BLOCK --> and <!-- end BLOCK -->.
+base-lateclip.jsonl have the fifth; smollm2-small.jsonl has the sixth. Writes differences.csv, differences.svg, and in
+README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -21,7 +21,9 @@ from pspo.report.tables import add_holm, as_markdown, over_seeds
 AIMS = {"tiny-base": 0.004, "tiny-math": 0.001}  # the primary movement of each model, in nats per token
 CONTROL = "NoClip::shuffled"
 CELL = ["model", "aim", "lag", "surrogate"]
-MARGIN, RUNS = 0.01, 10  # of the share of correct answers, and of each model: said before the runs
+MODELS = {"base": "tiny-base", "math": "tiny-math", "smollm2": "SmolLM2-135M"}  # by the name of the file
+MARGIN = 0.01  # of the share of correct answers
+RUNS = {"tiny-base": 10, "tiny-math": 10, "SmolLM2-135M": 5}  # said before they were made, as the margin was
 NOCLIPS = ["NoClip", "NoClip:grpo"]  # what surrogates are compared with
 FOUR = ["Clip", "DPPO", "GSPO:grpo", "GMPO:grpo"]  # of the second stage
 CUTS = ["cuts.Cut(keep='nothing')", "cuts.Cut(keep='outward')"]  # of the third
@@ -29,9 +31,9 @@ CUTS = ["cuts.Cut(keep='nothing')", "cuts.Cut(keep='outward')"]  # of the third
 
 def read_moves(files: list[Path]) -> pd.DataFrame:
     """The lines of every fork, with their model and stage by the file's name: MODEL.jsonl or MODEL-STAGE.jsonl."""
-    lines = {tuple(f"tiny-{file.stem}-first".split("-")[:3]): pd.read_json(file, lines=True) for file in files}
-    found = pd.concat(lines, names=["tiny", "model", "stage"]).reset_index(["model", "stage"]).reset_index(drop=True)
-    return found.assign(model="tiny-" + found["model"])
+    lines = {tuple(f"{file.stem}-first".split("-")[:2]): pd.read_json(file, lines=True) for file in files}
+    found = pd.concat(lines, names=["model", "stage"]).reset_index(["model", "stage"]).reset_index(drop=True)
+    return found.assign(model=found["model"].map(MODELS))
 
 
 def control(surrogate: str) -> str:
@@ -50,7 +52,7 @@ def over_runs(values: pd.DataFrame, measure: str) -> pd.DataFrame:
     rows = pd.MultiIndex.from_frame(clusters[CELL]).to_flat_index()
     cells = over_seeds(pd.DataFrame({"row": rows, "column": measure, "value": clusters[measure]}))
     cells = cells.join(pd.DataFrame(cells["row"].tolist(), cells.index, columns=CELL)).drop(columns=["row", "column"])
-    return cells[cells["seeds"] == RUNS]
+    return cells[cells["seeds"] == cells["model"].map(RUNS)]
 
 
 def differences(moves: pd.DataFrame, references: dict[str, str], measure: str = "correct") -> pd.DataFrame:
@@ -220,6 +222,19 @@ def own_checkpoints(moves: pd.DataFrame) -> tuple[str, str]:
     return as_markdown(pd.DataFrame(rows).T), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
 
+def pretrained(moves: pd.DataFrame) -> tuple[str, str]:
+    """The table of the sixth stage and verdicts on its predictions."""
+    changes = over_runs(moves, "correct").set_index("surrogate").loc[["NoClip", "Clip", CONTROL]]
+    apart = differences(moves, {"Clip": "NoClip", CONTROL: "NoClip"}).set_index("surrogate")
+    columns = {"change": changes.apply(as_text, axis=1), "minus NoClip's": apart.apply(as_text, axis=1)}
+    verdicts = {
+        "19: Clip's change is below NoClip's": judge(apart.loc[["Clip"]], high=0),
+        "20: so is that with shuffled advantages": judge(apart.loc[[CONTROL]], high=0),
+    }
+    table = pd.DataFrame(columns, index=changes.index).rename_axis(None).fillna("")
+    return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
+
+
 def draw_intervals(axes: Axes, cells: pd.DataFrame, y: np.ndarray, face: str = COLOURS["NoClip"]) -> None:
     """Draw means with their intervals, lying, at the heights y."""
     axes.hlines(y, cells["low"], cells["high"], color=COLOURS["NoClip"], linewidth=1.2)
@@ -253,7 +268,8 @@ def main() -> None:
     if args.files:
         write_csv(read_moves(args.files), args.folder / "moves.csv")
     moves = pd.read_csv(args.folder / "moves.csv")
-    first, second, fourth = (moves[moves["stage"] == stage] for stage in ("first", "controls", "rate"))
+    stages = ("first", "controls", "rate", "small")
+    first, second, fourth, sixth = (moves[moves["stage"] == stage] for stage in stages)
     first, fifth = first[first["matched"].astype(bool)], moves[moves["stage"].str.startswith("late")]
     found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
@@ -265,6 +281,8 @@ def main() -> None:
         blocks["rate"], blocks["rate verdicts"] = at_one_rate(fourth)
     if not fifth.empty:
         blocks["late"], blocks["late verdicts"] = own_checkpoints(fifth)
+    if not sixth.empty:
+        blocks["pretrained"], blocks["pretrained verdicts"] = pretrained(sixth)
     fill(args.folder / "README.md", blocks)
 
 

@@ -117,6 +117,17 @@ def test_tables_of_moves(tmp_path, imported, call):
     change, apart, kl = next(line for line in page.splitlines() if line.startswith("| Clip  "))[:-1].split("|")[2:]
     assert [float(cell.split()[0]) for cell in (change, apart, kl)] == pytest.approx([0.03, -0.02, 0.002], abs=1e-3)
 
+    sixth = [line for line in moves({"NoClip": 0, "Clip": 0.03, "NoClip::shuffled": -0.04})
+             if line["run"] < "seed-5" and line["lag"] == 8]  # fmt: skip
+    files.append(tmp_path / "smollm2-small.jsonl")
+    files[-1].write_text("".join(json.dumps(line) + "\n" for line in sixth))
+    (tmp_path / "README.md").write_text("".join(
+        f"<!-- {name} -->\n<!-- end {name} -->\n" for name in
+        (*blocks, "rate", "rate verdicts", "pretrained", "pretrained verdicts")))  # fmt: skip
+    call(imported("moves"), tmp_path, *files)
+    page = (tmp_path / "README.md").read_text().partition("<!-- pretrained -->")[2]
+    assert re.findall(r"\| (?:19|20): .*\| +(\w+: [+-]\d\.\d+) ", page) == ["failed: +0.030", "held: -0.040"]
+
 
 def script(name: str, *args: object) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, SCRIPTS / name, *map(str, args)], capture_output=True, encoding="utf-8")
