@@ -13,7 +13,8 @@ import pandas as pd
 from moves import as_text, intervals, judge, word
 from off_policy import UNTRAINED, fill, read
 
-from pspo.report.figures import draw_curves
+from pspo.report.figures import GREY, picture
+from pspo.report.runs import COLOURS
 from pspo.report.tables import add_holm, as_markdown
 
 LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
@@ -126,10 +127,16 @@ def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
 
 def draw(paths: pd.DataFrame, path: Path) -> None:
     """Draw every method's final reward on the four paths, at each lag, with the untrained level."""
-    untrained = paths[paths["method"] == "NoClip"].assign(method="untrained", final=UNTRAINED["tiny-base"])
-    shown = pd.concat([paths, untrained])
-    curves = {"panel": shown["lag"].map("final reward at lag {}".format), "row": shown["method"], "y": shown["final"]}
-    draw_curves(shown.assign(x=np.log2(shown["epochs"]), **curves), "log2 of epochs, at the same epochs x rate", path)
+    with picture(path, 8.4, 3.4, "epochs x learning rate") as figure:
+        for axes, (lag, of) in zip(figure.subplots(1, 2, sharey=True), paths.groupby("lag"), strict=True):
+            axes.axhline(UNTRAINED["tiny-base"], color=GREY, ls=":", linewidth=1)
+            axes.annotate("untrained", (-0.1, UNTRAINED["tiny-base"]), va="bottom")
+            for method, own in of.groupby("method"):
+                cells, colour = intervals(own.pivot(index="seed", columns="epochs", values="final")), COLOURS[method]
+                axes.plot(cells["mean"].to_numpy(), color=colour)
+                axes.fill_between(range(len(cells)), cells["low"], cells["high"], color=colour, alpha=0.12, linewidth=0)
+                axes.annotate(f" {method}", (len(cells) - 1, cells["mean"].iloc[-1]), va="center")
+            axes.set(title=f"final reward at lag {lag}", xlim=(-0.2, 3.6), xticks=range(4), xticklabels=PATHS.values())
 
 
 def main() -> None:

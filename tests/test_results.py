@@ -873,15 +873,21 @@ def test_off_policy_controls_paths():
     }
     of, noclip = values.loc[8], values.loc[8, "NoClip"].mean()
     lead = (of.loc[["Clip", "TOPR"]].mean() - of.loc[["NoClip", "P3O"]].mean()).tolist()
+    further = (kl.loc[["Clip", "TOPR"]].sum() / kl.loc[["NoClip", "P3O"]].sum()).tolist()
     first = [cell.replace("+", "") for cell in later["all four paths"]]
     without, peak = ([cell.split()[0].replace("+", "") for cell in later[name]]
                      for name in ("without 1 x 4e-4", "peak training reward"))  # fmt: skip
-    text = words(page)
+    text, level = (
+        words(page),
+        re.search(r"NoClip ends level: (0.\d+ and 0.\d+) at lag 0", words("off-policy/README.md")),
+    )
     for sentence in (
+        f"and higher ({level[1]} at lag 0",
         f"rises by {first[0]} at lag 0 and {first[1]} at lag 8",
         f"without the largest rate by {without[0]} and {without[1]}, "
         f"and by the peak of the training reward by {peak[0]} and {peak[1]}",
-        f"taken together, end {min(lead):.3f} to {max(lead):.3f} above NoClip and P3O on every path",
+        f"taken together, end {min(lead):.3f} to {max(lead):.3f} above NoClip and P3O on every path, "
+        f"but move {min(further):.2f} to {max(further):.2f} times as far",
         f"ends {noclip.max() - noclip.min():.3f} apart",
         f"Clip's KL falls {kl.loc['Clip', 1] / kl.loc['Clip', 8]:.1f}-fold",
     ):
@@ -915,14 +921,15 @@ def test_off_policy_controls_rates():
     fixed = {lr: text_of(values["Clip", 8, lr] - values["NoClip", 8, 1e-5], runs=5) for lr in (3e-5, 6e-5)}
     cost = of.xs(0, axis=1, level=1) - of.xs(8, axis=1, level=1)
     more = {name: text_of(cost[name] - cost["NoClip"], runs=5) for name in ("Clip", "TOPR")}
-    text = words(page)
+    text, ends = words(page), of.xs(8, axis=1, level=1).mean()
     for sentence in (
         f"costs from {cost['TOPR'].mean():.3f} (TOPR, an interval with 0) to {cost['Clip'].mean():.3f} (Clip)",
         f"at lag 8 Clip ends below NoClip: {shown['Clip'][3].replace('*', '')}",
         f"more than NoClip is not shown: {more['Clip'].replace(', +', ', ')}",
         f"less than NoClip, {more['TOPR']}, looked",
-        f"fixed at 6e-5 it would fail as well ({fixed[6e-5]}); at 3e-5 it would hold ({fixed[3e-5]})",
-        f"NoClip {of['NoClip', 8].mean():.3f} here",
+        f"fixed at 6e-5 it would fail as well ({fixed[6e-5]}); at 3e-5 ({fixed[3e-5]}) Holm's p would be above",
+        f"NoClip's {ends['NoClip']:.3f} here",
+        f"makes {values['Clip', 8, 6e-5].mean() - ends['Clip']:.3f} of its {ends['NoClip'] - ends['Clip']:.3f}",
         f"NoClip at lag 8 and 3e-5 has {values['NoClip', 8, 3e-5].mean():.3f} here",
     ):
         assert sentence in text, sentence
