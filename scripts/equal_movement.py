@@ -22,9 +22,10 @@ null.
 
 import argparse
 import math
+import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -52,8 +53,13 @@ from pspo.view.data import make_surrogate
 TOLERANCE, TRIALS, HIGHEST = 0.02, 12, 1.0  # the last a learning rate
 
 
-def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, deque[dict[str, Tensor]]]]:
-    """Make a run again; yields it after each of its rollouts, with the last ``keep`` policies, the newest last."""
+def replay(
+    folder: Path, rollouts: int, keep: int, needed: Container[int] = range(sys.maxsize)
+) -> Iterator[tuple[int, Run, deque[dict[str, Tensor] | None]]]:
+    """Make a run again; yields it after each of its rollouts, with the last ``keep`` policies, the newest last.
+
+    Policies after rollouts that are not ``needed`` are None.
+    """
     settings = read_config(folder / "config.yaml")
     with tempfile.TemporaryDirectory() as output:
         quiet = {"output_dir": output, "fork_from": None, "validate_every": 0, "test_limit": 0, "save_every": 0,
@@ -61,7 +67,7 @@ def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, d
         run = prepare(*config_from_python(**settings | {"run": settings["run"] | quiet}))
         with run.resources:
             run.start()
-            policies = deque([deepcopy(run.learner.policy.state_dict())], keep)
+            policies = deque([deepcopy(run.learner.policy.state_dict()) if 0 in needed else None], keep)
             for done in range(1, rollouts + 1):
                 experience = None
                 while experience is None:
@@ -70,7 +76,7 @@ def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, d
                     steps = update(run.learner, experience.rollout, experience.advantages, run.config)
                 run.recorder.begin_line(experience, steps)
                 run.conclude_rollout()
-                policies.append(deepcopy(run.learner.policy.state_dict()))
+                policies.append(deepcopy(run.learner.policy.state_dict()) if done in needed else None)
                 yield done, run, policies
 
 
@@ -214,8 +220,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     done, rates = read_jsonl(args.output), {}
+    needed = {rollouts - lag for rollouts in args.rollouts for lag in args.lags}
     for folder in args.runs:
-        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):
+        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1, needed):
             if rollouts in args.rollouts:
                 for line in forks(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done, rates):
                     append_jsonl(args.output, line)

@@ -46,8 +46,6 @@ from pspo.run.run import Run
 from pspo.update import update
 from pspo.view.data import make_surrogate
 
-PARTS = 16  # of the truth
-
 
 def with_loss(config: TrainConfig, name: str, **more: str) -> TrainConfig:
     """A configuration with the loss of SURROGATE:AGGREGATION:NUCLEUS."""
@@ -76,17 +74,24 @@ def gradient(fork: Fork, rollout: Rollout, advantages: Tensor, config: TrainConf
     return found[0].numpy()
 
 
-def true_gradient(fork: Fork, config: TrainConfig, rollouts: int, seed: int) -> np.ndarray:
-    """(PARTS, D) float64: independent estimates of the target, each from so many rollouts."""
-    config, parts, lengths = with_loss(config, "NoClip:dr_grpo:replay", advantages="none"), [], []
-    for part in range(PARTS):
+def true_gradient(fork: Fork, config: TrainConfig, parts: int, rollouts: int, seed: int) -> np.ndarray:
+    """(parts, D) float32: independent estimates of the target, each from so many rollouts."""
+    config, lengths = with_loss(config, "NoClip:dr_grpo:replay", advantages="none"), []
+    found = empty_rows(fork, parts)
+    for part in range(parts):
         total = 0.0
         for i in range(rollouts):
             rollout, advantages = replicate(fork, fork.weights, seed + part * rollouts + i, config)
             total = total + gradient(fork, rollout, advantages, config).astype(np.float64) / rollouts
             lengths.append(rollout.loss_mask.sum(dim=1).double().mean().item())
-        parts.append(total)
-    return np.stack(parts) * config.rollout.max_completion_tokens / np.mean(lengths)
+        found[part] = total
+    found *= config.rollout.max_completion_tokens / np.mean(lengths)
+    return found
+
+
+def empty_rows(fork: Fork, n: int) -> np.ndarray:
+    """(n, D) float32, to be filled: of a large model there is no room for a second copy."""
+    return np.empty((n, sum(weight.numel() for weight in fork.policy.parameters() if weight.requires_grad)), np.float32)
 
 
 def adam_weights(run: Run) -> np.ndarray:
@@ -148,15 +153,17 @@ def lines(
     realised = {lag: fork.stale(policies[-1 - lag], *prompts) for lag in args.lags}
     trained = [name for name, weight in fork.policy.named_parameters() if weight.requires_grad]
     fork.sampler = replace(fork.sampler, sampling=replace(fork.sampler.sampling, nucleus=True))
-    truth = true_gradient(fork, config, args.truth, seed=fork_seed * 1_000_000)
-    metrics = {"plain": np.ones(truth.shape[1]), "adam": adam_weights(run)}
+    truth = true_gradient(fork, config, args.parts, args.truth, seed=fork_seed * 1_000_000)
+    metrics = {"plain": np.broadcast_to(1.0, truth.shape[1]), "adam": adam_weights(run)}
     truths, drawn = {metric: products(truth, truth, weights) for metric, weights in metrics.items()}, {}
     for of in cells:
         loss, lag = with_loss(config, of["surrogate"]), of["lag"]
         if (key := (lag, loss.algorithm.nucleus)) not in drawn:
             first = fork_seed * 1_000_000 + 100_000 * (1 + lag)
             drawn = {key: [replicate(fork, policies[-1 - lag], first + i, loss) for i in range(args.replicates)]}
-        found = np.stack([gradient(fork, *of_one, loss) for of_one in drawn[key]])
+        found = empty_rows(fork, args.replicates)
+        for i, of_one in enumerate(drawn[key]):
+            found[i] = gradient(fork, *of_one, loss)
         same_nucleus = loss.algorithm.nucleus == config.algorithm.nucleus
         moved = gradient(fork, *realised[lag], loss)[None] if same_nucleus else None
         drift = torch.cat([(fork.weights[name] - policies[-1 - lag][name]).flatten() for name in trained]).numpy()[None]
@@ -195,13 +202,15 @@ def main() -> None:
     parser.add_argument("--rollouts", nargs="+", type=int, required=True, help="checkpoints: after so many rollouts")
     parser.add_argument("--lags", nargs="+", type=int, default=[8])
     parser.add_argument("--surrogates", nargs="+", required=True, metavar="SURROGATE")
-    parser.add_argument("--truth", type=int, default=8, help=f"on-policy rollouts in each of {PARTS} parts")
+    parser.add_argument("--parts", type=int, default=16, help="independent estimates of the true gradient")
+    parser.add_argument("--truth", type=int, default=8, help="on-policy rollouts in each of them")
     parser.add_argument("--replicates", type=int, default=32, help="stale rollouts")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     done = {tuple(of[key] for key in ("run", "rollouts", "lag", "surrogate")) for of in read_jsonl(args.output)}
+    needed = {rollouts - lag for rollouts in args.rollouts for lag in args.lags}
     for folder in args.runs:
-        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1):
+        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1, needed):
             if rollouts in args.rollouts:
                 for found in lines(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done):
                     append_jsonl(args.output, *found)

@@ -259,14 +259,13 @@ def completion_logprobs(model, rollout, row, kept=None):
 
 
 @pytest.mark.nightly
-def test_gradient_bias(tmp_path, imported, call, monkeypatch):
+def test_gradient_bias(tmp_path, imported, call):
     """Gradients by autograd, completion by completion in float64; what is known at lag 0; lines go on."""
     script = imported("gradient_bias")
-    monkeypatch.setattr(script, "PARTS", 4)
     folder, output = tmp_path / "run", tmp_path / "bias.jsonl"
     small_run(folder, "--run.max_steps=6")
     names = ["NoClip::replay", "NoClip", "PSPO(alpha=0.25)", "REINFORCE", "TOPR:grpo"]
-    options = Namespace(lags=[0], surrogates=names, truth=4, replicates=12)
+    options = Namespace(lags=[0], surrogates=names, parts=4, truth=4, replicates=12)
     for rollouts, run, policies in script.replay(folder, 3, keep=2):
         if rollouts == 2:
             cell = {"run": "run", "rollouts": 2}
@@ -314,8 +313,7 @@ def test_gradient_bias(tmp_path, imported, call, monkeypatch):
         assert np.linalg.norm(ours - expected) < 1e-3 * np.linalg.norm(expected)
     assert np.linalg.norm(slow["NoClip"] - slow["NoClip::replay"]) > 1e-2 * np.linalg.norm(slow["NoClip"])
 
-    monkeypatch.setattr(script, "PARTS", 2)
-    truth, slow, lengths = script.true_gradient(fork, config, 1, seed=30), [], []
+    truth, slow, lengths = script.true_gradient(fork, config, 2, 1, seed=30), [], []
     for seed in (30, 31):
         loss, total = script.with_loss(config, "NoClip::replay"), 0
         rollout, _ = script.replicate(fork, fork.weights, seed, loss)
@@ -330,8 +328,7 @@ def test_gradient_bias(tmp_path, imported, call, monkeypatch):
     expected = np.stack(slow) / np.mean(lengths)
     assert np.linalg.norm(truth - expected) < 1e-3 * np.linalg.norm(expected)
 
-    monkeypatch.setattr(script, "PARTS", 3)
-    command = [folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--truth", 2,
+    command = [folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--parts", 3, "--truth", 2,
                "--replicates", 3, "--output", output]  # fmt: skip
     call(script, *command)
     written = output.read_text()
