@@ -948,18 +948,23 @@ def test_alarm_forks():
     ends = {tuple(key): reward for *key, reward in forked[["run", "update", "treatment", "reward"]].to_numpy()}
     rewards = {(run, update): x for run, update, x in lines[["run", "update", "reward"]].to_numpy()}
     shown = {name: cells for name, *cells in block("alarms/README.md", "base-forks")}
-    alarms = {}
+    alarms, at_random, late = {}, [], 0
+    at = {run: collapse_update(of.sort_values("update")["reward"].tolist()) or 1000 for run, of in lines.groupby("run")}
     for method in ("tiny-base NoClip", "tiny-base P3O"):
         ess = lines[lines["method"] == method].pivot(index="run", columns="update", values="ess_sequence")
         ess = ess.loc[[f"{method} {seed}" for seed in range(5, 21)], 3:23]
         low = ess <= ess.quantile(0.25)
         alarms[method] = [int(update) for update in low.idxmax(axis=1)]
         exchanged = [*alarms[method][1:], alarms[method][0]]
+        times = list(zip(ess.index, alarms[method], exchanged, strict=True))
+        updates = {run: {of for name, of, _ in ends if name == run} for run in ess.index}
+        at_random += [sum(bool({x for x in updates[run] if x >= at[run]} - {*of}) for run, *of in times)]
+        late += sum(own >= at[run] for run, own, _ in times)
         for treatment in ("on time", "lr / 3", "new moments"):
             apart = pd.DataFrame([
                 [ends[run, own, treatment] - other for other in
                  (rewards[run, 24], ends[run, exchange, treatment], rewards[run, own])]
-                for run, own, exchange in zip(ess.index, alarms[method], exchanged, strict=True)
+                for run, own, exchange in times
             ])  # fmt: skip
             at_alarm, more, _, kept = shown[f"{method}, {treatment}"]
             for cell, (_, values) in zip((at_alarm, more, kept), apart.items(), strict=True):
@@ -968,3 +973,11 @@ def test_alarm_forks():
     alike = sum(one == other for one, other in zip(*alarms.values(), strict=True))
     assert f"{sum(at <= 8 for at in both)} of 32 alarms are at updates 3 to 8" in text
     assert f"in {alike} of 16 seeds the alarm's update" in text
+    never = sum(at[run] == 1000 for run in at if "REINFORCE" not in run)
+    assert f"in all 32 runs, of which {never} never collapse, in {late} not before the collapse" in text
+    assert f"{at_random[0]} of NoClip's 16 random times are not before" in text
+    collapses = pd.Series(at).groupby(lambda run: run.split()[1]).agg(lambda of: sum(of <= 9))
+    assert (f"{collapses.sum()} of the {sum(x < 1000 for x in at.values())} collapses ({collapses['REINFORCE']} "
+            f"REINFORCE's, {collapses['NoClip']} NoClip's, {collapses['P3O']} P3O's)") in text  # fmt: skip
+    at_3e5 = off_policy_control_runs().query("part == 'rates' and lag == 8 and lr == 3e-5").groupby("method")["final"]
+    assert f"NoClip ends at {at_3e5.mean()['NoClip']:.3f} and P3O at {at_3e5.mean()['P3O']:.3f}" in text
