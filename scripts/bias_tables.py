@@ -56,7 +56,8 @@ def share_of_bias(rows: pd.DataFrame, base: pd.DataFrame) -> pd.Series:
 def rank_correlation(one: pd.DataFrame, other: pd.DataFrame) -> pd.Series:
     """Spearman's over the surrogates that both have, run by run, of two tables of runs x surrogates."""
     one, other = one.align(other, join="inner")
-    return one.rank(axis=1).corrwith(other.rank(axis=1), axis=1)
+    both = one.notna() & other.notna()
+    return one.where(both).rank(axis=1).corrwith(other.where(both).rank(axis=1), axis=1)
 
 
 def gains(moves: pd.DataFrame, found: pd.DataFrame, model: str) -> pd.DataFrame:

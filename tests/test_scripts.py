@@ -369,6 +369,8 @@ def test_gradient_bias_estimates(imported):
     one = pd.DataFrame({"x": [1, 1], "y": [2, 2], "z": [3, 9]}, index=["a", "b"])
     other = pd.DataFrame({"z": [3, 1], "y": [1, 2], "x": [2, 3], "w": [0, 0]}, index=["a", "b"])
     assert tables.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
+    one, other = pd.DataFrame([[1, np.nan, 3, 2]]), pd.DataFrame([[1, 2, 9, 3]])
+    assert tables.rank_correlation(one, other).tolist() == pytest.approx([1])  # ranks of the three that both have
 
 
 @pytest.mark.nightly
