@@ -117,8 +117,9 @@ def derived(target2: Any, dot: Any, norm2: Any, second: Any) -> dict[str, Any]:
     """What a line says, from its four unbiased estimates, numbers or columns; NaN where a square is not above 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         cosine, rho = dot / np.sqrt(norm2 * target2), dot / np.sqrt(second * target2)
+        signal = np.divide(norm2, second)  # NaN also for two floats: a loss may leave no token with weight
     return {"target2": target2, "dot": dot, "norm2": norm2, "second": second, "bias2": norm2 - 2 * dot + target2,
-            "variance": second - norm2, "mse": second - 2 * dot + target2, "cosine": cosine, "signal": norm2 / second,
+            "variance": second - norm2, "mse": second - 2 * dot + target2, "cosine": cosine, "signal": signal,
             "rho": rho}  # fmt: skip
 
 

@@ -346,6 +346,10 @@ def test_gradient_bias_estimates(imported):
     for _ in range(1000):
         g, parts = m + generator.normal(size=(6, 3)), t + generator.normal(size=(4, 3))
         found.append(script.line(g, parts, None, m[None], weights, script.products(parts, parts, weights)))
+    nothing = 0 * m[None]
+    of_nothing = script.line(0 * g, parts, nothing, m[None], weights, script.products(parts, parts, weights))
+    assert math.isnan(of_nothing["realised"])
+    assert math.isnan(of_nothing["signal"])
     found = pd.DataFrame(found).astype(float)
     expected = {"target2": 4 + 0.5 + 2, "dot": 2 + 1, "norm2": 1 + 2, "second": 3 + 3.5, "variance": 3.5,
                 "bias2": 1 + 0.5 + 2, "mse": 3.5 + 3.5}  # fmt: skip
