@@ -631,9 +631,36 @@ def test_equal_movement_from_clips_own_runs():
         assert sentence in text, sentence
 
 
-def gradients(metric: str = "adam", lag: int = 8) -> pd.DataFrame:
+def test_equal_movement_of_a_pretrained_model():
+    of, text = changes("small"), words("equal-movement/README.md")
+    correct, before = of["correct"], of["correct_before"]["NoClip"]
+    apart = {name: text_of(correct[name] - correct["NoClip"], runs=5) for name in ("Clip", "NoClip::shuffled")}
+    table = block("equal-movement/README.md", "pretrained")
+    assert len(table) == 3
+    for name, change, cell in table:
+        assert same(change, text_of(correct[name], runs=5))
+        assert same(cell, apart[name]) if name != "NoClip" else not cell
+    verdicts = [cell.partition(": ")[2] for _, cell in block("equal-movement/README.md", "pretrained verdicts")]
+    assert [pair for pair in zip(verdicts, apart.values(), strict=True) if not same(*pair)] == []
+    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv").query("stage == 'small'")
+    assert moves["matched"].all()
+    drawer = moves.groupby("run")["kl_drawer_before"].first()
+    by_run = (moves["kl_drawer_before"] - moves["kl_drawer"]).groupby([moves["surrogate"], moves["run"]]).first()
+    nearer = by_run["Clip"]
+    assert (by_run["NoClip"] > 0).sum() == 3
+    for sentence in (
+        f"Before the step {before.mean():.2f} of the answers are correct",
+        f"standard error of a change {moves['correct_se'].mean():.3f}",
+        f"KL(drawer ‖ checkpoint) is {drawer.min():.1f} to {drawer.max():.1f}",
+        f"NoClip's change lies between {correct['NoClip'].min():+.3f} and {correct['NoClip'].max():+.3f}",
+        f"nearer to the drawer than it began by {nearer.min():.2f} to {nearer.max():.2f}",
+    ):
+        assert sentence in text, sentence
+
+
+def gradients(metric: str = "adam", lag: int = 8, model: str = "tiny-base") -> pd.DataFrame:
     """Rows (surrogate, run) of the gradient-bias study, one checkpoint of each run."""
-    lines = pd.read_json(RESULTS / "gradient-bias/base.jsonl", lines=True)
+    lines = pd.read_json(RESULTS / f"gradient-bias/{model.removeprefix('tiny-')}.jsonl", lines=True)
     lines = lines.query("metric == @metric and lag == @lag").set_index(["surrogate", "run"]).drop(columns="metric")
     assert set(lines["rollouts"]) == {9}
     assert lines.index.is_unique
@@ -642,16 +669,19 @@ def gradients(metric: str = "adam", lag: int = 8) -> pd.DataFrame:
     return lines.assign(cosine=cosine, signal=signal, root=signal**0.5, rho=cosine * signal**0.5)
 
 
-def gains_at_checkpoint(rollouts: int = 9) -> pd.DataFrame:
-    """Rows run, columns surrogate: reward gained by a fork at equal movement, lag 8, tiny-base."""
-    moves = forks("tiny-base").query("matched and rollouts == @rollouts")
+def gains_at_checkpoint(rollouts: int = 9, model: str = "tiny-base") -> pd.DataFrame:
+    """Rows run, columns surrogate: reward gained by a fork at equal movement, lag 8."""
+    moves = forks(model).query("matched and rollouts == @rollouts")
     return moves["reward"].unstack("surrogate").groupby("run").mean()
 
 
-def test_gradient_bias():
+@pytest.mark.parametrize("model", ["tiny-base", "tiny-math"])
+def test_gradient_bias(model):
     """The page's table, from its lines."""
-    lines, gain = gradients(), gains_at_checkpoint().mean()
-    table = block("gradient-bias/README.md", "tiny-base")
+    lines = gradients("adam" if model == "tiny-base" else "plain", model=model)
+    runs = lines.index.unique("run")
+    gain, shown = gains_at_checkpoint(model=model).loc[runs].mean(), functools.partial(text_of, runs=len(runs))
+    table = block("gradient-bias/README.md", model)
     assert {name for name, *_ in table} == set(lines.index.unique("surrogate"))
     for name, *cells in table:
         own, usual = lines.loc[name], lines.loc[noclip(name)]
@@ -659,8 +689,8 @@ def test_gradient_bias():
         sizes = [(own[of] / own["target2"] / (usual[of] / usual["target2"])) ** 0.5 for of in ("norm2", "variance")]
         expected = [
             f"{gain[name]:+.3f}" if name in gain else "",
-            text_of(own["cosine"]),
-            text_of(own["cosine"] - usual["cosine"]) if compared else "",
+            shown(own["cosine"]),
+            shown(own["cosine"] - usual["cosine"]) if compared else "",
             *(f"{of.mean():.2f}" if compared else "" for of in sizes),
             f"{own['signal'].mean():.2f}",
             f"{own['rho'].mean():+.2f}",
@@ -669,10 +699,12 @@ def test_gradient_bias():
         assert [pair for pair in zip(cells, expected, strict=True) if pair[0] != pair[1] and not same(*pair)] == []
 
 
-@pytest.mark.parametrize("metric", ["adam", "plain"])
-def test_gradient_bias_verdicts(metric):
+@pytest.mark.parametrize(("model", "metric"), [("tiny-base", "adam"), ("tiny-base", "plain"), ("tiny-math", "plain")])
+def test_gradient_bias_verdicts(model, metric):
     """Bias's share, with and without the four that cut, and rank correlations, surrogate by surrogate."""
-    lines, gain, column = gradients(metric), gains_at_checkpoint(), ["adam", "plain"].index(metric)
+    lines, gain = gradients(metric, model=model), gains_at_checkpoint(model=model)
+    gain = gain.loc[lines.index.unique("run")]  # NaN where no learning rate moved the policy as far as asked
+    column, shown = 2 * (model == "tiny-math") + (metric == "plain"), functools.partial(text_of, runs=len(gain))
     ten = [name for name in lines.index.unique("surrogate") if not name.startswith("NoClip") and name != "PSPO"]
     assert len(ten) == 10
     found, measures = {}, ("rho", "cosine", "root", "realised", "back", "gain", "others", "group")
@@ -690,23 +722,23 @@ def test_gradient_bias_verdicts(metric):
                 others = [gained[run], gained.drop(run).mean(), group]
                 for measure, value in zip(measures, [*(own - usual)[list(measures[:5])], *others], strict=True):
                     differences[measure].append(value)
-            ranks = {of: stats.spearmanr(x, differences["gain"]).statistic for of, x in differences.items()
-                     if len(set(x)) > 1}  # fmt: skip
+            ranks = {of: stats.spearmanr(x, differences["gain"], nan_policy="omit").statistic
+                     for of, x in differences.items() if len(set(x)) > 1}  # fmt: skip
             found[names, run] = ranks | {"share": part / whole}
     found = pd.DataFrame(found).T.astype(float)
     verdicts = {name[:1]: cells[column] for name, *cells in block("gradient-bias/README.md", "predictions")}
     for row, measure in (("1", "share"), ("5", "rho"), ("6", "realised")):
-        assert same(verdicts[row].partition(": ")[2], text_of(found.loc["ten", measure]))
-    if metric == "adam":
-        ranks = {name: cells for name, *cells in block("gradient-bias/README.md", "tiny-base ranks")}
-        for shown, measure in (("rho", "rho"), ("cosine", "cosine"), ("root_signal", "root"), ("realised", "realised"),
-                               ("back", "back"), ("gains of the other runs", "others")):  # fmt: skip
-            for cell, names in zip(ranks[shown], ("ten", "six"), strict=True):
-                assert same(cell, text_of(found.loc[names, measure]))
-        groups, within, share = [cell for _, cell in block("gradient-bias/README.md", "tiny-base afterwards")][2:5]
-        assert same(groups, text_of(found.loc["ten", "group"]))
-        assert same(within, text_of(found.loc["four", "rho"]))
-        assert same(share, text_of(found.loc["six", "share"]))
+        assert same(verdicts[row].partition(": ")[2], shown(found.loc["ten", measure]))
+    if metric == ("adam" if model == "tiny-base" else "plain"):
+        ranks = {name: cells for name, *cells in block("gradient-bias/README.md", f"{model} ranks")}
+        for row, measure in (("rho", "rho"), ("cosine", "cosine"), ("root_signal", "root"), ("realised", "realised"),
+                             ("back", "back"), ("gains of the other runs", "others")):  # fmt: skip
+            for cell, names in zip(ranks[row], ("ten", "six"), strict=True):
+                assert same(cell, shown(found.loc[names, measure]))
+        groups, within, share = [cell for _, cell in block("gradient-bias/README.md", f"{model} afterwards")][2:5]
+        assert same(groups, shown(found.loc["ten", "group"]))
+        assert same(within, shown(found.loc["four", "rho"]))
+        assert same(share, shown(found.loc["six", "share"]))
 
 
 def test_gradient_bias_in_words():
@@ -739,6 +771,46 @@ def test_gradient_bias_in_words():
         assert sentence in text, sentence
 
 
+def test_gradient_bias_of_tiny_math_in_words():
+    plain, adam = (gradients(metric, model="tiny-math") for metric in ("plain", "adam"))
+    verdicts = {name: cells[3] for name, *cells in block("gradient-bias/README.md", "predictions")}
+    share = verdicts["1: bias's share is above 0.5"].partition(": ")[2]
+    after = [cell for _, cell in block("gradient-bias/README.md", "tiny-math afterwards")]
+    clip = {name: text_of(plain.loc[name, "cosine"], runs=6) for name in ("Clip", "DPPO", "GMPO:grpo", "GSPO:grpo")}
+    assert ["[+" in cell for cell in clip.values()] == [False, True, True, False]
+    of_adam = adam.loc["NoClip", "cosine"].dropna()
+    assert (adam.loc["NoClip", "norm2"] < 0).sum() == 1
+    ten = [name for name in adam.index.unique("surrogate") if not name.startswith("NoClip") and name != "PSPO"]
+    apart = [(adam.loc[name, "rho"] - adam.loc[noclip(name), "rho"]).dropna() for name in ten]
+    sure = sum(stats.ttest_1samp(of, 0).pvalue < 0.05 for of in apart)
+    assert {name: cells[2] for name, *cells in block("gradient-bias/README.md", "predictions")}[
+        "1: bias's share is above 0.5"] == f"none: {sure} of 10 differences without 0"  # fmt: skip
+    unmoved = adam.loc["GSPO:grpo", "realised"].isna()
+    assert unmoved.sum() == 3
+    assert gains_at_checkpoint(model="tiny-math").loc[unmoved.index[unmoved], "GSPO:grpo"].isna().all()
+    text = words("gradient-bias/README.md")
+    for sentence in (
+        f"true gradient ({clip['Clip']}), and bias's share is {share}, undecided",
+        f"NoClip's own cosine is {text_of(of_adam, runs=5)}",
+        f"with the gain is {after[2]}",
+        f"What Clip cuts is {after[0]} of NoClip's progress",
+        f"bias's share is {share}, without the four {after[4]}",
+        f"cannot be told from NoClip's ({after[5]})",
+    ):
+        assert sentence in text, sentence
+    shown = (
+        1 - plain.loc["Clip", "dot"] / plain.loc["NoClip", "dot"],
+        gain_apart("tiny-math").loc[plain.index.unique("run")],
+    )
+    for cell, values in zip((after[0], after[5]), shown, strict=True):
+        assert same(cell, text_of(values, runs=6))
+
+
+def gain_apart(model: str) -> pd.Series:
+    gain = gains_at_checkpoint(model=model)
+    return gain["REINFORCE"] - gain["NoClip"]
+
+
 def collapse_update(rewards: list[float]) -> int | None:
     """The first update, from 1, after which the reward is 0.15 below its best before, and is an update later, too."""
     for i in range(1, len(rewards) - 1):
@@ -747,9 +819,10 @@ def collapse_update(rewards: list[float]) -> int | None:
     return None
 
 
-def test_alarms():
+@pytest.mark.parametrize("model", ["base", "math"])
+def test_alarms(model):
     """AUCs of the page's table, pair by pair."""
-    lines = pd.read_json(RESULTS / "alarms/base.jsonl", lines=True).sort_values("update")
+    lines = pd.read_json(RESULTS / f"alarms/{model}.jsonl", lines=True).sort_values("update")
     runs = dict(list(lines.groupby("run")))
     at = {name: collapse_update(of["reward"].tolist()) or 1000 for name, of in runs.items()}
     method, values = {name: of["method"].iloc[0] for name, of in runs.items()}, {}
@@ -758,7 +831,7 @@ def test_alarms():
         alarms["drop"] = of["reward"].cummax().to_numpy() - of["reward"].to_numpy()
         values[name] = (alarms * [-1, -1, 1, -1, 1, 1]).to_dict("index")
     collapses = {name: sum(at[run] < 1000 for run in runs if method[run] == name) for name in set(method.values())}
-    table = block("alarms/README.md", "base-collapses")
+    table = block("alarms/README.md", f"{model}-collapses")
     assert {name: (int(found), int(of)) for name, found, of in table} == {
         name: (found, 16) for name, found in collapses.items()
     }
@@ -773,8 +846,8 @@ def test_alarms():
                         for group in (method[one], "all methods"):
                             right[alarm, group] = right.get((alarm, group), 0) + (x > y) + (x == y) / 2
                             pairs[alarm, group] = pairs.get((alarm, group), 0) + 1
-    groups = ["all methods", "tiny-base NoClip", "tiny-base P3O", "tiny-base REINFORCE"]
-    for alarm, *cells in block("alarms/README.md", "base"):
+    groups = ["all methods", *(f"tiny-{model} {name}" for name in ("NoClip", "P3O", "REINFORCE"))]
+    for alarm, *cells in block("alarms/README.md", model):
         for group, cell in zip(groups, cells, strict=False):
             if cell:
                 assert float(cell.split()[0]) == pytest.approx(right[alarm, group] / pairs[alarm, group], abs=0.0051)
@@ -782,6 +855,10 @@ def test_alarms():
                 assert pairs.get((alarm, group), 0) < 50
     p3o, reinforce = (f"{pairs['kl', group] / pairs['kl', 'all methods']:.0%}" for group in groups[2:])
     text, others = words("alarms/README.md"), sum(late.values())
+    if model == "math":
+        soon = sum(at[run] <= 9 for run in runs if "REINFORCE" in run)
+        assert f"{soon} of its 16 runs collapse within nine updates" in text
+        return
     assert f"{1 - others / pairs['kl', 'all methods']:.0%} of the pairs are at updates 1 to 8" in text
     assert f"Of the others, {others}, of which {late['tiny-base P3O']} are P3O's" in text
     assert f"{p3o} of all pairs are P3O's, {reinforce} REINFORCE's" in text
@@ -794,6 +871,13 @@ def test_alarms_in_words():
     rewards = lines.groupby(["method", "update"])["reward"].mean()["tiny-base NoClip"]
     lead = [later[name][3].split()[0] for name in ("kl", "cosine", "ess_token")]
     assert all(later[name][3].split()[1].startswith("[-") for name in ("kl", "cosine", "ess_token"))
+    math, later_math = (
+        {name: cells for name, *cells in block("alarms/README.md", f"math{of}")} for of in ("", "-afterwards")
+    )
+    lead_math = [later_math[name][3].split()[0] for name in ("kl", "ess_sequence", "ess_token")]
+    assert all(later_math[name][3].split()[1].startswith("[-") for name in ("kl", "ess_sequence", "ess_token"))
+    partial = [later_math[name][4] for name in ("kl", "cosine", "ess_token")]
+    assert all("[-" in cell and ", +" in cell for cell in partial)
     text = words("alarms/README.md")
     for sentence in (
         f"the highest AUC, {table['drop'][0]}",
@@ -805,6 +889,12 @@ def test_alarms_in_words():
         f"KL's AUC is {table['kl'][4].split()[0]} in place of {table['kl'][0].split()[0]}",
         f"`drop`'s {table['drop'][4].split()[0]} in place of {table['drop'][0].split()[0]}",
         f"entropy's {table['entropy'][4].split()[0]} in place of {table['entropy'][0].split()[0]}",
+        f"the fall has {math['drop'][0]}, KL {math['kl'][0]}, and the cosine, {math['cosine'][0]}, points the wrong",
+        f"({min(lead_math)[1:]} to {max(lead_math)[1:]}, all intervals with 0). * The cosine",
+        f"by NoClip's {math['cosine'][1]}",
+        "with the change, all with 0. Entropy has "
+        f"{later_math['entropy'][4]}, and had {later['entropy'][4].split()[0]} on tiny-base",
+        "have correlations of {}, {} and {} with".format(*(cell.split()[0] for cell in partial)),
     ):
         assert sentence in text, sentence
 
