@@ -828,8 +828,9 @@ def test_alarms(model):
     method, values = {name: of["method"].iloc[0] for name, of in runs.items()}, {}
     for name, of in runs.items():
         alarms = of.set_index("update")[["ess_sequence", "ess_token", "kl", "cosine", "entropy"]]
-        alarms["drop"] = of["reward"].cummax().to_numpy() - of["reward"].to_numpy()
-        values[name] = (alarms * [-1, -1, 1, -1, 1, 1]).to_dict("index")
+        alarms["best"] = of["reward"].cummax().to_numpy()
+        alarms["drop"] = alarms["best"] - of["reward"].to_numpy()
+        values[name] = (alarms * [-1, -1, 1, -1, 1, 1, 1]).to_dict("index")
     collapses = {name: sum(at[run] < 1000 for run in runs if method[run] == name) for name in set(method.values())}
     table = block("alarms/README.md", f"{model}-collapses")
     assert {name: (int(found), int(of)) for name, found, of in table} == {
@@ -857,7 +858,12 @@ def test_alarms(model):
     text, others = words("alarms/README.md"), sum(late.values())
     if model == "math":
         soon = sum(at[run] <= 9 for run in runs if "REINFORCE" in run)
-        assert f"{soon} of its 16 runs collapse within nine updates" in text
+        share, best = 1 - others / pairs["kl", groups[0]], right["best", groups[0]] / pairs["best", groups[0]]
+        early = sum(of <= 9 for of in at.values())
+        assert f"{early} of 48 collapses are within nine updates, {soon} of REINFORCE's 16; {share:.0%} of" in text
+        assert f"of the pairs are at updates 1 to 8, and all {late[groups[2]]} later ones are P3O's" in text
+        assert others == late[groups[2]]
+        assert f"not on the list, has {best:.2f} here" in text
         return
     assert f"{1 - others / pairs['kl', 'all methods']:.0%} of the pairs are at updates 1 to 8" in text
     assert f"Of the others, {others}, of which {late['tiny-base P3O']} are P3O's" in text
@@ -889,11 +895,11 @@ def test_alarms_in_words():
         f"KL's AUC is {table['kl'][4].split()[0]} in place of {table['kl'][0].split()[0]}",
         f"`drop`'s {table['drop'][4].split()[0]} in place of {table['drop'][0].split()[0]}",
         f"entropy's {table['entropy'][4].split()[0]} in place of {table['entropy'][0].split()[0]}",
-        f"the fall has {math['drop'][0]}, KL {math['kl'][0]}, and the cosine, {math['cosine'][0]}, points the wrong",
-        f"({min(lead_math)[1:]} to {max(lead_math)[1:]}, all intervals with 0). * The cosine",
+        f"the fall has {math['drop'][0]}, KL {math['kl'][0]}; the cosine has {math['cosine'][0]}, "
+        f"but {later_math['cosine'][0]} within two",
+        f"({min(lead_math)[1:]} to {max(lead_math)[1:]}, all intervals with 0). The run's best",
         f"by NoClip's {math['cosine'][1]}",
-        "with the change, all with 0. Entropy has "
-        f"{later_math['entropy'][4]}, and had {later['entropy'][4].split()[0]} on tiny-base",
+        f"Entropy has {later_math['entropy'][4]}, and had {later['entropy'][4].split()[0]} there",
         "have correlations of {}, {} and {} with".format(*(cell.split()[0] for cell in partial)),
     ):
         assert sentence in text, sentence
