@@ -788,8 +788,18 @@ def test_gradient_bias_of_tiny_math_in_words():
     unmoved = adam.loc["GSPO:grpo", "realised"].isna()
     assert unmoved.sum() == 3
     assert gains_at_checkpoint(model="tiny-math").loc[unmoved.index[unmoved], "GSPO:grpo"].isna().all()
-    text = words("gradient-bias/README.md")
+    gain = gains_at_checkpoint(model="tiny-math").loc[unmoved.index]
+    assert gain.isna().sum()[lambda n: n > 0].to_dict() == {"Clip": 1, "GMPO:grpo": 1, "GSPO:grpo": 3}
+    rest = gain[["NoClip", "SAPO:grpo", "TOPR:grpo", "REINFORCE"]].mean(axis=1)
+    middle, text = gain[["P3O", "VESPO"]].mean(axis=1) - rest, words("gradient-bias/README.md")
+    sure = {
+        name for name in clip if stats.ttest_1samp(adam.loc[name, "cosine"].dropna(), 0).confidence_interval()[0] > 0
+    }
+    assert sure == {"Clip", "DPPO", "GSPO:grpo"}
+    assert adam["cosine"].xs("seed-2", level="run").isna().sum() == 11
     for sentence in (
+        f"P3O with VESPO barely: {text_of(middle, runs=6)} from the rest",
+        f"P3O with VESPO barely ({text_of(middle, runs=6)})",
         f"true gradient ({clip['Clip']}), and bias's share is {share}, undecided",
         f"NoClip's own cosine is {text_of(of_adam, runs=5)}",
         f"with the gain is {after[2]}",
