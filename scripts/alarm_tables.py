@@ -234,10 +234,11 @@ def main() -> None:
             treated = saved(lines, pd.DataFrame(read_jsonl(forked)))
             blocks[f"{path.stem}-forks"] = forks_table(treated)
             columns[path.stem] |= fork_verdicts(treated)
-    for stem, column in columns.items():
-        if stem != (first := next(iter(columns))):
-            same = [column[row].split()[0] == columns[first][row].split()[0] for row in list(column)]
-            column[f"8: 1 to 5 come out as on {first}"] = word(all(same))
+    first, *others = columns
+    for stem in others:
+        rows = [row for row in columns[stem] if row[0] in "12345"]
+        same = [columns[stem][row].split()[0] == columns[first][row].split()[0] for row in rows]
+        columns[stem][f"8: 1 to 5 come out as on {first}"] = word(all(same))
     blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
     fill(folder / "README.md", blocks)
 

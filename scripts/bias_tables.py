@@ -180,7 +180,8 @@ def main() -> None:
             columns[f"{model}, {metric}"] = verdicts(found, gained)
         adam, plain = (columns[f"{model}, {metric}"] for metric in METRICS)
         differ = sorted({row[0] for row in adam if adam[row].partition(":")[0] != plain[row].partition(":")[0]})
-        shown, on_time = (of[of["metric"] == SHOWN[model]] for of in (stale, lines[lines["lag"] == 0]))
+        shown = stale[stale["metric"] == SHOWN[model]]
+        on_time = lines[(lines["lag"] == 0) & (lines["metric"] == METRICS[0])]
         rows, base = beside_noclip(by_run(shown))
         others = ~rows.index.isin(FOUR, level="surrogate")
         ranks = {"ten surrogates": correlations(rows, base, gained),

@@ -22,10 +22,9 @@ null.
 
 import argparse
 import math
-import sys
 import tempfile
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -53,13 +52,8 @@ from pspo.view.data import make_surrogate
 TOLERANCE, TRIALS, HIGHEST = 0.02, 12, 1.0  # the last a learning rate
 
 
-def replay(
-    folder: Path, rollouts: int, keep: int, needed: Container[int] = range(sys.maxsize)
-) -> Iterator[tuple[int, Run, deque[dict[str, Tensor] | None]]]:
-    """Make a run again; yields it after each of its rollouts, with the last ``keep`` policies, the newest last.
-
-    Policies after rollouts that are not ``needed`` are None.
-    """
+def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, deque[dict[str, Tensor]]]]:
+    """Make a run again; yields it after each of its rollouts, with the last ``keep`` policies, the newest last."""
     settings = read_config(folder / "config.yaml")
     with tempfile.TemporaryDirectory() as output:
         quiet = {"output_dir": output, "fork_from": None, "validate_every": 0, "test_limit": 0, "save_every": 0,
@@ -67,7 +61,7 @@ def replay(
         run = prepare(*config_from_python(**settings | {"run": settings["run"] | quiet}))
         with run.resources:
             run.start()
-            policies = deque([deepcopy(run.learner.policy.state_dict()) if 0 in needed else None], keep)
+            policies = deque([deepcopy(run.learner.policy.state_dict())], keep)
             for done in range(1, rollouts + 1):
                 experience = None
                 while experience is None:
@@ -76,8 +70,19 @@ def replay(
                     steps = update(run.learner, experience.rollout, experience.advantages, run.config)
                 run.recorder.begin_line(experience, steps)
                 run.conclude_rollout()
-                policies.append(deepcopy(run.learner.policy.state_dict()) if done in needed else None)
+                policies.append(deepcopy(run.learner.policy.state_dict()))
                 yield done, run, policies
+
+
+def checkpoints(folder: Path, rollouts: list[int], lags: list[int]) -> Iterator[tuple[int, Run, deque[Any]]]:
+    """What ``replay`` yields after these rollouts; of the policies those of the lags before, the others None."""
+    needed = {done - lag for done in rollouts for lag in lags}
+    for done, run, policies in replay(folder, max(rollouts), max(lags) + 1):
+        for lag in range(len(policies)):
+            if done - lag not in needed:  # of a large model there is no room for all
+                policies[-1 - lag] = None
+        if done in rollouts:
+            yield done, run, policies
 
 
 class Fork:
@@ -220,12 +225,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     done, rates = read_jsonl(args.output), {}
-    needed = {rollouts - lag for rollouts in args.rollouts for lag in args.lags}
     for folder in args.runs:
-        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1, needed):
-            if rollouts in args.rollouts:
-                for line in forks(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done, rates):
-                    append_jsonl(args.output, line)
+        for rollouts, run, policies in checkpoints(folder, args.rollouts, args.lags):
+            for line in forks(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done, rates):
+                append_jsonl(args.output, line)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from equal_movement import Fork, replay
+from equal_movement import Fork, checkpoints
 from torch import Tensor
 
 from pspo.config import TrainConfig
@@ -209,12 +209,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     done = {tuple(of[key] for key in ("run", "rollouts", "lag", "surrogate")) for of in read_jsonl(args.output)}
-    needed = {rollouts - lag for rollouts in args.rollouts for lag in args.lags}
     for folder in args.runs:
-        for rollouts, run, policies in replay(folder, max(args.rollouts), max(args.lags) + 1, needed):
-            if rollouts in args.rollouts:
-                for found in lines(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done):
-                    append_jsonl(args.output, *found)
+        for rollouts, run, policies in checkpoints(folder, args.rollouts, args.lags):
+            for found in lines(run, policies, args, {"run": folder.name, "rollouts": rollouts}, done):
+                append_jsonl(args.output, *found)
 
 
 if __name__ == "__main__":

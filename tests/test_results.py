@@ -808,17 +808,9 @@ def test_gradient_bias_of_tiny_math_in_words():
         f"cannot be told from NoClip's ({after[5]})",
     ):
         assert sentence in text, sentence
-    shown = (
-        1 - plain.loc["Clip", "dot"] / plain.loc["NoClip", "dot"],
-        gain_apart("tiny-math").loc[plain.index.unique("run")],
-    )
+    shown = 1 - plain.loc["Clip", "dot"] / plain.loc["NoClip", "dot"], gain["REINFORCE"] - gain["NoClip"]
     for cell, values in zip((after[0], after[5]), shown, strict=True):
         assert same(cell, text_of(values, runs=6))
-
-
-def gain_apart(model: str) -> pd.Series:
-    gain = gains_at_checkpoint(model=model)
-    return gain["REINFORCE"] - gain["NoClip"]
 
 
 def collapse_update(rewards: list[float]) -> int | None:
@@ -829,12 +821,18 @@ def collapse_update(rewards: list[float]) -> int | None:
     return None
 
 
+def collapses_of(lines: pd.DataFrame) -> dict[str, int]:
+    """By run, the update at which it collapses; 1000 if it does not."""
+    runs = lines.sort_values("update").groupby("run")["reward"]
+    return {run: collapse_update(rewards.tolist()) or 1000 for run, rewards in runs}
+
+
 @pytest.mark.parametrize("model", ["base", "math"])
 def test_alarms(model):
     """AUCs of the page's table, pair by pair."""
     lines = pd.read_json(RESULTS / f"alarms/{model}.jsonl", lines=True).sort_values("update")
     runs = dict(list(lines.groupby("run")))
-    at = {name: collapse_update(of["reward"].tolist()) or 1000 for name, of in runs.items()}
+    at = collapses_of(lines)
     method, values = {name: of["method"].iloc[0] for name, of in runs.items()}, {}
     for name, of in runs.items():
         alarms = of.set_index("update")[["ess_sequence", "ess_token", "kl", "cosine", "entropy"]]
@@ -914,7 +912,7 @@ def test_alarms_in_words():
     ):
         assert sentence in text, sentence
 
-    at = {run: collapse_update(of["reward"].tolist()) or 1000 for run, of in lines.groupby("run")}
+    at = collapses_of(lines)
     after = lines.groupby("run")["reward"].shift(-3)
     frame = pd.DataFrame({"group": lines["method"] + lines["update"].map(str), "change": after - lines["reward"],
                           "reward": lines["reward"], "best": lines.groupby("run")["reward"].cummax(),
@@ -983,10 +981,8 @@ def test_off_policy_controls_paths():
     first = [cell.replace("+", "") for cell in later["all four paths"]]
     without, peak = ([cell.split()[0].replace("+", "") for cell in later[name]]
                      for name in ("without 1 x 4e-4", "peak training reward"))  # fmt: skip
-    text, level = (
-        words(page),
-        re.search(r"NoClip ends level: (0.\d+ and 0.\d+) at lag 0", words("off-policy/README.md")),
-    )
+    level = re.search(r"NoClip ends level: (0.\d+ and 0.\d+) at lag 0", words("off-policy/README.md"))
+    text = words(page)
     for sentence in (
         f"and higher ({level[1]} at lag 0",
         f"rises by {first[0]} at lag 0 and {first[1]} at lag 8",
@@ -1055,7 +1051,7 @@ def test_alarm_forks():
     rewards = {(run, update): x for run, update, x in lines[["run", "update", "reward"]].to_numpy()}
     shown = {name: cells for name, *cells in block("alarms/README.md", "base-forks")}
     alarms, at_random, late = {}, [], 0
-    at = {run: collapse_update(of.sort_values("update")["reward"].tolist()) or 1000 for run, of in lines.groupby("run")}
+    at = collapses_of(lines)
     for method in ("tiny-base NoClip", "tiny-base P3O"):
         ess = lines[lines["method"] == method].pivot(index="run", columns="update", values="ess_sequence")
         ess = ess.loc[[f"{method} {seed}" for seed in range(5, 21)], 3:23]

@@ -266,7 +266,7 @@ def test_gradient_bias(tmp_path, imported, call):
     small_run(folder, "--run.max_steps=6")
     names = ["NoClip::replay", "NoClip", "PSPO(alpha=0.25)", "REINFORCE", "TOPR:grpo"]
     options = Namespace(lags=[0], surrogates=names, parts=4, truth=4, replicates=12)
-    for rollouts, run, policies in script.replay(folder, 3, keep=2):
+    for rollouts, run, policies in imported("equal_movement").replay(folder, 3, keep=2):
         if rollouts == 2:
             cell = {"run": "run", "rollouts": 2}
             done = {("run", 2, 0, "TOPR:grpo")}
