@@ -1,9 +1,11 @@
-"""A loss of the equal-movement study: NoClip without the tokens whose ratio is out of range, or some of them."""
+"""Losses of the studies: NoClip without tokens whose ratio is out of range; a mask that falls on random completions."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from pspo.losses.correction import correction_weights
 from pspo.losses.surrogates import Surrogate, log_ratio, masked
 
 
@@ -27,3 +29,13 @@ class Cut(Surrogate):
         outward = (ratio - 1) * advantages > 0
         kept = {"nothing": outward & False, "inward": ~outward, "outward": outward}[self.keep]
         return masked(-ratio * advantages * (kept | ((ratio - 1).abs() <= self.epsilon)), mask)
+
+
+def shuffled_sequence_mask(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The weights (B,) of ``sequence_mask`` at the default bounds, given to random completions, the same in each epoch.
+
+    A control for it: as many completions without weight, and as much weight on the others.
+    """
+    weights = correction_weights(old_logprobs, sampler_logprobs, mask, "sequence_mask", cap=3.0).amax(dim=1)
+    generator = torch.Generator().manual_seed(int(-1e6 * sampler_logprobs.double().sum()) % 2**31)
+    return weights[torch.randperm(len(weights), generator=generator).to(weights.device)]
