@@ -194,10 +194,15 @@ def fork_verdicts(found: pd.DataFrame) -> dict[str, str]:
     on_time, slower, new = (intervals(of["alarm"].unstack("method")) for of in (on_time, slower, new))
     return {
         "6: on-time rollouts from the alarm on save reward": judge(on_time, low=0),
-        "6: no more than from another run's alarm on": word((more["low"] <= 0).all()),
+        "6: no more than from another run's alarm on": not_more(more),
         "7: a third of the learning rate saves, too": judge(slower, low=0),
-        "7: new moments do not": word((new["low"] <= 0).all()),
+        "7: new moments do not": not_more(new),
     }
+
+
+def not_more(cells: pd.DataFrame) -> str:
+    """The verdict on intervals that were predicted not to lie above 0, which wide ones hardly could."""
+    return f"{word((cells['low'] <= 0).all())}: {', '.join(cells.apply(as_text, axis=1))}"
 
 
 def draw(found: pd.DataFrame, path: Path) -> None:

@@ -1,6 +1,8 @@
 """results/off-policy: its tables of cells and differences by other code than the page's, and the page by its script."""
 
+import collections
 import functools
+import itertools
 import json
 import runpy
 import shutil
@@ -151,12 +153,28 @@ def test_off_policy_in_words():
         assert any(high < 0 for _, _, high, _ in apart) == (model == "tiny-math")
         numbers[model] += [shared[method].mean() for method in ("GSPO", "Clip")]
     base, math = ([f"{number:.3f}" for number in numbers[model]] for model in ("tiny-base", "tiny-math"))
+    at, shown = ("tiny-base", "4 epochs, lr 1e-4", 8, "NoClip"), {}
+    for name, arm in itertools.product(("decoupled", "corrected"), ("none", "sequence_mask", "token_truncate")):
+        if (name, arm) != ("corrected", "none"):
+            shown[name, arm] = "{1:.3f} [{2:.3f}, {3:.3f}]".format(*family(name)[Cell(*at, arm)])
+    above = collections.Counter(cell.arm for cell, of in family("corrected").items() if cell.lag == 8 and of[2] > 0)
+    lost = -family("lag")[Cell(*at, "coupled")][1]
+    assert 0.45 < family("decoupled")[Cell(*at, "none")][1] / lost < 0.55
+    survivors = [cell for cell, of in family("noclip").items() if of[4] < 0.05]
+    assert survivors == [Cell("tiny-base", "4 epochs, lr 1e-4", 8, "Clip", "coupled")]
     for page, sentence in (
+        (text, f"held for {above['sequence_mask']} of 6 with sequence_mask, {above['token_truncate']} of 6 with"),
+        (
+            text,
+            f"by {shown['decoupled', 'none']} without a correction, by {shown['decoupled', 'sequence_mask']} with "
+            f"`sequence_mask`, {shown['corrected', 'sequence_mask']} more, "
+            f"and by {shown['decoupled', 'token_truncate']}",
+        ),
         (
             text,
             f"costs {base[1]} of the {base[0]} that training gains on tiny-base, {math[1]} of {math[0]} on tiny-math",
         ),
-        (text, f"at 4 epochs, 1e-4 for all, {base[2]} and {math[2]}"),
+        (text, f"with 4 epochs at 1e-4 for all, {base[2]} and {math[2]}"),
         (text, f"on tiny-math GSPO ends at {math[3]} and Clip at {math[4]}"),
         (text, f"over the first three Clip has {math[4]} in place of {means['tiny-math', 8, 'Clip'].max():.3f}"),
         (

@@ -197,7 +197,7 @@ def test_tiny_off_policy_against_the_untrained():
     assert len(others) == 11
     text = words("tiny-comparisons/README.md")
     ends = with_interval(SimpleNamespace(mean=-topr["mean"], low=-topr["high"], high=-topr["low"]), 100, 1)
-    assert f"end {others.min():.0f} to {others.max():.0f} points below the untrained model, TOPR {ends}." in text
+    assert f"end {others.min():.0f} to {others.max():.0f} points below the untrained model, TOPR {ends} below." in text
 
 
 def test_tiny_off_policy_differences():
@@ -244,7 +244,10 @@ def test_smollm2_what_was_learnt():
     assert rows("smollm2/README.md", "| run | right | newly right |") == expected
     assert {model for model, p in pvalues.items() if p < 1e-6} == {"lora-0", "bfloat16-0"}
     others = [p for p in pvalues.values() if p >= 1e-6]
-    assert f"p < 1e-6; the others p = {min(others):.2f} to {max(others):.2f}" in words("smollm2/README.md")
+    text, shares = words("smollm2/README.md"), {name: int(row[5]) / int(row[3]) for name, *row in expected}
+    assert f"p < 1e-6; the others p = {min(others):.2f} to {max(others):.2f}" in text
+    shares = [f"{shares[name]:.0%}" for name in ("LoRA, seed 0", "bfloat16, seed 0", "before")]
+    assert "gold value in {} and {} of them, from {}.".format(*shares) in text
 
 
 def test_smollm2_costs():
@@ -336,7 +339,7 @@ def test_tiny_control_in_words():
     validation, accuracy = (means.loc[of]["mean"] for of in cells)
     text = words("tiny-control/README.md")
     assert "behind at equal tokens (validation {:.3f} against {:.3f},".format(*validation) in text
-    assert "accuracy {:.1f} against {:.1f}%; 32.6 untrained)".format(*(100 * accuracy)) in text
+    assert "accuracy {:.1f} against {:.1f}%; 32.6 untrained;".format(*(100 * accuracy)) in text
     tokens, steps = (differences.loc[[("NoClip 1 epoch", of, 0.0, "accuracy")]].iloc[0] for of in ("tokens", "steps"))
     assert tokens["high"] < 0
     assert steps["low"] < 0 < steps["high"]
@@ -421,6 +424,7 @@ def test_order():
     signal, resample, both = (of.replace(" ", " points ", 1) for of in below)
     p = stats.ttest_rel(final[others[0]], final[plain]).pvalue
     assert f"`signal` ends {signal} below plain order, p = {3 * p:.2f} by Holm's correction over three" in text
+    assert f"keeps p = {3 * p:.2f} ({p:.3f} alone; over all five on this page, {5 * p:.2f})" in text
     assert f"`resample 2` ends {resample.replace(' points', '')} below it" in text
     assert (float(signal.split("[")[1].split(",")[0]) > 0, "[-" in resample, "[-" in both) == (True, True, True)
     assert f"(the returned models {interval(100 * (returned[others[0]] - returned[plain]), 1)}" in text
@@ -521,6 +525,7 @@ def test_equal_movement_in_words():
     slowest, fastest = (f"{rate:.0e}".replace("e-0", "e-") for rate in (matched["lr"].min(), matched["lr"].max()))
     ratio = stats.gmean(moves["lr"]["GSPO:grpo"] / moves["lr"]["NoClip:grpo"])
     controls = forks("tiny-base", stage="controls")
+    level = (stale["Clip"] - stale["NoClip::shuffled"]).groupby("run").mean()
     drawer, means = controls["kl_drawer_before"].mean(), controls["correct"].groupby("surrogate").mean()
     learnt = [means[name] - means[shuffled(name)] for name in [*FOUR, "NoClip"]]
     lost = [means[shuffled(noclip(name))] - means[shuffled(name)] for name in FOUR]
@@ -537,9 +542,10 @@ def test_equal_movement_in_words():
     nearer, further = [-moved[shuffled(name)] for name in FOUR], moved["NoClip::shuffled"]
     text = words("equal-movement/README.md")
     for sentence in (
-        f"NoClip changes the correct answers by {gain['NoClip']:+.3f}, SAPO and TOPR by about as much; "
-        f"DPPO and GMPO gain {less['DPPO']:.3f} and {less['GMPO:grpo']:.3f} less, Clip {less['Clip']:.3f} "
-        f"and GSPO {less['GSPO:grpo']:.3f} less",
+        f"NoClip changes the correct answers by {gain['NoClip']:+.3f}, SAPO and TOPR by "
+        "about as much; than NoClip with the same aggregation DPPO and GMPO gain "
+        f"{less['DPPO']:.3f} and {less['GMPO:grpo']:.3f} less, "
+        f"Clip {less['Clip']:.3f} and GSPO {less['GSPO:grpo']:.3f} less",
         f"NoClip gains {gain_0['NoClip']:+.3f}, Clip {gain_0['Clip'] - gain_0['NoClip']:.3f} more, "
         f"none less than {gain_0.drop('NoClip::shuffled').min():+.3f}",
         f"gap is {-apart.loc['Clip', 9]:.3f} after 9 rollouts of the runs and {-apart.loc['Clip', 16]:.3f} after 16, "
@@ -558,6 +564,7 @@ def test_equal_movement_in_words():
         f"before the step {drawer:.4f}",
         f"rates of {slowest} to {fastest} against 1e-5",
         f"GSPO needed {ratio:.1f} times",
+        f"Clip is level with NoClip on shuffled advantages: {text_of(level)}.",
         f"{min(learnt[:4]):.3f} to {max(learnt[:4]):.3f} above its own control (NoClip {learnt[4]:.3f})",
         f"Shuffled, they lose {min(lost):.3f} to {max(lost):.3f} more than NoClip",
         f"cutting the outward costs {means['NoClip'] - means['Clip']:.3f} ({means[outward] - means[cut]:.3f} without "

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from scipy import stats
 
 import pspo.train
+from pspo.losses.correction import correction_weights
 from pspo.records.files import read_jsonl
 from pspo.tasks import Reward
 
@@ -43,6 +44,18 @@ def call(monkeypatch):
         script.main()
 
     return run
+
+
+def test_shuffled_sequence_mask(imported):
+    """Every completion's weight, somewhere else, in each epoch at the same place."""
+    sampler, old = -3 * torch.rand(2, 12, 5, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(5) < torch.arange(1, 13)[:, None]
+    weights = correction_weights(old, sampler, mask, "sequence_mask", 3.0)
+    found = [imported("cuts").shuffled_sequence_mask(old, sampler, mask) for _ in range(2)]
+    assert torch.equal(*found)
+    assert found[0].tolist() != weights.amax(dim=1).tolist()
+    assert sorted(found[0].tolist()) == sorted(weights.amax(dim=1).tolist())
+    assert 0 < (found[0] == 0).sum() < 12
 
 
 def moves(reaches: dict[str, float]) -> list[dict]:
