@@ -1,8 +1,8 @@
 """Tables and picture of the gradient-bias study: python scripts/bias_tables.py FOLDER --moves MOVES.csv
 
-FOLDER has base.jsonl and math.jsonl, or one of them: lines of scripts/gradient_bias.py. MOVES.csv is what
-scripts/moves.py writes of forks from the same checkpoints. Writes gradients.svg, and in FOLDER's README.md what stands
-between <!-- BLOCK --> and <!-- end BLOCK -->.
+FOLDER has base.jsonl, math.jsonl and smollm2.jsonl: lines of scripts/gradient_bias.py, of SmolLM2 those of NoClip and
+Clip. MOVES.csv is what scripts/moves.py writes of forks from the same checkpoints. Writes base.svg, math.svg, and in
+FOLDER's README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -166,13 +166,45 @@ def afterwards(found: pd.DataFrame, gained: pd.DataFrame) -> dict[str, pd.Series
     }  # fmt: skip
 
 
+def in_small(lines: pd.DataFrame) -> dict[str, str]:
+    """Of NoClip and Clip alone: a row per lag and metric, the primary one first, and a column of verdicts on 10 to 12.
+
+    Inner products with the true gradient, unbiased also where a run's cosine is not to be had, are in units of the mean
+    over runs of its square.
+    """
+    rows, columns = {}, {}
+    lines = lines.sort_values(["lag", "metric"], ascending=[True, False])
+    for (lag, metric), of in lines.groupby(["lag", "metric"], sort=False):
+        table = of.pivot(index="run", columns="surrogate")
+        dot, back = table["dot"] / table["target2"]["NoClip"].mean(), table["back"]
+        cells = intervals(pd.DataFrame({
+            "NoClip": dot["NoClip"],
+            "Clip": dot["Clip"],
+            "Clip minus half of NoClip": dot["Clip"] - dot["NoClip"] / 2,
+            "back, NoClip": back["NoClip"],
+            "back, Clip minus NoClip": back["Clip"] - back["NoClip"],
+        }))  # fmt: skip
+        rows[f"lag {lag}, {metric}"] = cells.apply(as_text, axis=1).where(cells["low"].notna(), "")
+        seen = judge(cells.loc[["NoClip"]], low=0)
+        own = {
+            "10: NoClip's inner product is above 0": seen,
+            "11: Clip's is below half of it": judge(cells.loc[["Clip minus half of NoClip"]], high=0),
+            "12: Clip's back is above NoClip's": judge(cells.loc[["back, Clip minus NoClip"]], low=0),
+        }
+        if not seen.startswith("held"):  # 10 is the check
+            own |= dict.fromkeys(list(own)[1:], "none")
+        columns[f"lag {lag}, {metric}"] = own
+    return {"smollm2": as_markdown(pd.DataFrame(rows).T), "smollm2 predictions": as_markdown(pd.DataFrame(columns))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with base.jsonl, math.jsonl and README.md")
+    parser.add_argument("folder", type=Path, help="with base.jsonl, math.jsonl, smollm2.jsonl and README.md")
     parser.add_argument("--moves", type=Path, required=True)
     args = parser.parse_args()
-    moves, blocks, columns = pd.read_csv(args.moves), {}, {}
-    for path in sorted(args.folder.glob("*.jsonl")):
+    moves, columns = pd.read_csv(args.moves), {}
+    blocks = in_small(pd.DataFrame(read_jsonl(args.folder / "smollm2.jsonl")))
+    for path in (args.folder / "base.jsonl", args.folder / "math.jsonl"):
         lines, model = pd.DataFrame(read_jsonl(path)), f"tiny-{path.stem}"
         stale, gained = lines[lines["lag"] == LAG], gains(moves, lines, model)
         for metric in METRICS:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -818,6 +819,40 @@ def test_gradient_bias_of_tiny_math_in_words():
     shown = 1 - plain.loc["Clip", "dot"] / plain.loc["NoClip", "dot"], gain["REINFORCE"] - gain["NoClip"]
     for cell, values in zip((after[0], after[5]), shown, strict=True):
         assert same(cell, text_of(values, runs=6))
+
+
+def test_gradient_bias_of_smollm2():
+    """Inner products with the true gradient, in units of the mean of its square, run by run; the verdicts."""
+    lines = [json.loads(line) for line in (RESULTS / "gradient-bias/smollm2.jsonl").read_text().splitlines()]
+    page, runs = "gradient-bias/README.md", [f"seed-{i}" for i in range(1, 6)]
+    of = {(line["lag"], line["metric"], line["surrogate"], line["run"]): line for line in lines}
+    assert len(of) == len(lines) == 2 * 2 * 2 * 5
+    verdicts = block(page, "smollm2 predictions")
+    for column, (name, *cells) in enumerate(block(page, "smollm2")):
+        lag, metric = re.fullmatch(r"lag (\d), (\w+)", name).groups()
+        noclip, clip = ([of[int(lag), metric, name, run] for run in runs] for name in ("NoClip", "Clip"))
+        assert [line["target2"] for line in noclip] == [line["target2"] for line in clip]
+        unit = sum(line["target2"] for line in noclip) / 5
+        along, left = (np.array([line["dot"] / unit for line in lines]) for lines in (noclip, clip))
+        back, later = (np.array([line["back"] for line in lines], float) for lines in (noclip, clip))
+        values = [along, left, left - along / 2, back, later - back]
+        known = [x[~np.isnan(x)] for x in values]
+        expected = [text_of(x, runs=len(x)) if len(x) > 2 else "" for x in known]
+        assert [pair for pair in zip(cells, expected, strict=True) if pair[0] != pair[1] and not same(*pair)] == []
+        check, *others = (row[1 + column] for row in verdicts)
+        seen = check.startswith("held")
+        assert check == judged(cells[0])
+        assert others == ([judged(cells[2], -1), judged(cells[4])] if seen else ["none"] * 2)
+    primary = block(page, "smollm2")[0]
+    assert f"two rollouts late its inner product minus half of NoClip's is {primary[3]}" in words(page)
+    longer = [sum(of[2, "plain", name, run]["norm2"] for run in runs) for name in ("Clip", "NoClip")]
+    assert f"Its square is {longer[0] / longer[1]:.0f} times NoClip's at lag 2" in words(page)
+
+
+def judged(cell: str, sign: int = 1) -> str:
+    """A cell with its interval, and whether that is above 0, or for sign -1 below it."""
+    low, high = sorted(sign * float(x) for x in re.findall(r"[+-][\d.]+(?=[,\]])", cell))
+    return f"{'held' if low > 0 else 'failed' if high < 0 else 'undecided'}: {cell}"
 
 
 def collapse_update(rewards: list[float]) -> int | None:
