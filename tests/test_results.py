@@ -845,6 +845,11 @@ def test_gradient_bias_of_smollm2():
         assert others == ([judged(cells[2], -1), judged(cells[4])] if seen else ["none"] * 2)
     primary = block(page, "smollm2")[0]
     assert f"two rollouts late its inner product minus half of NoClip's is {primary[3]}" in words(page)
+    along, truth = (np.array([of[2, "plain", "NoClip", run][name] for run in runs]) for name in ("dot", "target2"))
+    low = [stats.ttest_1samp(np.delete(along, i), 0).confidence_interval().low for i in range(5)]
+    assert sum(bound < 0 for bound in low) == 4  # the page: without any one of four runs
+    assert text_of(truth / truth.mean(), digits=2, runs=5) == "+1.00 [+0.15, +1.85]"
+    assert sum(of[2, "plain", "NoClip", run]["norm2"] > 0 for run in runs) == 4
     longer = [sum(of[2, "plain", name, run]["norm2"] for run in runs) for name in ("Clip", "NoClip")]
     assert f"Its square is {longer[0] / longer[1]:.0f} times NoClip's at lag 2" in words(page)
 
