@@ -201,7 +201,7 @@ def fork_verdicts(found: pd.DataFrame) -> dict[str, str]:
 
 
 def not_more(cells: pd.DataFrame) -> str:
-    """The verdict on intervals that were predicted not to lie above 0, which wide ones hardly could."""
+    """The verdict on intervals that were predicted not to lie above 0; wide ones could hardly fail."""
     return f"{word((cells['low'] <= 0).all())}: {', '.join(cells.apply(as_text, axis=1))}"
 
 

@@ -95,6 +95,7 @@ def holm(p: dict[tuple, float]) -> dict[tuple, float]:
     return adjusted
 
 
+@functools.cache
 def family(name: str) -> dict[tuple, tuple]:
     """Differences of a family by cell: seeds, mean, low, high, adjusted p, and ess, the lower one of each pair."""
     belongs, other = FAMILIES[name]
