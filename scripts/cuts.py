@@ -34,8 +34,20 @@ class Cut(Surrogate):
 def shuffled_sequence_mask(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
     """The weights (B,) of ``sequence_mask`` at the default bounds, given to random completions, the same in each epoch.
 
-    A control for it: as many completions without weight, and as much weight on the others.
+    As many completions without weight, and as much weight on the others, but not each one's own.
     """
     weights = correction_weights(old_logprobs, sampler_logprobs, mask, "sequence_mask", cap=3.0).amax(dim=1)
+    return weights[shuffled_rows(sampler_logprobs)]
+
+
+def random_mask(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Weights (B,) of ``sequence_truncate``; 0 at random, for as many completions as ``sequence_mask`` leaves out."""
+    modes = ("sequence_truncate", "sequence_mask")
+    own, kept = (correction_weights(old_logprobs, sampler_logprobs, mask, mode, cap=3.0).amax(dim=1) for mode in modes)
+    return own * (kept > 0)[shuffled_rows(sampler_logprobs)]
+
+
+def shuffled_rows(sampler_logprobs: Tensor) -> Tensor:
+    """A permutation (B,) of a rollout's rows, which its log-probs seed."""
     generator = torch.Generator().manual_seed(int(-1e6 * sampler_logprobs.double().sum()) % 2**31)
-    return weights[torch.randperm(len(weights), generator=generator).to(weights.device)]
+    return torch.randperm(len(sampler_logprobs), generator=generator).to(sampler_logprobs.device)

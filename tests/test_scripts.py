@@ -46,7 +46,7 @@ def call(monkeypatch):
     return run
 
 
-def test_shuffled_sequence_mask(imported):
+def test_masks_at_random(imported):
     """Every completion's weight, somewhere else, in each epoch at the same place."""
     sampler, old = -3 * torch.rand(2, 12, 5, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(5) < torch.arange(1, 13)[:, None]
@@ -56,6 +56,11 @@ def test_shuffled_sequence_mask(imported):
     assert found[0].tolist() != weights.amax(dim=1).tolist()
     assert sorted(found[0].tolist()) == sorted(weights.amax(dim=1).tolist())
     assert 0 < (found[0] == 0).sum() < 12
+    own = correction_weights(old, sampler, mask, "sequence_truncate", 3.0).amax(dim=1)
+    random = imported("cuts").random_mask(old, sampler, mask)
+    assert (random == 0).sum() == (found[0] == 0).sum()
+    assert (random == 0).tolist() != (weights.amax(dim=1) == 0).tolist()
+    assert torch.equal(random[random > 0], own[random > 0])
 
 
 def moves(reaches: dict[str, float]) -> list[dict]:
