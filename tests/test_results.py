@@ -766,13 +766,13 @@ def test_gradient_bias_in_words():
         assert same(cell, text_of(values))
     for sentence in (
         f"has a cosine of {cosine['NoClip']:.2f} with",
-        f"is {100 * cut.mean():.0f}% of NoClip's, and what is left points slightly against it ({cosine['Clip']:.2f})",
-        f"GSPO's has {cosine['GSPO:grpo']:.2f}, DPPO's and GMPO's {cosine['DPPO']:.2f}",
-        f"point along it ({cosine['P3O']:.2f}, {cosine['VESPO']:.2f})",
+        f"Clip's {cosine['Clip']:.2f}, GSPO's {cosine['GSPO:grpo']:.2f}, DPPO's and GMPO's {cosine['DPPO']:.2f}",
+        f"the tokens that Clip cuts carry {100 * cut.mean():.0f}% of NoClip's progress",
+        f"point along the true one ({cosine['P3O']:.2f}, {cosine['VESPO']:.2f})",
         f"gain ({text_of(later['P3O'] - later['NoClip'])} from NoClip's) and VESPO's "
         f"({text_of(later['VESPO'] - later['NoClip'])}) cannot be told",
-        f"{share} of the squared differences is made by direction; without the four that cut ratios {shown[4][1:5]}",
-        f"rank correlation with gains is {rank}",
+        f"Direction makes {share} of the squared differences of rho, without the four {shown[4][1:5]}",
+        f"gains, {rank}, but only by telling three groups apart",
         f"trades cosine ({apart['cosine'].mean():.3f}) for signal**: rho {apart['rho'].mean():+.3f}".replace("**", ""),
         f"NoClip's bias is {100 * bias.mean():.0f}% of",
     ):
@@ -807,7 +807,6 @@ def test_gradient_bias_of_tiny_math_in_words():
     assert adam["cosine"].xs("seed-2", level="run").isna().sum() == 11
     for sentence in (
         f"P3O with VESPO barely: {text_of(middle, runs=6)} from the rest",
-        f"P3O with VESPO barely ({text_of(middle, runs=6)})",
         f"true gradient ({clip['Clip']}), and bias's share is {share}, undecided",
         f"NoClip's own cosine is {text_of(of_adam, runs=5)}",
         f"with the gain is {after[2]}",
