@@ -14,12 +14,34 @@ from moves import as_text, intervals, judge, word
 from off_policy import UNTRAINED, fill, read
 
 from pspo.report.figures import GREY, picture
-from pspo.report.runs import COLOURS
+from pspo.report.runs import COLOURS, read_runs
 from pspo.report.tables import add_holm, as_markdown
 
 LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
 PATHS = {1: "1 x 4e-4", 2: "2 x 2e-4", 4: "4 x 1e-4", 8: "8 x 5e-5"}
 AHEAD, BEHIND = ["Clip", "TOPR"], ["NoClip", "P3O"]
+CONSTANTS = {"Clip": "epsilon", "CISPO": "epsilon_high", "DPPO": "epsilon", "GSPO": "epsilon", "TOPR": "level"}
+FOUR = {"NoClip": "NoClip", "P3O": "P3O", "SAPO": "SAPO", "TOPR": "TOPR sequence"}  # of which both aggregations are
+RANGES = {"Clip": (0.1, 0.4, "dapo"), "CISPO": (1.0, 4.0, "dapo"), "DPPO": (0.15, 0.3, "dapo"),
+          "GSPO": (3e-4, 3e-3, "grpo")}  # fmt: skip
+DECOUPLED = "NoClip, dapo, decoupled, {}".format
+PAIRS = {  # differences of variants
+    "TOPR minus NoClip, dapo": ("TOPR sequence, dapo", "NoClip, dapo"),
+    "TOPR minus NoClip, grpo": ("TOPR sequence, grpo", "NoClip, grpo"),
+    "TOPR, ratio of the token, minus NoClip, grpo": ("TOPR token, grpo", "NoClip, grpo"),
+    "SAPO minus NoClip, dapo": ("SAPO, dapo", "NoClip, dapo"),
+    **{f"{name}, grpo minus dapo": (f"{of}, grpo", f"{of}, dapo") for name, of in FOUR.items()},
+    "TOPR, ratio of the token minus that of the completion": ("TOPR token, grpo", "TOPR sequence, grpo"),
+    "sequence_mask minus shuffled": (DECOUPLED("sequence_mask"), DECOUPLED("shuffled_sequence_mask")),
+    "shuffled minus no correction": (DECOUPLED("shuffled_sequence_mask"), DECOUPLED("none")),
+    "sequence_mask minus no correction": (DECOUPLED("sequence_mask"), DECOUPLED("none")),
+    "random_mask minus no correction": (DECOUPLED("random_mask"), DECOUPLED("none")),
+    "sequence_mask minus random_mask": (DECOUPLED("sequence_mask"), DECOUPLED("random_mask")),
+    "sequence_truncate minus no correction": (DECOUPLED("sequence_truncate"), DECOUPLED("none")),
+    "sequence_mask minus sequence_truncate": (DECOUPLED("sequence_mask"), DECOUPLED("sequence_truncate")),
+    **{f"{name}, {low:g} minus {high:g}": (f"{name} {low:g}, {how}", f"{name} {high:g}, {how}")
+       for name, (low, high, how) in RANGES.items()},
+}  # fmt: skip
 
 
 def slopes(paths: pd.DataFrame, epochs: list[int] = EPOCHS, measure: str = "final") -> pd.DataFrame:
@@ -35,11 +57,11 @@ def lead(paths: pd.DataFrame) -> pd.DataFrame:
     return (values[AHEAD].mean(axis=1) - values[BEHIND].mean(axis=1)).unstack("epochs")
 
 
-def chosen(rates: pd.DataFrame) -> pd.DataFrame:
-    """(seed; (method, lag)): the reward at the rate that the other seeds choose by their mean."""
+def chosen(rates: pd.DataFrame, *choice: str) -> pd.DataFrame:
+    """(seed; (method, lag)): the reward at the rate, and what else ``choice`` names, that the other seeds choose."""
     found = {}
     for cell, of in rates.groupby(["method", "lag"], sort=False):
-        values = of.pivot(index="seed", columns="lr", values="final")
+        values = of.pivot(index="seed", columns=["lr", *choice], values="final")
         found[cell] = pd.Series({seed: values.loc[seed, values.drop(seed).mean().idxmax()] for seed in values.index})
     return pd.DataFrame(found).rename_axis(columns=["method", "lag"])
 
@@ -64,7 +86,8 @@ def mean_slopes(paths: pd.DataFrame, **which: Any) -> pd.DataFrame:
 
 def means(runs: pd.DataFrame, column: str, measure: str = "final") -> pd.DataFrame:
     """(lag, method; column): means over seeds, as text."""
-    return runs.groupby(["lag", "method", column])[measure].mean().unstack(column).map("{:.3f}".format)
+    found = runs.groupby(["lag", "method", column])[measure].mean().unstack(column)
+    return found.map("{:.3f}".format, na_action="ignore").fillna("")
 
 
 def by_lag(table: pd.DataFrame) -> str:
@@ -112,9 +135,45 @@ def every_rate(rates: pd.DataFrame) -> str:
     return by_lag(means(rates, "lr").rename(columns="{:.0e}".format))
 
 
-def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
-    """Each prediction of the configuration file with its verdict."""
+def variants(runs: pd.DataFrame, configs: pd.DataFrame) -> pd.DataFrame:
+    """(seed; (lr, variant)): final rewards, a variant named by its method and what varies of it."""
+    constants = [configs.get(f"algorithm.surrogate.init_args.{CONSTANTS.get(name)}", {}).get(run)
+                 for run, name in runs["method"].items()]  # fmt: skip
+    shown = ["" if of is None else f" {of:g}" if isinstance(of, float) else f" {of}" for of in constants]
+    arm = (", decoupled, " + runs["arm"].str.rpartition(".")[2]).where(runs["arm"] != "coupled", "")
+    named = runs.assign(variant=runs["method"] + shown + ", " + runs["aggregation"] + arm)
+    return named.pivot(index="seed", columns=["lr", "variant"], values="final")
+
+
+def pairs(values: pd.DataFrame) -> pd.DataFrame:
+    """(pair; mean, low, high): PAIRS over seeds, of variants (seed; variant) at one rate."""
+    found = {name: values[one] - values[other] for name, (one, other) in PAIRS.items()}
+    found["mean of the four, grpo minus dapo"] = sum(found[f"{name}, grpo minus dapo"] for name in FOUR) / len(FOUR)
+    return intervals(pd.DataFrame(found))
+
+
+def variants_table(values: pd.DataFrame) -> str:
+    """A row per variant: its mean at each rate."""
+    return as_markdown(
+        values.mean().unstack("lr").map("{:.3f}".format).rename(columns="{:.0e}".format).rename_axis(None)
+    )
+
+
+def pairs_table(at: dict[float, pd.DataFrame]) -> str:
+    """A row per pair: its difference at each rate."""
+    return as_markdown(pd.DataFrame({f"{lr:.0e}": cells.apply(as_text, axis=1) for lr, cells in at.items()}))
+
+
+def verdicts(paths: pd.DataFrame, rates: pd.DataFrame, more: pd.DataFrame, at: dict[float, pd.DataFrame]) -> str:
+    """Each prediction of the configuration file with its verdict; ``more`` are the low rates and the single epochs."""
     slope, best, (costs, apart) = mean_slopes(paths), best_rates(rates)[8], compare(chosen(rates))
+    stale = pd.concat([rates[rates["lag"] == 8], more])
+    by_rate = stale[stale["epochs"] == 4].pivot(index="seed", columns=["method", "lr"], values="final")
+    lower = pd.DataFrame({name: by_rate[name, 3e-6] - by_rate[name, 1e-5] for name in BEHIND})
+    reached = chosen(stale[stale["method"].isin(["Clip", "NoClip"])], "epochs").droplevel("lag", axis=1)
+    of_clip = intervals((reached["Clip"] - reached["NoClip"]).to_frame("Clip"))
+    slow, fast = at.values()
+    ranges = [name for name in fast.index if name.partition(",")[0] in RANGES and name[-1].isdigit()]
     return as_markdown(pd.DataFrame({"verdict": {
         "1: lag 8, the slope is 0, within 0.02": judge(slope.loc[[8]], -0.02, 0.02),
         "2: lag 0, the same": judge(slope.loc[[0]], -0.02, 0.02),
@@ -122,6 +181,23 @@ def verdicts(paths: pd.DataFrame, rates: pd.DataFrame) -> str:
         "4: no method pays more than 0.08 for lag 8": judge(costs, high=0.08),
         "4: Clip's and TOPR's rates are at least twice NoClip's": word(best[AHEAD].min() >= 2 * best["NoClip"]),
         "5: none differs from NoClip after Holm": word((apart["holm"] >= 0.05).all()),
+        "6: at 1e-4 TOPR is above NoClip under dapo and grpo": judge(fast.filter(like="TOPR minus", axis=0), low=0),
+        "7: grpo is dapo, within 0.03, mean of the four": judge(
+            pd.concat([of.loc[["mean of the four, grpo minus dapo"]] for of in (slow, fast)]), -0.03, 0.03),
+        "8: at 1e-4 TOPR with each token's ratio is below": judge(
+            fast.filter(like="of the completion", axis=0), high=0),
+        "9: at 1e-4 sequence_mask is above it shuffled": judge(fast.loc[["sequence_mask minus shuffled"]], low=0),
+        "10: at 1e-4 shuffled is above no correction": judge(fast.loc[["shuffled minus no correction"]], low=0),
+        "11: NoClip and P3O are lower at 3e-6 than at 1e-5": judge(intervals(lower), high=0),
+        "12: epochs and rate chosen, Clip is NoClip, within 0.03": judge(of_clip, -0.03, 0.03),
+        "13: at 1e-4 the narrow range is above the wide one": judge(fast.loc[ranges], low=0),
+        "14: at 3e-5 below": judge(slow.loc[ranges], high=0),
+        "15: at 1e-4 sequence_mask is above the random mask": judge(
+            fast.loc[["sequence_mask minus random_mask"]], low=0),
+        "16: at 1e-4 sequence_truncate is above no correction": judge(
+            fast.loc[["sequence_truncate minus no correction"]], low=0),
+        "17: at 1e-4 sequence_mask is above sequence_truncate": judge(
+            fast.loc[["sequence_mask minus sequence_truncate"]], low=0),
     }}))  # fmt: skip
 
 
@@ -144,10 +220,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="with runs.parquet, summaries.parquet, settings.yaml and README.md")
     folder = parser.parse_args().folder
     runs = read(folder)
-    paths, rates = runs[runs["experiment"] != "rates"], runs[runs["experiment"] == "rates"]
+    by_experiment = dict(list(runs.groupby("experiment")))
+    paths, rates = pd.concat([by_experiment[f"path-{n}"] for n in EPOCHS]), by_experiment["rates"]
+    low, once = by_experiment["low-rates"], by_experiment["one-epoch"]
+    at_two = rates[(rates["lag"] == 8) & rates["lr"].isin([3e-5, 1e-4])]
+    more = pd.concat([at_two, *(by_experiment[name] for name in ("aggregation", "masks", "more-masks", "ranges"))])
+    values = variants(more, read_runs([folder]).configs)
+    at = {lr: pairs(values[lr]) for lr in values.columns.unique("lr")}
     draw(paths, folder / "paths.svg")
     blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths)}
-    blocks |= {"rates": rates_table(rates), "every-rate": every_rate(rates), "predictions": verdicts(paths, rates)}
+    blocks |= {"rates": rates_table(rates), "every-rate": every_rate(pd.concat([rates, low]))}
+    blocks |= {"one-epoch": every_rate(once), "variants": variants_table(values), "pairs": pairs_table(at)}
+    blocks["predictions"] = verdicts(paths, rates, pd.concat([low, once]), at)
     fill(folder / "README.md", blocks)
 
 
