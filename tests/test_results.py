@@ -348,6 +348,34 @@ def test_tiny_control_in_words():
     assert sum((differences["low"] > 0) | (differences["high"] < 0)) == 10
 
 
+def control_path() -> pd.DataFrame:
+    """NoClip with one epoch at 6e-5 minus NoClip with two at 3e-5, at equal tokens: rows (clip, column)."""
+    values = control_runs().set_index(["experiment", "name", "clip", "column", "seed"])["value"].sort_index()
+    apart = values["path", "NoClip 1 epoch"] - values["tokens", "NoClip 2 epochs"]
+    assert len(apart) == 2 * 3 * 8
+    named = apart.rename("value").reset_index()
+    named["row"] = list(named[["clip", "column"]].itertuples(index=False, name=None))
+    return over_seeds(named[["row", "value"]].assign(column="")).set_index("row")
+
+
+def test_tiny_control_of_the_path():
+    values, apart = control_runs().query("experiment == 'path'"), control_path()
+    means = over_seeds(values.assign(row=list(zip(values["clip"], values["column"], strict=True)), column=""))
+    means = means.set_index("row")
+    expected = []
+    for clip in (0.0, 0.1):
+        for cells in (means, apart):
+            texts = [cell_text(cells.loc[[(clip, name)]].iloc[0], 1 if name == "accuracy" else 3)
+                     for name in ("area", "validation", "accuracy")]  # fmt: skip
+            expected.append(["minus two epochs at 3e-5" if cells is apart else "NoClip 1 epoch at 6e-5",
+                             "0.1" if clip else "none", *texts])  # fmt: skip
+    assert rows("tiny-control/README.md", "| equal rate x steps |") == expected
+    text, lacks = words("tiny-control/README.md"), -apart.loc[[(0.0, "validation")]].iloc[0]["mean"]
+    assert f"at equal tokens and twice the rate its area is {expected[1][2]} from that of two epochs" in text
+    assert f"it lacks {lacks:.3f}, a quarter of 0.092, without clipping" in text
+    assert apart.index[(apart["low"] > 0) | (apart["high"] < 0)].tolist() == [(0.0, "validation")]
+
+
 def test_the_curve_of_alpha():
     """Mean final validation reward by variant and alpha, their spread, and the deviation of single seeds."""
     values = control_runs()
@@ -386,7 +414,7 @@ def test_every_interval_of_a_page_is_of_its_runs(name):
             for table in tables(of_model, label(of_model.configs), [model]).values():
                 known |= shown(table, sides)
     if name == "tiny-control":
-        known |= shown(pd.concat(control_cells()), sides)
+        known |= shown(pd.concat([*control_cells(), control_path()]), sides)
     if name == "tiny-protocol":
         known |= {INTERVAL.fullmatch(of).groups() for of in protocol_sampled_differences()}
     if name == "tiny-comparisons":  # also below the untrained model
