@@ -36,6 +36,8 @@ PAIRS = {  # differences of variants
     "shuffled minus no correction": (DECOUPLED("shuffled_sequence_mask"), DECOUPLED("none")),
     "sequence_mask minus no correction": (DECOUPLED("sequence_mask"), DECOUPLED("none")),
     "random_mask minus no correction": (DECOUPLED("random_mask"), DECOUPLED("none")),
+    "random_mask minus shuffled": (DECOUPLED("random_mask"), DECOUPLED("shuffled_sequence_mask")),
+    "sequence_truncate minus shuffled": (DECOUPLED("sequence_truncate"), DECOUPLED("shuffled_sequence_mask")),
     "sequence_mask minus random_mask": (DECOUPLED("sequence_mask"), DECOUPLED("random_mask")),
     "sequence_truncate minus no correction": (DECOUPLED("sequence_truncate"), DECOUPLED("none")),
     "sequence_mask minus sequence_truncate": (DECOUPLED("sequence_mask"), DECOUPLED("sequence_truncate")),
@@ -135,14 +137,23 @@ def every_rate(rates: pd.DataFrame) -> str:
     return by_lag(means(rates, "lr").rename(columns="{:.0e}".format))
 
 
+def shorter_paths(runs: pd.DataFrame) -> str:
+    """A row per method at lag 8: four epochs minus one, at 1.2 times as much rate x steps, less than that of PATHS."""
+    values = runs.pivot(index="seed", columns=["method", "epochs", "lr"], values="final")
+    lrs = {"4 x 3e-5 minus 1 x 1e-4": (3e-5, 1e-4), "4 x 6e-5 minus 1 x 2e-4": (6e-5, 2e-4)}
+    found = {title: {name: as_text(intervals((values[name, 4, many] - values[name, 1, few]).to_frame()).iloc[0])
+                     for name in ("Clip", "NoClip")} for title, (many, few) in lrs.items()}  # fmt: skip
+    return as_markdown(pd.DataFrame(found))
+
+
 def variants(runs: pd.DataFrame, configs: pd.DataFrame) -> pd.DataFrame:
-    """(seed; (lr, variant)): final rewards, a variant named by its method and what varies of it."""
+    """(seed; (measure, lr, variant)): final rewards and KLs, a variant named by its method and what varies of it."""
     constants = [configs.get(f"algorithm.surrogate.init_args.{CONSTANTS.get(name)}", {}).get(run)
                  for run, name in runs["method"].items()]  # fmt: skip
     shown = ["" if of is None else f" {of:g}" if isinstance(of, float) else f" {of}" for of in constants]
     arm = (", decoupled, " + runs["arm"].str.rpartition(".")[2]).where(runs["arm"] != "coupled", "")
     named = runs.assign(variant=runs["method"] + shown + ", " + runs["aggregation"] + arm)
-    return named.pivot(index="seed", columns=["lr", "variant"], values="final")
+    return named.pivot(index="seed", columns=["lr", "variant"], values=["final", "kl_old_new"]).sort_index(axis=1)
 
 
 def pairs(values: pd.DataFrame) -> pd.DataFrame:
@@ -153,10 +164,11 @@ def pairs(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def variants_table(values: pd.DataFrame) -> str:
-    """A row per variant: its mean at each rate."""
-    return as_markdown(
-        values.mean().unstack("lr").map("{:.3f}".format).rename(columns="{:.0e}".format).rename_axis(None)
-    )
+    """A row per variant: its mean reward at each rate, and the KL but of those whose ratios are to another policy."""
+    means = values.mean().map("{:.3f}".format).unstack("lr").rename(columns="{:.0e}".format)
+    kl = means.loc["kl_old_new"].add_prefix("KL at ")
+    kl.loc[kl.index.str.contains("decoupled")] = ""
+    return as_markdown(means.loc["final"].join(kl).rename_axis(None))
 
 
 def pairs_table(at: dict[float, pd.DataFrame]) -> str:
@@ -226,11 +238,12 @@ def main() -> None:
     at_two = rates[(rates["lag"] == 8) & rates["lr"].isin([3e-5, 1e-4])]
     more = pd.concat([at_two, *(by_experiment[name] for name in ("aggregation", "masks", "more-masks", "ranges"))])
     values = variants(more, read_runs([folder]).configs)
-    at = {lr: pairs(values[lr]) for lr in values.columns.unique("lr")}
+    at = {lr: pairs(values["final", lr]) for lr in values.columns.unique("lr")}
     draw(paths, folder / "paths.svg")
     blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths)}
     blocks |= {"rates": rates_table(rates), "every-rate": every_rate(pd.concat([rates, low]))}
-    blocks |= {"one-epoch": every_rate(once), "variants": variants_table(values), "pairs": pairs_table(at)}
+    blocks |= {"one-epoch": every_rate(once), "shorter": shorter_paths(pd.concat([rates[rates["lag"] == 8], once]))}
+    blocks |= {"variants": variants_table(values), "pairs": pairs_table(at)}
     blocks["predictions"] = verdicts(paths, rates, pd.concat([low, once]), at)
     fill(folder / "README.md", blocks)
 

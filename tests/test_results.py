@@ -1056,15 +1056,11 @@ def test_off_policy_controls_paths():
     lead = (of.loc[["Clip", "TOPR"]].mean() - of.loc[["NoClip", "P3O"]].mean()).tolist()
     further = (kl.loc[["Clip", "TOPR"]].sum() / kl.loc[["NoClip", "P3O"]].sum()).tolist()
     first = [cell.replace("+", "") for cell in later["all four paths"]]
-    without, peak = ([cell.split()[0].replace("+", "") for cell in later[name]]
-                     for name in ("without 1 x 4e-4", "peak training reward"))  # fmt: skip
     level = re.search(r"NoClip ends level: (0.\d+ and 0.\d+) at lag 0", words("off-policy/README.md"))
     text = words(page)
     for sentence in (
-        f"and higher ({level[1]} at lag 0",
+        f"end level for NoClip ({level[1]} [at lag 0]",
         f"rises by {first[0]} at lag 0 and {first[1]} at lag 8",
-        f"without the largest rate by {without[0]} and {without[1]}, "
-        f"and by the peak of the training reward by {peak[0]} and {peak[1]}",
         f"taken together, end {min(lead):.3f} to {max(lead):.3f} above NoClip and P3O on every path, "
         f"but move {min(further):.2f} to {max(further):.2f} times as far",
         f"ends {noclip.max() - noclip.min():.3f} apart",
@@ -1140,18 +1136,28 @@ def test_off_policy_controls_rates_and_epochs_chosen():
         return pd.Series({seed: of.loc[of.drop(columns=seed).mean(axis=1).idxmax(), seed] for seed in of})
 
     clip, noclip = (chosen(name, [1, 4]) for name in ("Clip", "NoClip"))
+    for name, *cells in block(page, "shorter"):
+        for cell, (many, few) in zip(cells, ((3e-5, 1e-4), (6e-5, 2e-4)), strict=True):
+            assert same(cell, text_of(values[name, 4, many] - values[name, 1, few], runs=5))
     assert verdicts["12"] == f"undecided: {text_of(clip - noclip, runs=5)}"
-    wide = off_policy_control_runs().query("part == 'ranges' and method == 'Clip' and epsilon == 0.4 and lr == 3e-5")
-    wide, alone = wide.set_index("seed")["final"], chosen("Clip", [1]) - chosen("NoClip", [1])
+    alone = chosen("Clip", [1]) - chosen("NoClip", [1])
+    ranges = off_policy_control_runs().query("part == 'ranges' and method == 'Clip'")
+    ranges = ranges.set_index(["epsilon", "lr", "seed"])["final"].unstack("seed")
+    usual = pd.concat({0.2: values["Clip", 4].unstack("seed")}, names=["epsilon"])
+    ranges = pd.concat([ranges, usual])
+    assert {ranges.drop(columns=seed).mean(axis=1).idxmax() for seed in ranges} == {(0.4, 3e-5)}
+    wide = ranges.loc[0.4, 3e-5]
     means, text = values.groupby(["method", "epochs", "lr"]).mean(), words(page)
     for sentence in (
-        f"chosen as well that is not established, {text_of(clip - noclip, runs=5)}",
-        f"with a range of 0.4 Clip ends at {wide.mean():.3f} at 3e-5",
+        f"With one epoch or four chosen, at 0.2, it is {text_of(clip - noclip, runs=5)}",
+        f"(all take 0.4), it ends at {wide.mean():.3f}, {text_of(wide - chosen('NoClip', [4]), runs=5)} from NoClip",
+        f"costs NoClip {chosen('NoClip', [4]).mean() - noclip.mean():.3f} of the mean",
+        f"each chosen so, is {text_of(wide - chosen('Clip', [4]), runs=5)}",
+        f"at lag 8 {block(page, 'shorter')[1][1]})",
         f"at 3e-6 it ends at {means['NoClip', 4, 3e-6]:.3f}, at 3e-5 at {means['NoClip', 4, 3e-5]:.3f}",
         f"one epoch at 1e-4 ({clip.mean():.3f} in the mean), NoClip four at 1e-5 but for one seed "
         f"({noclip.mean():.3f})",
         f"rates chosen so, Clip minus NoClip is {text_of(alone, runs=5)}",
-        f"minus NoClip at its chosen rates is {text_of(wide - chosen('NoClip', [4]), runs=5)}",
     ):
         assert sentence in text, sentence
 
@@ -1161,13 +1167,13 @@ def test_off_policy_controls_variants():
     page, runs = "off-policy-controls/README.md", off_policy_control_runs()
     runs = runs[(runs["lag"] == 8) & runs["seed"].between(30, 34)]
 
-    def final(lr: float, method: str, **which) -> np.ndarray:
+    def final(lr: float, method: str, measure: str = "final", **which) -> np.ndarray:
         usual = {"epochs": 4, "aggregation": "dapo", "ratio_to": "behaviour"}
         own = runs[(runs[["lr", "method"]] == [lr, method]).all(axis=1)]
         for name, value in (usual | which).items():
             own = own[own[name] == value]
         assert sorted(own["seed"]) == [30, 31, 32, 33, 34], (lr, method, which)
-        return own.sort_values("seed")["final"].to_numpy()
+        return own.sort_values("seed")[measure].to_numpy()
 
     grpo, token = {"aggregation": "grpo"}, {"aggregation": "grpo", "level": "token"}
     of_topr = {"level": "sequence"}
@@ -1193,6 +1199,8 @@ def test_off_policy_controls_variants():
             "shuffled minus no correction": shuffled - none,
             "sequence_mask minus no correction": by_ratio - none,
             "random_mask minus no correction": random - none,
+            "random_mask minus shuffled": random - shuffled,
+            "sequence_truncate minus shuffled": truncated - shuffled,
             "sequence_mask minus random_mask": by_ratio - random,
             "sequence_truncate minus no correction": truncated - none,
             "sequence_mask minus sequence_truncate": by_ratio - truncated,
@@ -1219,19 +1227,40 @@ def test_off_policy_controls_variants():
     ranges = [cells for name, cells in shown.items() if name.endswith(("0.4", " 4", "0.3", "0.003"))]
     for number, column, sign in (("13", 1, 1), ("14", 0, -1)):
         found = [judged(cells[column], sign).partition(":")[0] for cells in ranges]
-        assert (
-            verdicts[number] == f"failed: of 4 intervals {found.count('held')} there, {found.count('failed')} "
-            "wholly elsewhere"
-        )
+        there, elsewhere = found.count("held"), found.count("failed")
+        assert verdicts[number] == f"failed: of 4 intervals {there} there, {elsewhere} wholly elsewhere"
     plain = {name: [cell.replace("+", "") for cell in cells] for name, cells in shown.items()}
+    own = [table[1e-4][f"{name} minus no correction"] for name in ("sequence_mask", "random_mask", "sequence_truncate")]
+    own = text_of(np.mean(own, axis=0), runs=5).replace("+", "")
+    depends = text_of(table[1e-4]["Clip, 0.1 minus 0.4"] - table[3e-5]["Clip, 0.1 minus 0.4"], runs=5).replace("+", "")
+    listed = {name: cells for name, *cells in block(page, "variants")}
+    assert len(listed) == 24
+    means = {name.split()[-1]: cells[1] for name, cells in listed.items() if "decoupled" in name}
+    further = [float(listed[name][3]) / float(listed[base][3]) for name, base in (
+        ("TOPR sequence, dapo", "NoClip, dapo"), ("TOPR sequence, grpo", "NoClip, grpo"),
+        ("TOPR token, grpo", "NoClip, grpo"))]  # fmt: skip
+    at_six = runs[(runs["method"] == "NoClip") & (runs["lr"] == 6e-5) & (runs["epochs"] == 4)]
+    for name, method, which in (("TOPR sequence, dapo", "TOPR", of_topr), ("TOPR token, grpo", "TOPR", token),
+                                ("TOPR sequence, grpo", "TOPR", grpo | of_topr), ("NoClip, dapo", "NoClip", {}),
+                                ("NoClip, grpo", "NoClip", grpo), ("Clip 0.4, dapo", "Clip", {"epsilon": 0.4}),
+                                ("NoClip, dapo, decoupled, none", "NoClip", masks["none"])):  # fmt: skip
+        measures = ("final",) if "decoupled" in name else ("final", "kl")
+        cells = [f"{final(lr, method, of, **which).mean():.3f}" for of in measures for lr in (3e-5, 1e-4)]
+        assert [cell for cell in listed[name] if cell] == cells
     text = words(page)
     for sentence in (
-        f"it is {plain['TOPR minus NoClip, dapo'][1]} averaged over tokens, {plain['TOPR minus NoClip, grpo'][1]} by "
+        f"It is {plain['TOPR minus NoClip, dapo'][1]} averaged over tokens, {plain['TOPR minus NoClip, grpo'][1]} by "
         f"completion, and {plain['TOPR, ratio of the token, minus NoClip, grpo'][1]} with each token's own ratio",
-        f"gains {plain['sequence_mask minus no correction'][1]} by `sequence_mask`",
-        f"by {plain['random_mask minus no correction'][1]}, looked at afterwards",
-        f"0.1 minus 0.4 is {shown['Clip, 0.1 minus 0.4'][0]} at 3e-5, {shown['Clip, 0.1 minus 0.4'][1]} at 1e-4",
-        f"level with itself ({fast['TOPR, ratio of the token minus that of the completion']})",
+        f"by {plain['sequence_mask minus no correction'][1]}, the random mask "
+        f"by {plain['random_mask minus no correction'][1]}, all three together by {own}",
+        f"random mask ends {plain['random_mask minus shuffled'][1]} above the shuffle",
+        f"end at {means['sequence_mask']}, {means['random_mask']} and {means['sequence_truncate']}, no correction at "
+        f"{means['none']}, the ratios of other completions at {means['shuffled_sequence_mask']}",
+        f"moves {min(further):.2f} to {max(further):.2f} times as far, and NoClip at 6e-5, where its KL is "
+        f"{at_six['kl'].mean():.3f}, ends at {at_six['final'].mean():.3f}",
+        f"{depends} apart",
+        f"0.1 minus 0.4 is {shown['Clip, 0.1 minus 0.4'][0]} at 3e-5 and {shown['Clip, 0.1 minus 0.4'][1]} at 1e-4",
+        f"level with itself, within 0.066 ({fast['TOPR, ratio of the token minus that of the completion']})",
         f"uncorrected, {len(shown)} at two rates",
     ):
         assert sentence in text, sentence
