@@ -32,6 +32,8 @@ PAIRS = {  # differences of variants
     "SAPO minus NoClip, dapo": ("SAPO, dapo", "NoClip, dapo"),
     **{f"{name}, grpo minus dapo": (f"{of}, grpo", f"{of}, dapo") for name, of in FOUR.items()},
     "TOPR, ratio of the token minus that of the completion": ("TOPR token, grpo", "TOPR sequence, grpo"),
+    "decoupled minus coupled, no correction": (DECOUPLED("none"), "NoClip, dapo"),
+    "decoupled minus coupled, sequence_mask": (DECOUPLED("sequence_mask"), "NoClip, dapo"),
     "sequence_mask minus shuffled": (DECOUPLED("sequence_mask"), DECOUPLED("shuffled_sequence_mask")),
     "shuffled minus no correction": (DECOUPLED("shuffled_sequence_mask"), DECOUPLED("none")),
     "sequence_mask minus no correction": (DECOUPLED("sequence_mask"), DECOUPLED("none")),

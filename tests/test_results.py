@@ -1195,6 +1195,8 @@ def test_off_policy_controls_variants():
             "mean of the four, grpo minus dapo": np.mean(list(apart.values()), axis=0),
             "TOPR, ratio of the token minus that of the completion":
                 final(lr, "TOPR", **token) - final(lr, "TOPR", **grpo, **of_topr),
+            "decoupled minus coupled, no correction": none - final(lr, "NoClip"),
+            "decoupled minus coupled, sequence_mask": by_ratio - final(lr, "NoClip"),
             "sequence_mask minus shuffled": by_ratio - shuffled,
             "shuffled minus no correction": shuffled - none,
             "sequence_mask minus no correction": by_ratio - none,
@@ -1259,11 +1261,14 @@ def test_off_policy_controls_variants():
         f"moves {min(further):.2f} to {max(further):.2f} times as far, and NoClip at 6e-5, where its KL is "
         f"{at_six['kl'].mean():.3f}, ends at {at_six['final'].mean():.3f}",
         f"{depends} apart",
+        f"without a correction gains {fast['decoupled minus coupled, no correction']}, where",
         f"0.1 minus 0.4 is {shown['Clip, 0.1 minus 0.4'][0]} at 3e-5 and {shown['Clip, 0.1 minus 0.4'][1]} at 1e-4",
         f"level with itself, within 0.066 ({fast['TOPR, ratio of the token minus that of the completion']})",
         f"uncorrected, {len(shown)} at two rates",
     ):
         assert sentence in text, sentence
+    none, masked = (fast[f"decoupled minus coupled, {name}"] for name in ("no correction", "sequence_mask"))
+    assert f"by {none} without a correction and by {masked} with `sequence_mask`" in words("off-policy/README.md")
 
 
 def test_alarm_forks():
