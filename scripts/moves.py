@@ -2,8 +2,8 @@
 
 Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv. Of tiny-base
 base-controls.jsonl has the second and third stage, base-rate.jsonl the fourth, and base-latenoclip.jsonl and
-base-lateclip.jsonl have the fifth; smollm2-small.jsonl has the sixth. Writes differences.csv, differences.svg, and in
-README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+base-lateclip.jsonl have the fifth; smollm2-small.jsonl has the sixth, base-dose.jsonl the seventh. Writes
+differences.csv, differences.svg, and in README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
 """
 
 import argparse
@@ -235,6 +235,28 @@ def pretrained(moves: pd.DataFrame) -> tuple[str, str]:
     return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
 
 
+def smaller_and_nearer(moves: pd.DataFrame) -> tuple[str, str]:
+    """The table of the seventh stage, with a row per movement and lag, and verdicts on its predictions."""
+    keys, aim = ["aim", "lag"], AIMS["tiny-base"]
+    changes = over_runs(moves, "correct").query("surrogate == 'NoClip'").set_index(keys)
+    apart = differences(moves, {"Clip": "NoClip", CONTROL: "NoClip"})
+    clip, shuffled = (apart[apart["surrogate"] == name].set_index(keys) for name in ("Clip", CONTROL))
+    values = moves[moves["aim"] == aim].pivot(index="run", columns=["surrogate", "lag"], values="correct")
+    slopes = np.polyfit((gap := values["Clip"] - values["NoClip"]).columns.astype(float), gap.to_numpy().T, 1)[0]
+    columns = {"NoClip": changes, "Clip minus NoClip": clip, "shuffled minus NoClip": shuffled}
+    table = pd.DataFrame({name: cells.apply(as_text, axis=1) for name, cells in columns.items()}).sort_index()
+    new = shuffled.drop([(aim, 0), (aim, 8)])
+    verdicts = {
+        "21: a KL of 0.00025, lag 8, Clip's change is below NoClip's": judge(clip.loc[[(0.00025, 8)]], high=0),
+        "22: the same at 0.001": judge(clip.loc[[(0.001, 8)]], high=0),
+        "23: that difference falls with the lag, per lag": judge(intervals(pd.DataFrame({"slope": slopes})), high=0),
+        "24: at lag 1 it is above -0.01": judge(clip.loc[[(aim, 1)]], low=-MARGIN),
+        "25: shuffled advantages are below NoClip in the five cells": judge(new, high=0),
+    }
+    table.index = [f"KL {aim:g}, lag {lag}" for aim, lag in table.index]
+    return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
+
+
 def draw_intervals(axes: Axes, cells: pd.DataFrame, y: np.ndarray, face: str = COLOURS["NoClip"]) -> None:
     """Draw means with their intervals, lying, at the heights y."""
     axes.hlines(y, cells["low"], cells["high"], color=COLOURS["NoClip"], linewidth=1.2)
@@ -268,8 +290,8 @@ def main() -> None:
     if args.files:
         write_csv(read_moves(args.files), args.folder / "moves.csv")
     moves = pd.read_csv(args.folder / "moves.csv")
-    stages = ("first", "controls", "rate", "small")
-    first, second, fourth, sixth = (moves[moves["stage"] == stage] for stage in stages)
+    stages = ("first", "controls", "rate", "small", "dose")
+    first, second, fourth, sixth, seventh = (moves[moves["stage"] == stage] for stage in stages)
     first, fifth = first[first["matched"].astype(bool)], moves[moves["stage"].str.startswith("late")]
     found = from_noclip(first)
     write_csv(found, args.folder / "differences.csv")
@@ -283,6 +305,9 @@ def main() -> None:
         blocks["late"], blocks["late verdicts"] = own_checkpoints(fifth)
     if not sixth.empty:
         blocks["pretrained"], blocks["pretrained verdicts"] = pretrained(sixth)
+    if not seventh.empty:
+        beside = first[(first["model"] == "tiny-base") & (first["rollouts"] == 9)]
+        blocks["dose"], blocks["dose verdicts"] = smaller_and_nearer(pd.concat([beside, seventh]))
     fill(args.folder / "README.md", blocks)
 
 

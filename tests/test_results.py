@@ -694,6 +694,24 @@ def test_equal_movement_of_a_pretrained_model():
         assert sentence in text, sentence
 
 
+def test_equal_movement_at_smaller_steps_and_nearer_lags():
+    moves = pd.read_csv(RESULTS / "equal-movement/moves.csv")
+    moves = moves.query("model == 'tiny-base' and rollouts == 9 and stage in ['first', 'dose']")
+    correct = moves.pivot(index="run", columns=["aim", "lag", "surrogate"], values="correct")
+    clip, control = {}, {}
+    for name, *cells in block("equal-movement/README.md", "dose"):
+        of = correct[float(name.split()[1].rstrip(",")), int(name.split()[-1])]
+        clip[name], control[name] = of["Clip"] - of["NoClip"], of["NoClip::shuffled"] - of["NoClip"]
+        for cell, values in zip(cells, (of["NoClip"], clip[name], control[name]), strict=True):
+            assert same(cell, text_of(values)), name
+    by_lag = pd.DataFrame({lag: clip[f"KL 0.004, lag {lag}"] for lag in (0, 1, 2, 4, 8)})
+    slopes = ((by_lag.columns - 3.0) * by_lag).sum(axis=1) / 40  # 40 = 9 + 4 + 1 + 1 + 25
+    verdicts = [cell for _, cell in block("equal-movement/README.md", "dose verdicts")]
+    asked = (clip["KL 0.00025, lag 8"], clip["KL 0.001, lag 8"], slopes, clip["KL 0.004, lag 1"])
+    for verdict, values in zip(verdicts, asked, strict=False):
+        assert same(verdict.partition(": ")[2], text_of(values))
+
+
 def gradients(metric: str = "adam", lag: int = 8, model: str = "tiny-base") -> pd.DataFrame:
     """Rows (surrogate, run) of the gradient-bias study, one checkpoint of each run."""
     lines = pd.read_json(RESULTS / f"gradient-bias/{model.removeprefix('tiny-')}.jsonl", lines=True)
