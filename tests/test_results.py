@@ -634,7 +634,7 @@ def test_equal_movement_at_one_rate():
     for sentence in (
         f"(KL {moved['Clip']:.4f} against {moved['NoClip']:.4f})",
         f"still ends {mean['NoClip'] - mean['Clip']:.3f} below NoClip and {-mean['Clip']:.3f} below where it began",
-        f"Clip still loses {text_of(-correct['Clip']).replace('+', '')})",
+        f"it still loses {text_of(-correct['Clip']).replace('+', '')};",
         f"({moved[cut]:.4f}) and gains nothing, {mean['NoClip'] - mean[cut]:.3f} below NoClip",
         f"ends another {mean[cut] - mean['Clip']:.3f}",
         f"Clip loses {mean['NoClip::shuffled'] - mean['Clip::shuffled']:.3f} more than NoClip. We had expected",
@@ -697,7 +697,7 @@ def test_equal_movement_of_a_pretrained_model():
 def test_equal_movement_at_smaller_steps_and_nearer_lags():
     moves = pd.read_csv(RESULTS / "equal-movement/moves.csv")
     moves = moves.query("model == 'tiny-base' and rollouts == 9 and stage in ['first', 'dose']")
-    correct = moves.pivot(index="run", columns=["aim", "lag", "surrogate"], values="correct")
+    correct = moves.pivot(index="run", columns=["aim", "lag", "surrogate"], values="correct").sort_index(axis=1)
     clip, control = {}, {}
     for name, *cells in block("equal-movement/README.md", "dose"):
         of = correct[float(name.split()[1].rstrip(",")), int(name.split()[-1])]
@@ -710,6 +710,22 @@ def test_equal_movement_at_smaller_steps_and_nearer_lags():
     asked = (clip["KL 0.00025, lag 8"], clip["KL 0.001, lag 8"], slopes, clip["KL 0.004, lag 1"])
     for verdict, values in zip(verdicts, asked, strict=False):
         assert same(verdict.partition(": ")[2], text_of(values))
+    least = correct[0.00025, 8]
+    dose = moves[moves["stage"] == "dose"]
+    assert dose["matched"].all()
+    drawer = dose.groupby("lag")["kl_drawer_before"].mean()
+    gap = {name: text_of(-values).replace("+", "") for name, values in clip.items()}
+    means = {lag: -clip[f"KL 0.004, lag {lag}"].mean() for lag in (4, 8)}
+    text = words("equal-movement/README.md")
+    for sentence in (
+        f"it gains {text_of(clip['KL 0.004, lag 1']).replace('+', '')} more than NoClip",
+        f"{gap['KL 0.004, lag 2']} less at lag 2, {means[4]:.3f} at lag 4, {means[8]:.3f} at lag 8",
+        f"NoClip gains {least['NoClip'].mean():+.3f}, {gap['KL 0.00025, lag 8']} less",
+        f"a KL of {drawer[1]:.5f}, {drawer[2]:.5f}, {drawer[4]:.4f} and {drawer[8]:.4f} from the checkpoint",
+        f"Clip's change is {text_of(least['Clip'])}",
+        f"from shuffled advantages, {text_of(least['Clip'] - least['NoClip::shuffled'])}",
+    ):
+        assert sentence in text, sentence
 
 
 def gradients(metric: str = "adam", lag: int = 8, model: str = "tiny-base") -> pd.DataFrame:
