@@ -242,14 +242,15 @@ def smaller_and_nearer(moves: pd.DataFrame) -> tuple[str, str]:
     apart = differences(moves, {"Clip": "NoClip", CONTROL: "NoClip"})
     clip, shuffled = (apart[apart["surrogate"] == name].set_index(keys) for name in ("Clip", CONTROL))
     values = moves[moves["aim"] == aim].pivot(index="run", columns=["surrogate", "lag"], values="correct")
-    slopes = np.polyfit((gap := values["Clip"] - values["NoClip"]).columns.astype(float), gap.to_numpy().T, 1)[0]
+    gap = values["Clip"] - values["NoClip"]
+    slopes = pd.DataFrame({"per lag": np.polyfit(gap.columns.astype(float), gap.to_numpy().T, 1)[0]})
     columns = {"NoClip": changes, "Clip minus NoClip": clip, "shuffled minus NoClip": shuffled}
     table = pd.DataFrame({name: cells.apply(as_text, axis=1) for name, cells in columns.items()}).sort_index()
     new = shuffled.drop([(aim, 0), (aim, 8)])
     verdicts = {
         "21: a KL of 0.00025, lag 8, Clip's change is below NoClip's": judge(clip.loc[[(0.00025, 8)]], high=0),
         "22: the same at 0.001": judge(clip.loc[[(0.001, 8)]], high=0),
-        "23: that difference falls with the lag, per lag": judge(intervals(pd.DataFrame({"slope": slopes})), high=0),
+        "23: that difference falls with the lag, per lag": judge(intervals(slopes), high=0),
         "24: at lag 1 it is above -0.01": judge(clip.loc[[(aim, 1)]], low=-MARGIN),
         "25: shuffled advantages are below NoClip in the five cells": judge(new, high=0),
     }

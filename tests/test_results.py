@@ -371,7 +371,9 @@ def test_tiny_control_of_the_path():
                              "0.1" if clip else "none", *texts])  # fmt: skip
     assert rows("tiny-control/README.md", "| equal rate x steps |") == expected
     text, lacks = words("tiny-control/README.md"), -apart.loc[[(0.0, "validation")]].iloc[0]["mean"]
+    ends = "{:.3f} [{:.3f}, {:.3f}]".format(*-apart.loc[[(0.0, "validation")]].iloc[0][["mean", "high", "low"]])
     assert f"at equal tokens and twice the rate its area is {expected[1][2]} from that of two epochs" in text
+    assert f"it ends {ends} lower without gradient clipping" in text
     assert f"it lacks {lacks:.3f}, a quarter of 0.092, without clipping" in text
     assert apart.index[(apart["low"] > 0) | (apart["high"] < 0)].tolist() == [(0.0, "validation")]
 
@@ -714,16 +716,25 @@ def test_equal_movement_at_smaller_steps_and_nearer_lags():
     dose = moves[moves["stage"] == "dose"]
     assert dose["matched"].all()
     drawer = dose.groupby("lag")["kl_drawer_before"].mean()
+    by_lag = dose[dose["aim"] == 0.004].groupby(["surrogate", "lag"])[["zero_weight_share", "kl_drawer"]].mean()
+    cut = by_lag.loc["Clip", "zero_weight_share"]
+    further = by_lag.loc["Clip", "kl_drawer"] - by_lag.loc["NoClip", "kl_drawer"]
+    assert "at a KL of {:.4f}, {:.4f} and {:.4f} from the drawer".format(*further) in words("equal-movement/README.md")
+    small = dose[(dose["aim"] == 0.00025) & (dose["surrogate"] == "Clip")]
+    back = small["kl_drawer"] - small["kl_drawer_before"]
     gap = {name: text_of(-values).replace("+", "") for name, values in clip.items()}
     means = {lag: -clip[f"KL 0.004, lag {lag}"].mean() for lag in (4, 8)}
     text = words("equal-movement/README.md")
     for sentence in (
-        f"it gains {text_of(clip['KL 0.004, lag 1']).replace('+', '')} more than NoClip",
-        f"{gap['KL 0.004, lag 2']} less at lag 2, {means[4]:.3f} at lag 4, {means[8]:.3f} at lag 8",
-        f"NoClip gains {least['NoClip'].mean():+.3f}, {gap['KL 0.00025, lag 8']} less",
+        f"it gains {text_of(clip['KL 0.004, lag 1']).replace('+', '')} more, {gap['KL 0.004, lag 2']} less at lag 2, "
+        f"{means[4]:.3f} at lag 4, {means[8]:.3f} at lag 8",
+        f"NoClip gains {least['NoClip'].mean():+.3f}, Clip {gap['KL 0.00025, lag 8']} less",
         f"a KL of {drawer[1]:.5f}, {drawer[2]:.5f}, {drawer[4]:.4f} and {drawer[8]:.4f} from the checkpoint",
-        f"Clip's change is {text_of(least['Clip'])}",
-        f"from shuffled advantages, {text_of(least['Clip'] - least['NoClip::shuffled'])}",
+        f"At 0.00025 Clip does not gain, {text_of(least['Clip'])}",
+        f"0 and 8 make {(5 * clip['KL 0.004, lag 8'] - 3 * clip['KL 0.004, lag 0']).mean() / -40:.4f} of its "
+        f"{-slopes.mean():.4f}",
+        "leaves {:.1%}, {:.1%} and {:.1%} without weight".format(*cut),
+        f"nearer to it than it began, {text_of(back, digits=4)}, NoClip further",
     ):
         assert sentence in text, sentence
 
