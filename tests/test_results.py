@@ -719,7 +719,9 @@ def test_equal_movement_at_smaller_steps_and_nearer_lags():
     by_lag = dose[dose["aim"] == 0.004].groupby(["surrogate", "lag"])[["zero_weight_share", "kl_drawer"]].mean()
     cut = by_lag.loc["Clip", "zero_weight_share"]
     further = by_lag.loc["Clip", "kl_drawer"] - by_lag.loc["NoClip", "kl_drawer"]
-    assert "at a KL of {:.4f}, {:.4f} and {:.4f} from the drawer".format(*further) in words("equal-movement/README.md")
+    assert "afterwards minus NoClip's is {:.4f}, {:.4f} and {:.4f}".format(*further) in words(
+        "equal-movement/README.md"
+    )
     small = dose[(dose["aim"] == 0.00025) & (dose["surrogate"] == "Clip")]
     back = small["kl_drawer"] - small["kl_drawer_before"]
     gap = {name: text_of(-values).replace("+", "") for name, values in clip.items()}
