@@ -1059,12 +1059,13 @@ def off_policy_control_runs() -> pd.DataFrame:
     switches |= {f"algorithm.surrogate.init_args.{name}": name for name in ("epsilon", "epsilon_high", "level")}
     found = runs.configs[list(switches)].rename(columns=switches).infer_objects()
     classes = runs.configs["algorithm.surrogate.class_path"].str.rpartition(".")[2]
-    kl = runs.metrics.groupby("run")["kl_old_new"].mean()
+    shares = ["corrected_share", "zero_weight_share"]
+    means = runs.metrics.groupby("run")[["kl_old_new", *shares]].mean().rename(columns={"kl_old_new": "kl"})
     rewards = runs.metrics.dropna(subset=["reward"]).sort_values("step").groupby("run")["reward"]
     assert (rewards.size() == 24).all()
     peak = rewards.agg(lambda of: max(sum(of.iloc[i : i + 3]) / 3 for i in range(22)))
     part = runs.configs["experiment"].map(lambda path: Path(path).name)
-    return found.assign(method=classes, part=part, final=evaluated["validation_reward"].last(), peak=peak, kl=kl)
+    return found.assign(method=classes, part=part, final=evaluated["validation_reward"].last(), peak=peak).join(means)
 
 
 def slope_text(values: pd.DataFrame, epochs: list[int]) -> str:
@@ -1296,8 +1297,15 @@ def test_off_policy_controls_variants():
         measures = ("final",) if "decoupled" in name else ("final", "kl")
         cells = [f"{final(lr, method, of, **which).mean():.3f}" for of in measures for lr in (3e-5, 1e-4)]
         assert [cell for cell in listed[name] if cell] == cells
+    coupled = [float(cells[3]) for cells in listed.values() if cells[3]]
+    assert 5.5 < max(coupled) / min(coupled) < 6  # the page: up to sixfold
+    assert runs[(runs["method"] == "GSPO")]["zero_weight_share"].min() > 0.8
+    left_out = final(1e-4, "NoClip", "corrected_share", **masks["sequence_mask"])
+    apart = final(1e-4, "NoClip", "kl", **masks["none"])
     text = words(page)
     for sentence in (
+        f"which leaves out {left_out.mean():.1%} of tokens",
+        f"(KL to the proximal policy {apart.mean():.1f} in the mean)",
         f"TOPR leads NoClip by {plain['TOPR minus NoClip, dapo'][1]}",
         f"{plain['TOPR minus NoClip, grpo'][1]} averaged by completion, "
         f"{plain['TOPR, ratio of the token, minus NoClip, grpo'][1]} with each token's ratio",
