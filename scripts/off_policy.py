@@ -56,7 +56,7 @@ Study = dict[str, pd.DataFrame]
 
 
 def read(folder: Path) -> pd.DataFrame:
-    """One row per finished run, in order of cells: CELL, SWITCHES, experiment, and what was measured."""
+    """One row per finished run, in order of cells: CELL, SWITCHES, constants of surrogates, experiment, measures."""
     runs = read_runs([folder])
     runs = runs.take(runs.finished())
     measured = pd.concat([learning(runs), diagnostics(runs)]).pivot(index="run", columns="column", values="value")
@@ -73,6 +73,8 @@ def read(folder: Path) -> pd.DataFrame:
         groups=rollouts["zero_advantage_share"].mean().rsub(1) * 16,
         seconds=runs.numbers[runs.numbers["measure"] == "seconds"].set_index("run")["value"],
     )
+    constants = runs.configs.filter(like="algorithm.surrogate.init_args.")
+    found = found.join(constants.rename(columns=lambda name: name.rpartition(".")[2]))
     rates = found["lr"].map("{:.0e}".format).str.replace("e-0", "e-")
     found["grid"] = found["epochs"].map({1: "1 epoch, lr ", 4: "4 epochs, lr "}) + rates
     found.loc[(found["method"] == "GSPO") & (found["aggregation"] == "dr_grpo"), "method"] = "LUSPO"

@@ -14,7 +14,7 @@ from moves import as_text, intervals, judge, word
 from off_policy import UNTRAINED, fill, read
 
 from pspo.report.figures import GREY, picture
-from pspo.report.runs import COLOURS, read_runs
+from pspo.report.runs import COLOURS
 from pspo.report.tables import add_holm, as_markdown
 
 LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
@@ -148,10 +148,9 @@ def shorter_paths(runs: pd.DataFrame) -> str:
     return as_markdown(pd.DataFrame(found))
 
 
-def variants(runs: pd.DataFrame, configs: pd.DataFrame) -> pd.DataFrame:
+def variants(runs: pd.DataFrame) -> pd.DataFrame:
     """(seed; (measure, lr, variant)): final rewards and KLs, a variant named by its method and what varies of it."""
-    constants = [configs.get(f"algorithm.surrogate.init_args.{CONSTANTS.get(name)}", {}).get(run)
-                 for run, name in runs["method"].items()]  # fmt: skip
+    constants = [run.get(CONSTANTS.get(run["method"])) for _, run in runs.iterrows()]
     shown = ["" if of is None else f" {of:g}" if isinstance(of, float) else f" {of}" for of in constants]
     arm = (", decoupled, " + runs["arm"].str.rpartition(".")[2]).where(runs["arm"] != "coupled", "")
     named = runs.assign(variant=runs["method"] + shown + ", " + runs["aggregation"] + arm)
@@ -240,7 +239,7 @@ def main() -> None:
     low, once = by_experiment["low-rates"], by_experiment["one-epoch"]
     at_two = rates[(rates["lag"] == 8) & rates["lr"].isin([3e-5, 1e-4])]
     more = pd.concat([at_two, *(by_experiment[name] for name in ("aggregation", "masks", "more-masks", "ranges"))])
-    values = variants(more, read_runs([folder]).configs)
+    values = variants(more)
     at = {lr: pairs(values["final", lr]) for lr in values.columns.unique("lr")}
     draw(paths, folder / "paths.svg")
     blocks = {"paths": paths_table(paths), "afterwards": afterwards(paths), "moved": moved(paths)}
