@@ -26,8 +26,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.plan.cost import shapes
-from benchmarks.plan.shapes import Shape
+from pspo_lab.plan.cost import shapes
+from pspo_lab.plan.shapes import Shape
 from benchmarks.vs_trl import run_pspo
 from benchmarks.workloads import CPU, WORKLOADS, model_folder, parser, set_up
 from pspo.cli.python import config_from_python
@@ -35,7 +35,7 @@ from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
-from pspo.records.files import read_config, read_jsonl
+from pspo.cli.files import read_config, read_jsonl
 from pspo.run.prepare import load_splits, prompt_lengths
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pspo.model import ASSETS
-from pspo.records.files import read_json
+from pspo.cli.files import read_json
 
 SHORT = "--run.test_limit=0 --run.validate_every=0 --reward.functions=benchmarks.memory.position"
 FEW = "--run.max_steps=2 --rollout.prompts=4 --rollout.max_completion_tokens=64"

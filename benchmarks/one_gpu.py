@@ -1,4 +1,4 @@
-"""Plan the recipes of configs/one-gpu by `pspo.checks.memory`: ``python -m benchmarks.one_gpu``, a minute on a CPU.
+"""Plan the recipes of configs/one-gpu by `pspo_lab.plan.memory`: ``python -m benchmarks.one_gpu``, a minute on a CPU.
 
 Shapes are Qwen2.5's; prompts of 300 tokens, GSM8K's longest with a system prompt. Two layers of each model run here, in
 bf16 autocast as on a GPU; a GPU's attention may keep a little more or less.
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.plan.shapes import QWEN
-from pspo.checks.memory import GIB, Planner
+from pspo_lab.plan.shapes import QWEN
+from pspo_lab.plan.memory import GIB, Planner
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 

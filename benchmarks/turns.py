@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.workloads import WORKLOADS, model_folder, parser, spread
-from pspo.records.files import read_jsonl
+from pspo.cli.files import read_jsonl
 
 WARMUP, PHASES = 2, ("generate", "reward", "train")
 

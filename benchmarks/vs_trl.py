@@ -48,7 +48,7 @@ import torch
 
 from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
 from pspo.config import SYSTEM_PROMPT
-from pspo.engines import EngineSampler
+from pspo.rollout.engine import EngineSampler
 from pspo.model import token_logprobs
 from pspo.rollout import Prompts, TransformersSampler
 from pspo.update import update
@@ -100,7 +100,7 @@ def run_pspo(
     if vllm:
         sampling = replace(sampling, stop_ids=(), min_completion_tokens=0, top_p=1.0, logprobs=True)
     if by_vllm:
-        from pspo.engines.vllm import VLLM
+        from pspo_vllm.vllm import VLLM
 
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
         engine = VLLM(config, PROMPT + workload.tokens, device)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.plan.shapes import Shape
+from pspo_lab.plan.shapes import Shape
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -34,7 +34,7 @@ from pspo.config import (
 )
 from pspo.losses import Clip
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids
-from pspo.optimizers import make_optimizer
+from pspo.run.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, group_relative_advantages
 from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem

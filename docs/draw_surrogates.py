@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate
-from pspo.report.figures import in_order, picture, styles
+from pspo_lab.report.figures import in_order, picture, styles
 
 FIGURE1 = {
     "Clip, ε = 0.2": Clip(epsilon=0.2),

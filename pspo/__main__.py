@@ -1,28 +1,48 @@
 """pspo {version}: reinforcement learning for language models. Each command has --help.
 
-python -m pspo.train       train a model
-python -m pspo.evaluate    evaluate a model on a data set
-python -m pspo.sweep       train and evaluate methods, settings and seeds as one file lists them
-python -m pspo.report      tables and figures of runs
-python -m pspo.view        a page to look inside runs: curves, groups, tokens, findings
-python -m pspo.export      merge LoRA adapters into their model
-python -m pspo.serve       start a vLLM server that draws rollouts
+pspo train       train a model
+pspo evaluate    evaluate a model on a data set
+pspo export      merge LoRA adapters into their model
+pspo view        a page to look inside runs: curves, groups, tokens, findings
+pspo report      tables and figures of runs
+pspo sweep       train and evaluate methods, settings and seeds as one file lists them
+pspo compare     compare two evaluations, paired by problem
+pspo plan        will a run fit, and how long will it take
+pspo serve       start a vLLM server that draws rollouts
 """
 
-import argparse
+import importlib
+import sys
 
 from pspo import __version__
 
+MODULES = {
+    "train": "pspo.train",
+    "evaluate": "pspo.evaluate.__main__",
+    "export": "pspo.run.export",
+    "view": "pspo_lab.view.__main__",
+    "report": "pspo_lab.report.__main__",
+    "sweep": "pspo_lab.sweep.__main__",
+    "compare": "pspo_lab.compare",
+    "plan": "pspo_lab.plan.__main__",
+    "serve": "pspo_vllm.serve",
+}
+
 
 def main() -> None:
-    text = __doc__.format(version=__version__)
-    parser = argparse.ArgumentParser("python -m pspo", description=text, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--version", action="version", version=__version__)
-    _, words = parser.parse_known_args()
-    if words and f"python -m pspo.{words[0]} " in text:
-        parser.error(f"it is python -m pspo.{words[0]}, with a dot")
-    parser.parse_args()
-    parser.print_help()
+    command, *args = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        print(__doc__.format(version=__version__))
+    elif command == "--version":
+        print(__version__)
+    elif command in MODULES:
+        from pspo.distributed import run_main
+
+        module = importlib.import_module(MODULES[command])
+        run_main(lambda: module.main(args))
+    else:
+        print(f"pspo: error: {command} is no command; pspo --help lists them", file=sys.stderr)
+        raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Section:
     def __post_init__(self) -> None:
         for part in fields(self):
             interval, value = part.metadata.get("range"), getattr(self, part.name)
-            ok = interval is None or value in (None, "auto") or RANGES[interval](value)
+            ok = interval is None or value is None or RANGES[interval](value)
             require(ok, f"{self.section}.{part.name}", f"must be {interval}", value)
 
 
@@ -273,15 +273,14 @@ class RolloutConfig(Section, name="rollout"):
         top_k: sample from the k most likely tokens; 0 for all
         min_p: sample no token that is less likely than MIN_P times the most likely one
         repetition_penalty: 1 for none
-        max_rows: completions decoded at a time; lower it to save memory; auto for as many as fit the memory
+        max_rows: completions decoded at a time; lower it to save memory
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
         engine: transformers, vllm in a process of its own (pip install 'pspo[vllm]'), or a class by its import path
         engine_memory: with an engine, share of the GPU's memory for its weights and cache
-        servers: with vllm, addresses of servers (python -m pspo.serve), as [http://a:8000]; unset, a process of its own
+        servers: with vllm, addresses of servers (pspo serve), as [http://a:8000]; unset, a process of its own
         environment: import path of a text environment that answers the model's turns; unset, one turn
         max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
-        order: of prompts: shuffled in each pass; or signal, where one rests K passes after K groups without advantage
         resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
@@ -296,7 +295,7 @@ class RolloutConfig(Section, name="rollout"):
     top_k: int = number(0, "at least 0")
     min_p: float = number(0.0, "in [0, 1)")
     repetition_penalty: float = number(1.0, "above 0")
-    max_rows: int | Literal["auto"] = number(256, "above 0")
+    max_rows: int = number(256, "above 0")
     decoder: Decoder = "pspo"
     engine: str = "transformers"
     engine_memory: float = number(0.3, "in (0, 1]")
@@ -304,7 +303,6 @@ class RolloutConfig(Section, name="rollout"):
     environment: str | None = None
     max_turns: int = number(4, "above 0")
     lag: int = number(0, "at least 0")
-    order: Literal["shuffled", "signal"] = "shuffled"
     resample: int = number(0, "at least 0")
 
     def __post_init__(self) -> None:
@@ -335,8 +333,6 @@ class AlgorithmConfig(Section, name="algorithm"):
         advantages: reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function
         beta: weight of the KL penalty to the initial model; 0 loads no reference model
         kl_estimator: k1, k2 (gradient of KL(policy || reference)), k3 (of the reverse KL), unbiased_k3 (k3 times ratio)
-        reference_every: optimizer steps after which the reference moves to the policy; 0 keeps the initial model
-        reference_mix: share of the policy in the reference that moves; 1 copies it
         entropy_coef: weight of the entropy bonus; with entropy_target, by how much that weight changes in a step
         entropy_target: raise the bonus's weight, from 0, while the entropy is below it; lower it while above
         entropy_quantile: share of a minibatch's tokens, the most uncertain, that the surrogate's loss is of
@@ -356,8 +352,6 @@ class AlgorithmConfig(Section, name="algorithm"):
     advantages: Advantages | Callable = "none"
     beta: float = number(0.0, "at least 0")
     kl_estimator: KLEstimator = "k3"
-    reference_every: int = number(0, "at least 0")
-    reference_mix: float = number(1.0, "in (0, 1]")
     entropy_coef: float = number(0.0, "at least 0")
     entropy_target: float | None = number(None, "above 0")
     entropy_quantile: float = number(1.0, "in (0, 1]")
@@ -422,7 +416,7 @@ class OptimizerConfig(Section, name="optimizer"):
         warmup_steps: optimizer steps of linear warm-up, from 0
         schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
         max_grad_norm: clip gradients to this global norm; 0 for no clipping
-        microbatch_tokens: tokens per forward and backward pass, or auto; changes memory and speed, not the result
+        microbatch_tokens: tokens per forward and backward pass; changes memory and speed, not the result
         halve_on_oom: on out-of-memory, retry the step with microbatches half as large
         one_pass: form gradients while the logits are there, where the loss allows: faster; false for the plain step
         max_skipped: end the run after MAX_SKIPPED non-finite steps in a row; each is skipped
@@ -437,7 +431,7 @@ class OptimizerConfig(Section, name="optimizer"):
     warmup_steps: int = number(0, "at least 0")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, "at least 0")
-    microbatch_tokens: int | Literal["auto"] = number(4096, "above 0")
+    microbatch_tokens: int = number(4096, "above 0")
     halve_on_oom: bool = True
     one_pass: bool = True
     max_skipped: int = number(10, "above 0")
@@ -462,7 +456,6 @@ class RunConfig(Section, name="run"):
         keep: newest checkpoints to keep, besides the best model
         samples: groups per rollout whose completions are written to samples.jsonl
         record_tokens: groups per rollout whose tokens are written to tokens.parquet, with what each step computes there
-        gradients_every: optimizer steps between measures of gradient noise and of cosines of epochs; 0 for none
         quiet: print warnings, errors and the result, but no header and no progress
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
@@ -481,7 +474,6 @@ class RunConfig(Section, name="run"):
     keep: int = number(2, "above 0")
     samples: int = number(2, "at least 0")
     record_tokens: int = number(2, "at least 0")
-    gradients_every: int = number(0, "at least 0")
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
@@ -524,10 +516,6 @@ CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
      lambda c: c.algorithm.correction_floor >= c.algorithm.correction_cap),
     ("algorithm.entropy_coef", "must be above 0 with entropy_target: what the bonus's weight changes by in a step",
      lambda c: c.algorithm.entropy_target is not None and c.algorithm.entropy_coef == 0),
-    ("algorithm.reference_every", "must be 0 without beta, which needs a reference",
-     lambda c: c.algorithm.reference_every > 0 and c.algorithm.beta == 0),
-    ("algorithm.reference_every", "must be 0 under fsdp2, whose checkpoints hold no reference",
-     lambda c: c.algorithm.reference_every > 0 and c.sharded),
     ("algorithm.minibatches", "must not be above rollout.prompts ({rollout.prompts}): groups stay whole",
      lambda c: c.algorithm.minibatches > c.rollout.prompts),
     ("distributed.rollout", "must be gathered with an engine, which needs no weights of the policy's to sample",
@@ -671,7 +659,7 @@ class EvalRunConfig(Section, name="run"):
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluate a model on the problems of a data set; or compare two evaluations, paired by problem: --compare A B."""
+    """Evaluate a model on the problems of a data set."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

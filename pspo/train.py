@@ -74,9 +74,7 @@ def score(run: Run, drawing: Drawing) -> Experience:
         )  # fmt: skip
     rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
     scored = Experience(drawing.prompts, rollout, rewards, by_name, totals, rollout.tokens, logged)
-    experience = with_advantages(run, scored)
-    run.stream.note(experience)
-    return experience
+    return with_advantages(run, scored)
 
 
 def with_advantages(run: Run, experience: Experience) -> Experience:

@@ -15,11 +15,10 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, add_terms, aggregate, entropy_quantile, token_divisors
 from pspo.model import autocast, backward_in_one_pass, token_logprobs
-from pspo.optimizers.learner import Learner
 from pspo.rollout.batching import Minibatch, retry_in_halves, split_minibatches
-from pspo.rollout.gradient_metrics import GradientMetrics
-from pspo.rollout.step_metrics import StepMetrics, nucleus_mass
 from pspo.rollout.types import Batch, Rollout
+from pspo.run.learner import Learner
+from pspo.run.step_metrics import StepMetrics, nucleus_mass
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
@@ -47,7 +46,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
     def accumulate(counts: Counts, batches: list[Batch]) -> StepMetrics:
         """Accumulate a minibatch's gradient over its microbatches."""
-        metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device, gradients)
+        metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device)
         for batch in dist.communicate_once(learner.policy, batches, config.distributed.gather):
             loss, logprobs, entropies = gradient(learner, batch, counts, config)
             if batch.old_logprobs is None:
@@ -56,8 +55,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         return metrics
 
     steps, of_rollout = [], nucleus_mass(rollout)
-    if gradients := GradientMetrics.if_due(learner, config):
-        of_rollout |= gradients.noise(minibatches, gradient)
     for counts, batches in minibatches * config.algorithm.epochs:
         if learner.steps < config.run.max_steps:
             metrics = retry(accumulate, counts, batches)

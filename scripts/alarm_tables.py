@@ -19,10 +19,10 @@ from alarms import AHEAD, fork_times
 from moves import as_text, draw_intervals, intervals, judge, word
 from off_policy import fill
 
-from pspo.records.files import read_jsonl
-from pspo.report.figures import GREY, picture
-from pspo.report.runs import COLOURS
-from pspo.report.tables import as_markdown
+from pspo.cli.files import read_jsonl
+from pspo_lab.report.figures import GREY, picture
+from pspo_lab.report.runs import COLOURS
+from pspo_lab.report.tables import as_markdown
 
 DROP, FEW, LAG = 0.15, 50, 8  # FEW pairs, below which no AUC is shown; LAG of the runs
 ALL, COMPARED = "all methods", ["ess_sequence", "kl", "entropy", "cosine"]  # in prediction 3

@@ -31,7 +31,7 @@ from gradient_bias import gradient
 from torch import Tensor
 
 from pspo.model import token_logprobs
-from pspo.records.files import append_jsonl, read_config, read_jsonl
+from pspo.cli.files import append_jsonl, read_config, read_jsonl
 from pspo.run.run import Run
 
 AHEAD, FRESH, FROM = 5, 4, 3

@@ -14,9 +14,9 @@ from gradient_bias import derived
 from moves import AIMS, FOUR, as_text, draw_intervals, intervals, judge
 from off_policy import fill
 
-from pspo.records.files import read_jsonl
-from pspo.report.figures import GREY, picture
-from pspo.report.tables import as_markdown
+from pspo.cli.files import read_jsonl
+from pspo_lab.report.figures import GREY, picture
+from pspo_lab.report.tables import as_markdown
 
 LEFT_OUT = "PSPO"  # NoClip counted again
 REPLAY = "NoClip::replay"

@@ -39,12 +39,12 @@ from equal_movement import Fork, checkpoints
 from torch import Tensor
 
 from pspo.config import TrainConfig
-from pspo.optimizers.learner import Learner
-from pspo.records.files import append_jsonl, read_jsonl
+from pspo.run.learner import Learner
+from pspo.cli.files import append_jsonl, read_jsonl
 from pspo.rollout import Rollout
 from pspo.run.run import Run
 from pspo.update import update
-from pspo.view.data import make_surrogate
+from pspo_lab.view.data import make_surrogate
 
 
 def with_loss(config: TrainConfig, name: str, **more: str) -> TrainConfig:

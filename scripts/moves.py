@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from off_policy import fill, write_csv
 
-from pspo.report.figures import GREY, picture
-from pspo.report.runs import COLOURS
-from pspo.report.tables import add_holm, as_markdown, over_seeds
+from pspo_lab.report.figures import GREY, picture
+from pspo_lab.report.runs import COLOURS
+from pspo_lab.report.tables import add_holm, as_markdown, over_seeds
 
 AIMS = {"tiny-base": 0.004, "tiny-math": 0.001}  # the primary movement of each model, in nats per token
 CONTROL = "NoClip::shuffled"

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from pspo.records.files import write_text
-from pspo.report.figures import GREY, INK, picture
-from pspo.report.runs import COLOURS, MODEL, SEED, methods, read_runs
-from pspo.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds, with_interval
+from pspo.cli.files import write_text
+from pspo_lab.report.figures import GREY, INK, picture
+from pspo_lab.report.runs import COLOURS, MODEL, SEED, methods, read_runs
+from pspo_lab.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds, with_interval
 
 METHODS = ["NoClip", "PSPO", "Clip", "P3O", "SAPO", "TOPR",
            "REINFORCE", "CISPO", "GSPO", "LUSPO", "GMPO", "VESPO", "DPPO"]  # fmt: skip

@@ -13,9 +13,9 @@ import pandas as pd
 from moves import as_text, intervals, judge, word
 from off_policy import UNTRAINED, fill, read
 
-from pspo.report.figures import GREY, picture
-from pspo.report.runs import COLOURS
-from pspo.report.tables import add_holm, as_markdown
+from pspo_lab.report.figures import GREY, picture
+from pspo_lab.report.runs import COLOURS
+from pspo_lab.report.tables import add_holm, as_markdown
 
 LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
 PATHS = {1: "1 x 4e-4", 2: "2 x 2e-4", 4: "4 x 1e-4", 8: "8 x 5e-5"}

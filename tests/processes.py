@@ -28,7 +28,7 @@ import pspo.train
 import pspo.update
 from pspo.distributed import run_main
 from pspo.model import ASSETS
-from pspo.records.files import read_jsonl
+from pspo.cli.files import read_jsonl
 from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
 

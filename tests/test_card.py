@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, RolloutConfig, TrainConfig
-from pspo.evaluate.card import describe_rewards, evaluate_command, model_card
-from pspo.records.files import read_json, read_jsonl
+from pspo.run.card import describe_rewards, evaluate_command, model_card
+from pspo.cli.files import read_json, read_jsonl
 from pspo.tasks import ExactMatch, FormatReward, MathReward
 
 ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=4",

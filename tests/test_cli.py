@@ -30,8 +30,8 @@ import pspo.run.prepare
 import pspo.train
 from pspo.cli.progress import Bar
 from pspo.model import ASSETS
-from pspo.records.files import append_jsonl, differences, read_config, read_json, read_jsonl
-from pspo.records.metrics import rollout_metrics
+from pspo.cli.files import append_jsonl, differences, read_config, read_json, read_jsonl
+from pspo.run.metrics import rollout_metrics
 from pspo.tasks import Problem, Reward
 
 REPOSITORY = Path(__file__).parents[1]

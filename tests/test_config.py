@@ -15,7 +15,7 @@ import pspo
 from pspo.cli.parse import parse
 from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, Surrogate
-from pspo.records.files import to_yaml
+from pspo.cli.files import to_yaml
 from pspo.tasks import FormatReward, MathReward
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pspo.records.files import to_jsonl
+from pspo.cli.files import to_jsonl
 from pspo.tasks.answers import extract_answer
 from pspo.tasks.datasets import ASDIV, GENERATED, GSM8K, SPLITS, Generated, boxed, load_problems, parse_gold
 from pspo.tasks.problem import Problem

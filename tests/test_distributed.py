@@ -37,8 +37,8 @@ from pspo.config import (
 from pspo.environments import EnvironmentSampler
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.records.files import read_jsonl
-from pspo.records.folders import checkpoints, damage
+from pspo.cli.files import read_jsonl
+from pspo.run.folders import checkpoints, damage
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
 from pspo.rollout.types import Nucleus
 from pspo.run.prepare import make_learner

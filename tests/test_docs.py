@@ -16,21 +16,21 @@ from torch.distributed.run import get_args_parser
 
 import pspo.evaluate.__main__
 import pspo.losses
-import pspo.report.__main__
-import pspo.sweep.__main__
+import pspo_lab.report.__main__
+import pspo_lab.sweep.__main__
 import pspo.train
-from benchmarks.plan.cost import PlanConfig
+from pspo_lab.plan.cost import PlanConfig
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
-from pspo.records.files import read_jsonl
-from pspo.serve.__main__ import ServeConfig
-from pspo.sweep.__main__ import SweepConfig
+from pspo.cli.files import read_jsonl
+from pspo_vllm.serve import ServeConfig
+from pspo_lab.sweep.__main__ import SweepConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-CONFIGS = {"pspo.train": TrainConfig, "pspo.evaluate": EvaluateConfig, "pspo.serve": ServeConfig}
-CONFIGS |= {"benchmarks.plan": PlanConfig}
+CONFIGS = {"pspo.train": TrainConfig, "pspo.evaluate": EvaluateConfig, "pspo_vllm.serve": ServeConfig}
+CONFIGS |= {"pspo_lab.plan": PlanConfig}
 SMALL = ["--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
          "--run.validate_every=0", "--run.output_dir=runs/mine", "--data.limit=40"]  # fmt: skip
 ONE_LAYER = [f"--model.name_or_path={one_layer()}", "--rollout.temperature=1"]
@@ -87,15 +87,15 @@ def test_command(workspace, finished_run, monkeypatch, command, switches):
             pspo.train.main(args)
     elif "--compare" in args:
         assert command == "pspo.evaluate"  # of finished evaluations: tests/test_evaluate.py
-    elif command == "pspo.sweep":
+    elif command == "pspo_lab.sweep":
         flags = [f"{word}=true" if word == "--dry_run" else word for word in args]
         config, _ = parse(SweepConfig, command, flags)
         assert {*(config.only or [])} <= {*config.experiments}
-    elif command == "pspo.report":
+    elif command == "pspo_lab.report":
         monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())  # test_report.py draws
         shutil.copytree(finished_run, workspace / args[0] / "mine")
-        pspo.report.__main__.main(args)
-    elif command in ("pspo.serve", "benchmarks.plan"):
+        pspo_lab.report.__main__.main(args)
+    elif command in ("pspo_vllm.serve", "pspo_lab.plan"):
         parse(CONFIGS[command], command, args)
     else:
         config, _ = parse(CONFIGS[command], command, args)
@@ -142,7 +142,7 @@ def test_example_of_a_sweep(workspace, capsys):
     first, second = (text for _, text in blocks("yaml"))
     assert first in (ROOT / "configs/sweep/first.yaml").read_text(encoding="utf-8")
     (workspace / "mine.yaml").write_text(second, encoding="utf-8")
-    pspo.sweep.__main__.main(["--config", "mine.yaml", "--dry_run"])
+    pspo_lab.sweep.__main__.main(["--config", "mine.yaml", "--dry_run"])
     assert re.search(r"full +25 ", capsys.readouterr().out)
 
 

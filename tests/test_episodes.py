@@ -22,7 +22,7 @@ from pspo.environments.tools import parse_calls
 from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import drops_thoughts, encode, render_prompts
-from pspo.records.files import read_json, read_jsonl
+from pspo.cli.files import read_json, read_jsonl
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts, make_sampling
 from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards

@@ -22,7 +22,7 @@ from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import main, render
 from pspo.evaluate.evaluation import Chunk, chunks, evaluate
 from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
-from pspo.records.files import append_jsonl, read_jsonl
+from pspo.cli.files import append_jsonl, read_jsonl
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
 from pspo.rollout.generate import left_pad
 from pspo.tasks import FormatReward, Problem, Reward, load_problems

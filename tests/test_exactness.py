@@ -9,9 +9,9 @@ from test_model import gradients, make_groups, make_rows
 
 import pspo.evaluate.__main__
 import pspo.train
-from pspo.checks.exactness import check_exactness
+from pspo.model.exactness import check_exactness
 from pspo.config import ModelConfig, RolloutConfig
-from pspo.hub.models import room_for_prompts
+from pspo.model.find import room_for_prompts
 from pspo.model import shares_prompts, token_logprobs
 from pspo.rollout import generate, make_sampling
 

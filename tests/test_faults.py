@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import ModelConfig, TrainConfig
-from pspo.hub.models import load_errors
+from pspo.model.find import load_errors
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.records.folders import RunFailed, checkpoints
-from pspo.records.metrics import rollout_metrics
+from pspo.run.folders import RunFailed, checkpoints
+from pspo.run.metrics import rollout_metrics
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.calculator import Calculator

@@ -14,7 +14,7 @@ import pspo
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip, Surrogate
-from pspo.records.files import read_config, read_json, read_jsonl
+from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem
 from pspo.update import Learner, update

@@ -16,7 +16,7 @@ from test_update import make_rollout
 from transformers import AutoModelForCausalLM
 
 import pspo.evaluate.__main__
-import pspo.export.__main__
+import pspo.run.export
 import pspo.model.linear
 import pspo.train
 import pspo.update
@@ -28,13 +28,13 @@ from pspo.config import (
     RolloutConfig,
     TrainConfig,
 )
-from pspo.hub.adapters import save_adapters
+from pspo.model.adapters import save_adapters
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.device import autocast
 from pspo.model.lora import FusedLora, fuse_adapters
-from pspo.optimizers import make_optimizer
-from pspo.records.folders import checkpoints
+from pspo.run.optimizers import make_optimizer
+from pspo.run.folders import checkpoints
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.update import Learner, update
 
@@ -249,7 +249,7 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
         merged = tmp_path / "merged"
-        pspo.export.__main__.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
+        pspo.run.export.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
         whole = AutoModelForCausalLM.from_pretrained(merged)
         assert (merged / "chat_template.jinja").read_text() == template
         card = (merged / "README.md").read_text()
@@ -265,9 +265,7 @@ def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp
     trained, (rollout, _) = make_policy(replace(LORA, dtype="bfloat16")), make_rows()
     (tmp_path / "adapters").mkdir()
     save_adapters(trained, tmp_path / "adapters")
-    pspo.export.__main__.main(
-        [f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'ours'}", *asked]
-    )
+    pspo.run.export.main([f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'ours'}", *asked])
     said = f"adapters merged into bfloat16 weights, saved in {'bfloat16' if asked else 'float32'}"
     assert capsys.readouterr().out == f"{said}: {tmp_path / 'ours'}\n"
     assert f"A{said[1:]}." in (tmp_path / "ours/README.md").read_text()
@@ -284,7 +282,7 @@ def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp
 
 
 def test_evaluation_takes_adapters_and_the_merged_model(run, tmp_path):
-    pspo.export.__main__.main([f"--model.name_or_path={run / 'best'}", f"--output_dir={tmp_path / 'merged'}"])
+    pspo.run.export.main([f"--model.name_or_path={run / 'best'}", f"--output_dir={tmp_path / 'merged'}"])
     results = []
     for folder in (run / "best", tmp_path / "merged"):
         out = tmp_path / f"{folder.name}-evaluation"
@@ -356,9 +354,7 @@ def test_adapters_that_do_not_fit_are_refused(run, tmp_path, spoil, said):
     with pytest.raises(ValueError, match=said):
         load_policy(ModelConfig(str(folder)), CPU)
     with pytest.raises(ValueError, match=said):
-        pspo.export.__main__.export(
-            pspo.export.__main__.ExportConfig(ModelConfig(str(folder)), str(tmp_path / "merged"))
-        )
+        pspo.run.export.export(pspo.run.export.ExportConfig(ModelConfig(str(folder)), str(tmp_path / "merged")))
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ValueError, match=r"--model\.name_or_path must be a PEFT folder"):
-        pspo.export.__main__.export(pspo.export.__main__.ExportConfig(output_dir=str(tmp_path / "merged")))
+        pspo.run.export.export(pspo.run.export.ExportConfig(output_dir=str(tmp_path / "merged")))

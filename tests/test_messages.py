@@ -14,7 +14,7 @@ import yaml
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.losses import Clip
-from pspo.records.files import to_yaml
+from pspo.cli.files import to_yaml
 from pspo.tasks import MathReward
 from pspo.train import main
 

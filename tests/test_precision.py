@@ -11,8 +11,8 @@ from test_resume import MODES
 import pspo.train
 import pspo.update
 from pspo.config import DistributedConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from pspo.optimizers import check_optimizer
-from pspo.optimizers.rounding import StochasticRounding, round_stochastically
+from pspo.run.optimizers import check_optimizer
+from pspo.run.rounding import StochasticRounding, round_stochastically
 
 SMALL = (
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=4",

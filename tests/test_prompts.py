@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
-from pspo.hub.models import load_tokenizer, room_for_prompts, with_arguments
+from pspo.model.find import load_tokenizer, room_for_prompts, with_arguments
 from pspo.model.chat import encode, encode_marked, most_tokens, render_prompts
 from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.rollout import prompts as prompts_module

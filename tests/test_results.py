@@ -14,8 +14,8 @@ import pytest
 from scipy import stats
 
 from pspo.evaluate import results
-from pspo.report.runs import labels, methods, read_runs
-from pspo.report.tables import add_holm, compared, over_seeds, tables, with_interval
+from pspo_lab.report.runs import labels, methods, read_runs
+from pspo_lab.report.tables import add_holm, compared, over_seeds, tables, with_interval
 
 RESULTS = Path(__file__).parents[1] / "results"
 FOUR = ["Clip", "DPPO", "GMPO:grpo", "GSPO:grpo"]  # that are below NoClip at equal movement

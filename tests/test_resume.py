@@ -46,15 +46,15 @@ import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.losses import NoClip, Surrogate
-from pspo.records.files import differences, flat, read_json, read_jsonl
-from pspo.records.folders import RunFailed, checkpoints, describe, writing
-from pspo.records.switches import FIXED, FREE, LONGER, ROUNDING, STEERED
+from pspo.cli.files import differences, flat, read_json, read_jsonl
+from pspo.run.folders import RunFailed, checkpoints, describe, writing
+from pspo.run.switches import FIXED, FREE, LONGER, ROUNDING, STEERED
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.resume import find_checkpoint
 from pspo.run.run import Run
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
-from pspo.view.data import events
+from pspo_lab.view.data import events
 
 pytestmark = pytest.mark.usefixtures("here")
 TINY = (

@@ -18,7 +18,7 @@ from processes import run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import RewardConfig, TrainConfig
-from pspo.records.files import read_jsonl, to_yaml
+from pspo.cli.files import read_jsonl, to_yaml
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem

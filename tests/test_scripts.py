@@ -22,7 +22,7 @@ from scipy import stats
 
 import pspo.train
 from pspo.losses.correction import correction_weights
-from pspo.records.files import read_jsonl
+from pspo.cli.files import read_jsonl
 from pspo.tasks import Reward
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -17,7 +17,7 @@ import pspo.train
 import pspo.update
 from pspo.cli.signals import EXIT_STOPPED
 from pspo.losses import GSPO, PSPO, NoClip
-from pspo.records.files import read_jsonl
+from pspo.cli.files import read_jsonl
 from pspo.rollout import Experience, estimate_advantages, group_relative_advantages
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward

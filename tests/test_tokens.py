@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pspo.config import ModelConfig
 from pspo.losses import GSPO, Clip, token_weights
 from pspo.model import ASSETS, load_tokenizer
-from pspo.records.files import read_jsonl
-from pspo.records.tokens import COLUMNS, token_texts
+from pspo.cli.files import read_jsonl
+from pspo.run.tokens import COLUMNS, token_texts
 from pspo.rollout import encode_prompts
 from pspo.train import main as train
 

@@ -14,8 +14,8 @@ from processes import one_layer
 
 import pspo.run.prepare
 import pspo.train
-from pspo.records.files import read_jsonl
-from pspo.records.trackers import MODULES, start_tracker
+from pspo.cli.files import read_jsonl
+from pspo.run.trackers import MODULES, start_tracker
 
 ARGS = (f"--model.name_or_path={one_layer()}", "--run.max_steps=4", "--rollout.prompts=2", "--run.test_limit=0",
         "--rollout.max_completion_tokens=8", "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20",

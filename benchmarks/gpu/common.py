@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.plan.shapes import QWEN, Shape
-from pspo.checks.memory import peak_memory_gb
+from pspo_lab.plan.shapes import QWEN, Shape
+from pspo_lab.plan.memory import peak_memory_gb
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.load import ready

@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.ablation import UNSHARED
 from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, timed, tiny_prompts
-from benchmarks.plan.shapes import GPUS
+from pspo_lab.plan.shapes import GPUS
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
 from pspo.model import autocast, casts_to_bf16
-from pspo.optimizers import make_optimizer
+from pspo.run.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, generate
 from pspo.rollout.generate import left_pad
 from pspo.update import Learner, update

@@ -27,10 +27,10 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, get_loader, set_dumper
 
 from pspo import distributed as dist
+from pspo.cli.escape import one_line, tolerate_output
+from pspo.cli.files import Settings, as_argument, flat, own_modules, to_yaml
 from pspo.config import require
 from pspo.model import is_out_of_memory
-from pspo.records.escape import one_line, tolerate_output
-from pspo.records.files import Settings, as_argument, flat, own_modules, to_yaml
 from pspo.tasks.environment import import_path
 
 C = TypeVar("C")

@@ -10,9 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pspo.cli.files import Settings, as_setting, to_jsonl, write_text
 from pspo.cli.parse import read_config
 from pspo.config import TrainConfig
-from pspo.records.files import Settings, as_setting, to_jsonl, write_text
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import check_characters

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from pspo import distributed as dist
 from pspo.cli.signals import Stopped
-from pspo.engines import EngineError
 from pspo.model import is_out_of_memory
-from pspo.records.folders import RunFailed
+from pspo.rollout.engine import EngineError
+from pspo.run.folders import RunFailed
 from pspo.tasks.failures import end_forks, user_traceback
 
 

@@ -1,7 +1,7 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
 Writes ``results.json``, by temperature what `Evaluation.results` of `pspo.evaluate.results` describes, and
-``completions.jsonl``. ``--compare A B`` compares two finished evaluations instead.
+``completions.jsonl``.
 
 The same command resumes a stopped evaluation: completions are saved chunk by chunk, and a chunk's random numbers depend
 on the seed and its position alone, so the results are those of an evaluation that was never stopped.
@@ -20,19 +20,18 @@ import torch
 import transformers
 
 from pspo import distributed as dist
-from pspo.checks.exactness import check_exactness
+from pspo.cli import files as records
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.user_code import UserCodeFailed
 from pspo.config import EvaluateConfig
 from pspo.environments import EnvironmentSampler
-from pspo.evaluate.compare import compare
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import as_text, label, problem_count, table
-from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import load_policy, load_tokenizer, shares_prompts
-from pspo.records import files as records
-from pspo.records.folders import check_output
+from pspo.model.exactness import check_exactness
+from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import Prompts, TransformersSampler, load_prompts, make_sampling
+from pspo.run.folders import check_output
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
@@ -127,9 +126,6 @@ def cell(name: str, of: dict[str, Any]) -> str:
 
 @memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
 def main(args: Sequence[str] | None = None) -> None:
-    args = sys.argv[1:] if args is None else args
-    if "--compare" in args:
-        return compare(args)
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
         dist.init("ddp" if dist.under_torchrun() else "none", timeout=3600)

@@ -1,6 +1,11 @@
-"""The device: the dtype of forward passes on it, and running out of its memory."""
+"""The device: the dtype of forward passes on it, its memory, and running out of it."""
+
+import resource
+import sys
 
 import torch
+
+GIB = 2**30
 
 
 def casts_to_bf16(mode: str, device: torch.device) -> bool:
@@ -19,3 +24,11 @@ def is_out_of_memory(error: Exception) -> bool:
     """True if a GPU's allocator found no memory, or the CPU's, oneDNN's or C++'s."""
     cpu = ("can't allocate memory", "could not create a primitive", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory so far in GiB: of the GPU's tensors, or of the whole process without a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes, but bytes on macOS
+    return peak / (GIB if sys.platform == "darwin" else 2**20)

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
-from pspo.hub.adapters import add_adapters, fill_adapters
-from pspo.hub.models import from_pretrained, load_errors, weight_folder, without_dropout
+from pspo.model.adapters import add_adapters, fill_adapters
 from pspo.model.device import casts_to_bf16
+from pspo.model.find import from_pretrained, load_errors, weight_folder, without_dropout
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -34,7 +34,7 @@ def load_policy(
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
     Raises ValueError for a model that cannot be found, for weights that are not those its config.json describes, or not
-    finite. Whether it computes what the trainer takes it to compute, is for `pspo.checks.exactness` to check.
+    finite. Whether it computes what the trainer takes it to compute, is for `pspo.model.exactness` to check.
     """
     device, config = device or dist.local_device(), config.resolved()
     sharded = distributed is not None and distributed.sharded

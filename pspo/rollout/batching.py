@@ -15,8 +15,8 @@ from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory, shares_prompts
-from pspo.optimizers.learner import Learner
 from pspo.rollout.types import Batch, Rollout, to_device
+from pspo.run.learner import Learner
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 
 from pspo.config import Decoder, RolloutConfig
-from pspo.hub.models import token_ids
 from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_ids
 from pspo.model.chat import completion_texts
+from pspo.model.find import token_ids
 from pspo.rollout.decode import decode
 from pspo.rollout.types import Nucleus, Rollout, Sampling, join, to_device
 

@@ -37,7 +37,7 @@ class TransformersSampler:
     Attributes:
         autocast: --model.autocast.
         weights: --distributed.rollout: sample from gathered weights of a sharded model, or layer by layer (synced).
-        generators: entered to draw; those of `pspo.run.generators` are advanced by sampling alone.
+        generators: entered to draw; those of `pspo.rollout.generators` are advanced by sampling alone.
     """
 
     policy: transformers.PreTrainedModel

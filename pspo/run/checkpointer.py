@@ -19,11 +19,11 @@ from pspo import distributed as dist
 from pspo.cli.signals import Stopped
 from pspo.cli.user_code import UserCodeFailed, fail_together
 from pspo.config import TrainConfig
-from pspo.hub.save import write_model
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.records.folders import RunFailed, hidden, prune, sync, whole_folder, write_manifest, writing
+from pspo.model.save import write_model
 from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
+from pspo.run.folders import RunFailed, hidden, prune, sync, whole_folder, write_manifest, writing
 
 States = dict[str, dict[str, Any]]  # by part
 

@@ -10,23 +10,23 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
+from pspo.cli.escape import printable
+from pspo.cli.files import Settings, changed_code, read_jsonl, reading
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import UserCodeFailed
 from pspo.config import LORA_LR, PAPER_LR, DefaultRate, TrainConfig
-from pspo.evaluate.card import evaluate_command
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
-from pspo.records.escape import printable
-from pspo.records.files import Settings, changed_code, read_jsonl, reading
-from pspo.records.folders import RunFailed, newest_checkpoint
-from pspo.records.switches import NO_SETTING
 from pspo.rollout import Experience, Prompts
+from pspo.run.card import evaluate_command
+from pspo.run.folders import RunFailed, newest_checkpoint
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
+from pspo.run.switches import NO_SETTING
 from pspo.tasks.failures import user_frames, user_traceback
 
 IN_METHOD = {"surrogate", "epochs", "minibatches", "beta", "prompts", "group_size", "lag"}  # the header's line
@@ -194,16 +194,14 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
             print(f"\n{changes(*tests, 3, pair)}\n")
     if line := describe_validations(summary.get("validation", {})):
         print(line)
-    planned = f"planned {size:.1f} GiB, " if (size := summary.get("planned_memory_gb")) else ""
-    memory = f"memory: {planned}peak {summary['peak_memory_gb']:.1f} GiB"
-    cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, {memory}"
+    cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
-    from pspo.evaluate.findings import find_in  # slow to import: pandas
+    from pspo_lab.findings import find_in  # slow to import: pandas
 
     folder = Path(summary["best_model"]).parent
     for finding in find_in(folder, summary)[:3]:
         print(f"finding: {finding.text}. Try: {finding.advice}")
-    print(f"look inside: python -m pspo.view {folder}")
+    print(f"look inside: pspo view {folder}")
     command, tested = evaluate_command(config, summary["best_model"]), summary["after"] or config.data.name != "file"
     if tested and "__main__." not in command:  # which is a notebook's
         print(f"evaluate it: {printable(command)}")

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import sys
 import time
 import warnings
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.checks.exactness import check_exactness
-from pspo.checks.memory import auto_switches, check_disk, largest_that_fit, plan_memory, replace_switches
+from pspo.cli import files as records
 from pspo.cli.python import default_output
 from pspo.config import TrainConfig, require
-from pspo.engines import find_engine
-from pspo.hub.models import room_for_prompts, token_ids
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.model.chat import drops_thoughts
-from pspo.optimizers import check_optimizer, make_optimizer, make_scheduler
-from pspo.optimizers.learner import Learner
-from pspo.records import files as records
-from pspo.records.folders import check_output, checkpoints, claim
-from pspo.records.trackers import check_tracker
+from pspo.model.exactness import check_exactness
+from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import Prompts, load_prompts
+from pspo.rollout.delay import Delay
+from pspo.rollout.engine import find_engine
+from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.delay import Delay
-from pspo.run.generators import Generators
+from pspo.run.folders import check_output, checkpoints, claim
+from pspo.run.learner import Learner
+from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.run.resume import check_or_start_anew, fork_parent, holds_steps, restore, run_to_resume
+from pspo.run.resume import check_or_start_anew, fork_parent, restore, run_to_resume
 from pspo.run.run import Run
 from pspo.run.sampler import Sampler
+from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
@@ -63,16 +60,12 @@ def prepare(config: TrainConfig, settings: records.Settings) -> Run:
         prompts = load_splits(config, tokenizer, make_environment)
 
         device = dist.local_device()
-        longest, shared = prompt_lengths(prompts["train"], exact=bool(auto_switches(config)))
-        config = resolve_auto(config, settings, output, longest, device, shared)
-        planned = dist.run_on_main(lambda: plan_memory(config, longest, device, shared))
         generators = Generators(device, config.run.seed)
         if device.type == "cpu":  # otherwise several threads add up gradients in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators:
             learner = make_learner(config, device)
-        dist.run_on_main(lambda: check_disk(config, learner.policy, output))
         sampler = Sampler(config, learner, tokenizer, generators, make_environment, output)
         with dist.unsharded(learner.policy, config.distributed.rollout):
             check_exactness(learner.policy, tokenizer, prompts["train"].ids, sampler.sampling, config.model.autocast)
@@ -96,7 +89,7 @@ def prepare(config: TrainConfig, settings: records.Settings) -> Run:
             restore(config, settings, checkpointer, parent)
         dist.run_on_main(lambda: write_start(output, device, learner.steps, settings))
         own = {"sampler": sampler, "checkpointer": checkpointer, "resources": resources.pop_all()}
-        return Run(config, output=output, planned_memory=planned, **parts, **own)
+        return Run(config, output=output, **parts, **own)
 
 
 def load_splits(
@@ -115,15 +108,6 @@ def load_splits(
     if role and drops_thoughts(tokenizer, role) and not config.run.quiet:
         print(f"thoughts stay in episodes; the chat template leaves them out once a turn of role {role} follows")
     return prompts
-
-
-def prompt_lengths(prompts: Prompts, exact: bool) -> tuple[int, int]:
-    """Tokens of the longest prompt, and of what all begin with; unless exact, of the 100 longest texts alone."""
-    if not exact:
-        prompts = prompts.take(heapq.nlargest(100, range(len(prompts)), key=lambda i: len(prompts.ids.texts[i])))
-    ids = list(prompts.ids)
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(min(ids), max(ids), strict=False))
-    return max(map(len, ids)), len(list(alike))
 
 
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
@@ -154,28 +138,6 @@ def find_output(
             print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
     forks = config.run.fork_from and not checkpoints(output)
     return output, resumed is not None, fork_parent(config.run, settings) if forks else None
-
-
-def resolve_auto(
-    config: TrainConfig, settings: records.Settings, run: Path, prompt_tokens: int, device: torch.device, shared: int
-) -> TrainConfig:
-    """The configuration with numbers for ``auto``, written into ``settings``, too: those of the run's earlier steps."""
-    if not (switches := auto_switches(config)):
-        return config
-
-    def find() -> dict[str, int]:
-        if not holds_steps(run):
-            return largest_that_fit(config, prompt_tokens, device, shared)
-        known = records.flat(records.read_config(run / "config.yaml"))
-        return {switch: known[switch] for switch in switches}
-
-    values = dist.run_on_main(find)
-    if not config.run.quiet:
-        print(f"auto    {' '.join(f'--{switch} {value}' for switch, value in values.items())}")
-    for switch, value in values.items():
-        section, name = switch.split(".")
-        settings[section][name] = value
-    return replace_switches(config, values)
 
 
 def make_output(output: Path, settings: records.Settings, resources: contextlib.ExitStack) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.cli.files import append_text, to_jsonl
 from pspo.cli.progress import Bar
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
-from pspo.optimizers.learner import Learner
-from pspo.records.files import append_text, to_jsonl
-from pspo.records.folders import RunFailed, newest_checkpoint, writing
-from pspo.records.metrics import rollout_metrics, sample, status
-from pspo.records.tokens import TokenRecord, write_tokens
-from pspo.records.trackers import Tracker
 from pspo.rollout import Experience, Prompts
+from pspo.run.folders import RunFailed, newest_checkpoint, writing
+from pspo.run.learner import Learner
+from pspo.run.metrics import rollout_metrics, sample, status
+from pspo.run.tokens import TokenRecord, write_tokens
+from pspo.run.trackers import Tracker
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 

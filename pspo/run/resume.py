@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.config import RunConfig, TrainConfig
-from pspo.model import is_out_of_memory
-from pspo.records.escape import one_line
-from pspo.records.files import (
+from pspo.cli.escape import one_line
+from pspo.cli.files import (
     Settings,
     differences,
     read_config,
@@ -30,10 +28,12 @@ from pspo.records.files import (
     to_yaml,
     write_text,
 )
-from pspo.records.folders import checkpoints, damage, hidden, numbered, prune, step_of, tidy
-from pspo.records.switches import FIXED, FREE, LONGER, REDRAWN, ROUNDING, STEERED
-from pspo.records.tokens import FOLDER
+from pspo.config import RunConfig, TrainConfig
+from pspo.model import is_out_of_memory
 from pspo.run.checkpointer import Checkpointer, States, position
+from pspo.run.folders import checkpoints, damage, hidden, numbered, prune, step_of, tidy
+from pspo.run.switches import FIXED, FREE, LONGER, REDRAWN, ROUNDING, STEERED
+from pspo.run.tokens import FOLDER
 
 OURS = {".lock", "config.yaml", "data", "environment.json", "starts.jsonl"}  # of a run that has computed nothing
 

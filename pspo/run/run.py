@@ -10,21 +10,21 @@ from typing import Any
 from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.checks.memory import peak_memory_gb
+from pspo.cli.files import read_config, read_jsonl, write_json, write_text
 from pspo.cli.signals import Stopped, StopSignals
 from pspo.config import TrainConfig
-from pspo.hub.save import save_model
-from pspo.optimizers.learner import Learner
-from pspo.records.files import read_config, read_jsonl, write_json, write_text
-from pspo.records.folders import RunFailed, newest_checkpoint, writing
-from pspo.records.trackers import start_tracker
+from pspo.model.device import peak_memory_gb
+from pspo.model.save import save_model
 from pspo.rollout import Experience
+from pspo.rollout.delay import Delay
+from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.delay import Delay
-from pspo.run.generators import Generators
+from pspo.run.folders import RunFailed, newest_checkpoint, writing
+from pspo.run.learner import Learner
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
+from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, end_forks
 
@@ -44,7 +44,6 @@ class Run:
     checkpointer: Checkpointer
     output: Path
     resources: contextlib.ExitStack  # the folder's lock and the engine, closed with the run
-    planned_memory: float | None = None  # GiB at the peak
     stopped: bool = False
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
     signals: StopSignals = field(default_factory=StopSignals)  # ask the run to stop
@@ -159,7 +158,6 @@ class Run:
             "tokens": recorder.tokens,
             "optimizer_steps": steps,
             "seconds": round(recorder.elapsed, 2),
-            "planned_memory_gb": self.planned_memory and round(self.planned_memory, 3),
             "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
             "best_model": str(self.output / ("best" if validator.best else "final")),
             "best_step": validator.best_step,

@@ -13,15 +13,15 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.checks.exactness import check_engine
 from pspo.cli.signals import interruptible
 from pspo.config import TrainConfig
-from pspo.engines import EngineError, EngineSampler, find_engine
 from pspo.environments import EnvironmentSampler
-from pspo.optimizers.learner import Learner
-from pspo.records.folders import RunFailed
+from pspo.model.exactness import check_engine
 from pspo.rollout import Prompts, Rollout, RolloutSampler, TransformersSampler, check_decoder, make_sampling
-from pspo.run.generators import Generators
+from pspo.rollout.engine import EngineError, EngineSampler, find_engine
+from pspo.rollout.generators import Generators
+from pspo.run.folders import RunFailed
+from pspo.run.learner import Learner
 from pspo.tasks.environment import MakeEnvironment
 
 

@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 import transformers
 
 from pspo import distributed as dist
+from pspo.cli.files import describe_changes, to_jsonl, write_text
 from pspo.cli.progress import say
 from pspo.config import TrainConfig
-from pspo.evaluate.card import model_card
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
-from pspo.hub.save import save_model
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.records.files import describe_changes, to_jsonl, write_text
-from pspo.records.folders import writing
-from pspo.records.metrics import validation_status
+from pspo.model.save import save_model
 from pspo.rollout import Prompts, RolloutSampler
+from pspo.run.card import model_card
+from pspo.run.folders import writing
+from pspo.run.metrics import validation_status
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
 

@@ -8,8 +8,8 @@ from pspo.tasks.answers import (
     is_correct,
     matches_format,
 )
-from pspo.tasks.code import CodeReward
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.verifiers import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
+from pspo_lab.code import CodeReward

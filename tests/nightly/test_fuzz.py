@@ -21,7 +21,7 @@ from processes import Payload, run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.records.folders import checkpoints, damage
+from pspo.run.folders import checkpoints, damage
 from pspo.tasks import load_problems
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]

@@ -1,1 +1,0 @@
-"""Merge LoRA adapters into their model: ``python -m pspo.export``."""

@@ -1,1 +1,0 @@
-"""What other programs load of this package: plugins of vLLM. Light to import."""

@@ -1,1 +1,0 @@
-"""Start a vLLM server for --rollout.servers: ``python -m pspo.serve``."""

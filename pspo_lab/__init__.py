@@ -1,0 +1,1 @@
+"""Look at runs and plan them: view, report, sweep, compare, findings, plan; code rewards in a sandbox."""

@@ -1,0 +1,111 @@
+"""Compare two evaluations of the same problems: ``pspo compare A B``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import binomtest, permutation_test
+
+from pspo.cli.escape import one_line, tolerate_output
+from pspo.cli.files import read_jsonl
+from pspo.cli.parse import user_errors
+from pspo.evaluate.results import (
+    ESTIMATES,
+    MEANS,
+    Record,
+    as_text,
+    at_k,
+    by_problem,
+    changes,
+    cluster_bootstrap,
+    label,
+    measures,
+    problem_count,
+    table,
+)
+
+KINDS = [("problem", int), ("sample", int), ("temperature", int | float), ("prompt", str | list), ("completion", str),
+         ("gold", str | int | float | None), ("rewards", dict),
+         *((key, int | float | None) for key in (*ESTIMATES.values(), *MEANS.values()))]  # fmt: skip
+NOTE = """\
+[95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test
+of the problems that only A : only B has; otherwise a permutation test, 10,000 flips of the differences' signs."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Print the differences B - A, paired by problem."""
+    parser = argparse.ArgumentParser("pspo compare", description=__doc__)
+    what = "two finished evaluations or runs (their tests after training): folders or .jsonl files; or one run: its "
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=f"{what}tests before and after")
+    paths = parser.parse_args(args).paths
+    tolerate_output()
+    with user_errors("pspo compare"):
+        files = [completions_file(path) for path in paths]
+        if len(files) == 1 and files[0].name == "test-after.jsonl":
+            files.insert(0, files[0].with_name("test-before.jsonl"))
+        if len(files) != 2:
+            raise ValueError(f"pspo compare takes two evaluations, or one run; got {len(files)}")
+        text = comparison(*files)
+    print(text)
+
+
+def completions_file(path: Path) -> Path:
+    """The completions of a finished evaluation, or of the test after a finished run."""
+    folder = path.parent if path.name == "results.json" else path
+    for mark, name in (("results.json", "completions.jsonl"), ("summary.json", "test-after.jsonl")):
+        if (folder / mark).exists():
+            return folder / name
+    if path.suffix != ".jsonl":
+        raise ValueError(f"{path}: no finished evaluation (results.json) nor run (summary.json) is there")
+    return path
+
+
+def by_temperature(file: Path) -> dict[float, list[Record]]:
+    """The completions in the order of the problems."""
+    records = read_jsonl(file)
+    if not records or not all(isinstance(record.get(name, ...), kind) for record in records for name, kind in KINDS):
+        raise ValueError(f"{file} holds no completions of an evaluation")
+    temperatures: dict[float, list[Record]] = {}
+    for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):
+        temperatures.setdefault(record["temperature"], []).append(record)
+    return temperatures
+
+
+def comparison(first: Path, second: Path) -> str:
+    """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
+    a_records, b_records = by_temperature(first), by_temperature(second)
+    parts = [f"A  {one_line(str(first))}\nB  {one_line(str(second))}"]
+    for temperature in [temperature for temperature in a_records if temperature in b_records]:
+        pair = a_records[temperature], b_records[temperature]
+        asked = [[(record["prompt"], record["gold"]) for record in one if record["sample"] == 0] for one in pair]
+        if asked[0] != asked[1]:
+            sizes = f"{len(asked[0]):,} and {len(asked[1]):,}"
+            raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
+        n = len(asked[0])
+        a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
+        rows = [(f"T = {temperature:g}, {problem_count(n)}", "A", "B", "B - A [95%]", "p", "only A : only B")]
+        for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
+            both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
+            if both.any():
+                rows.append(row(name, by_problem(a[name][both]), by_problem(b[name][both])))
+        parts.append(table(rows))
+        if len(pair[0]) == len(pair[1]) == n:
+            parts.append(changes(*pair, 6, ("A", "B")))
+    if len(parts) == 1:
+        raise ValueError(f"{first} and {second} have no temperature in common")
+    return "\n\n".join([*parts, NOTE])
+
+
+def row(name: str, a: np.ndarray, b: np.ndarray) -> tuple[str, ...]:
+    """The line of a measure with values (n,) of each problem."""
+    difference = b - a
+    worse, better, counts, p = int((difference < 0).sum()), int((difference > 0).sum()), "", 1.0
+    if np.isin([a, b], (0, 1)).all():
+        p, counts = binomtest(better, worse + better).pvalue if worse + better else p, f"{worse} : {better}"
+    elif len(difference) > 1:
+        how = {"permutation_type": "samples", "n_resamples": 9_999, "batch": 100, "rng": np.random.default_rng(0)}
+        p = permutation_test((difference,), np.mean, vectorized=True, **how).pvalue
+    means = [as_text(name, float(values.mean())) for values in (a, b)]
+    shift = as_text(name, float(difference.mean()), cluster_bootstrap(difference))
+    return label(name), *means, shift, f"{p:.2g}", counts

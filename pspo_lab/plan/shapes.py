@@ -1,0 +1,131 @@
+"""Shapes of models and of GPUs: operations, bytes and seconds that `pspo_lab.plan` adds up."""
+
+import math
+from dataclasses import dataclass
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 or Llama: grouped-query attention, SwiGLU, RMSNorm. Counts elements, and bytes in bf16 autocast."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+    head_dim: int = 128
+    qkv_bias: bool = True
+
+    def config(self) -> PretrainedConfig:
+        """Configuration of such a model for transformers."""
+        return (Qwen2Config if self.qkv_bias else LlamaConfig)(
+            hidden_size=self.hidden, intermediate_size=self.intermediate, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocab,
+            tie_word_embeddings=self.tied,
+        )  # fmt: skip
+
+    @property
+    def layer(self) -> int:
+        """Elements of a layer's matrices."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def root(self) -> int:
+        """Elements of input and output embedding."""
+        return self.head * (1 if self.tied else 2)
+
+    @property
+    def matrices(self) -> int:
+        """Elements that a token is multiplied by; those of an untied input embedding are looked up."""
+        return self.layers * self.layer + self.head
+
+    @property
+    def parameters(self) -> int:
+        bias = self.qkv_bias * self.head_dim * (self.heads + 2 * self.kv_heads)
+        return self.layers * (self.layer + bias + 2 * self.hidden) + self.hidden + self.root
+
+    @property
+    def tensors(self) -> int:
+        """Of the layers and around them, in a model's state dict."""
+        return (12 if self.qkv_bias else 9) * self.layers + 3
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Weights that a server of rollout.servers is sent, in float32; a tied embedding under both of its names."""
+        return 4 * (self.parameters + self.tied * self.head)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token's keys and values in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def flops(self, tokens: float, pairs: float, predicted: float) -> float:
+        """Of a forward pass.
+
+        Args:
+            tokens: that go through the layers.
+            pairs: of (query, key) in attention, masked ones included.
+            predicted: tokens that go through the output embedding.
+        """
+        attention = 4 * self.layers * self.heads * self.head_dim * pairs
+        return 2 * self.layers * self.layer * tokens + attention + 2 * self.head * predicted
+
+    def activations(self, tokens: float, keys: float, pairs: float, checkpointing: bool = False) -> float:
+        """Bytes that autograd keeps of a forward pass through the layers, with attention through sdpa and a mask.
+
+        Per token and layer: residual and its normalised form twice in float32, bf16 copies of the latter for q, k, v,
+        gate and up, query and attention's output, four times the intermediate. Per key of each row, cached ones
+        included: key and value, repeated to all heads. With checkpointing: each layer's input, and one layer's all.
+        """
+        width = self.heads * self.head_dim
+        per_token = 26 * self.hidden + 4 * width + 8 * self.intermediate + 4 * self.heads + 8
+        layer = tokens * per_token + keys * 4 * width + 2 * pairs
+        layers = layer + self.layers * tokens * 4 * self.hidden if checkpointing else self.layers * layer
+        return layers + tokens * (8 * self.hidden + 4)  # and the last norm
+
+
+QWEN = {  # Qwen2.5's technical report and config.json; Qwen2, -Math and -Coder of a size have its layers
+    "0.5B": Shape(896, 4864, 24, 14, 2, 151936, True, 64),
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True),
+    "3B": Shape(2048, 11008, 36, 16, 2, 151936, True),
+    "7B": Shape(3584, 18944, 28, 28, 4, 152064, False),
+    "14B": Shape(5120, 13824, 48, 40, 8, 152064, False),
+    "32B": Shape(5120, 27648, 64, 40, 8, 152064, False),
+    "72B": Shape(8192, 29568, 80, 64, 8, 152064, False),
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Bytes of memory, bf16 operations a second, bytes a second from memory and, one way, to other GPUs.
+
+    Attributes:
+        network: of each GPU's own link; the links of a node work together.
+        latency: seconds that one hop of a ring takes.
+    """
+
+    memory: float
+    flops: float
+    bandwidth: float
+    nvlink: float = 450e9
+    network: float = 50e9  # 400 Gb/s
+    latency: float = 5e-6
+    node: int = 8
+
+    def collective(self, size: float, calls: int, gpus: int) -> float:
+        """Seconds to all-gather, or to reduce and scatter, ``size`` bytes over rings, in so many calls."""
+        nodes, local = math.ceil(gpus / self.node), min(gpus, self.node)
+        within, between = size * (1 - 1 / local) / self.nvlink, size * (1 - 1 / nodes) / (self.network * local)
+        return max(within, between) + calls * (gpus - 1) * self.latency
+
+
+GPUS = {"H100": GPU(80e9, 989e12, 3.35e12), "H200": GPU(141e9, 989e12, 4.8e12)}  # SXM; NVIDIA's datasheets, dense

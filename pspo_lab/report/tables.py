@@ -1,0 +1,271 @@
+"""The tables of `pspo_lab.report`: the numbers of each run, their means over seeds, and how tables are written."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import binomtest, t
+
+from pspo.cli.escape import in_markdown, one_line
+from pspo_lab.report.runs import LONG, SEED, Runs, methods, settings
+
+BASELINES = ("Clip", "NoClip")  # of the paired differences
+TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
+SEEDS_FOR_AN_INTERVAL = 3
+TERMINAL = 100  # characters in a line
+LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
+            "best trained validation reward", "final validation reward"]  # fmt: skip
+COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
+SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
+ENDS = ("final validation reward", "final reward")
+SCALED = "PSPO's gradient is (1 - alpha) times NoClip's, and AdamW's step does not change when gradients are scaled"
+DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
+               "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm",
+               "gradient_cosine"]  # fmt: skip
+GRADIENTS = ["gradient_norm2", "gradient_variance"]
+NOTES = {
+    "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
+    "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
+    "response. Mean over seeds with its 95% t-interval from three seeds on; for one seed the interval over problems.",
+    "Accuracy of samples": "The same, sampled at temperature T.",
+    "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
+    "mean over all of them. A seed has collapsed when its final reward is below half of its peak; "
+    "it returned the untrained model when no step of its validations was better than step 0.",
+    "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
+    "same order. Mean, and from three seeds on the 95% t-interval, of this difference alone. Accuracies in percentage "
+    "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
+    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
+    "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
+    "weight; total variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; "
+    "gradient norm, share of these clipped; cosine with the first epoch's. The noise scale is of means, in prompts.",
+}
+
+# The numbers of each run, as rows of run, column (of a table) and value; accuracies have their interval besides
+
+
+def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
+    """Accuracies before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
+
+    Problems without gold answers have their mean reward instead. An evaluation counts before the summary where both
+    know the same.
+    """
+    numbers = runs.numbers[(runs.numbers["stage"] == stage) & runs.numbers["group"].isna()]
+    numbers = numbers[(numbers["temperature"] == "0") == greedy]
+    one = ["run", "model", "evaluation", "data", "split", "n", "temperature"]
+    answered = numbers["measure"].eq("accuracy").groupby([numbers[name] for name in one], dropna=False).transform("any")
+    named = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|(pass|maj)@.*"
+    rewards = numbers["measure"].eq("mean_reward") & ~answered.astype(bool)
+    numbers = numbers[numbers["measure"].str.fullmatch(named) | rewards]
+    numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")
+    numbers["run"] = numbers["model" if stage == "before" else "run"]
+    numbers["column"] = [
+        f"{row.data} {row.split}, n = {row.n:,.0f}{'' if greedy else f', T = {row.temperature}'}: "
+        f"{'final ' * (stage == 'final')}{row.measure.replace('_', ' ')}"
+        f"{'' if row.measure == 'mean_reward' else ' (%)'}"
+        for row in numbers.itertuples()
+    ]
+    numbers = numbers.drop_duplicates(["run", "column"], keep="last")
+    numbers = numbers.sort_values("measure", key=lambda names: names == "gold_anywhere", kind="stable")
+    return numbers[["run", "column", "value", "low", "high"]]
+
+
+def smoothed(values: Sequence[float]) -> np.ndarray:
+    """(N - w + 1,) means over the windows of w = ceil(N / 10) consecutive values."""
+    return np.lib.stride_tricks.sliding_window_view(values, math.ceil(len(values) / 10)).mean(axis=1)
+
+
+def learning(runs: Runs) -> pd.DataFrame:
+    """The course of the training reward."""
+    rewards = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"]).dropna(subset="reward")
+    found = {}
+    for run, of_run in rewards.groupby("run", sort=False):
+        windows = smoothed(of_run["reward"])
+        peak_at = int(windows.argmax()) + len(of_run) - len(windows)  # the last rollout of the best window
+        final, peak, steps = windows[-1], windows.max(), of_run["step"].iloc[peak_at]
+        collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
+        validation = of_run["validation_reward"].dropna()
+        validated = [validation.max(), validation.iloc[-1] if len(validation) else np.nan]
+        found[run] = [final, peak, of_run["reward"].mean(), steps, peak_at + 1, collapsed, *validated]
+    table = pd.DataFrame.from_dict(found, orient="index", columns=LEARNING)
+    best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
+    table["returned untrained (%)"] = (best_step == 0).astype(float)
+    return _long(table)
+
+
+def diagnostics(runs: Runs) -> pd.DataFrame:
+    """Means over the rollouts, the share of them whose last gradient was clipped by its norm, and the noise scale."""
+    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS, *GRADIENTS])
+    limits = pd.to_numeric(metrics["run"].map(runs.configs["optimizer.max_grad_norm"]), errors="coerce")
+    limits = limits.replace(0, np.inf)  # 0: none
+    clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna())
+    means = metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean()
+    return _long(means.assign(**{"noise scale": noise_scale(means)}).drop(columns=GRADIENTS))
+
+
+def noise_scale(means: pd.DataFrame) -> pd.Series:
+    """The gradient noise scale, in prompts, of means of its parts; NaN where the noise hides the gradient."""
+    size, noise = (means.get(name, pd.Series(np.nan, means.index)) for name in GRADIENTS)
+    return (noise / size).where(size > 0)
+
+
+def compared(runs: Runs) -> pd.DataFrame:
+    """The numbers in which settings are compared: accuracies and rewards."""
+    rewards = learning(runs)
+    tests = [accuracies(runs, stage) for stage in ("after", "final")]
+    return pd.concat([*tests, rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
+
+
+def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
+    """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
+    configs = runs.configs
+    values = compared(runs).join(configs[["experiment", SEED]].assign(label=labels), on="run")
+    alike = settings(configs, besides=[name for name in configs if name.startswith(TREATMENT)])
+    first = labels[configs.index].drop_duplicates()
+    found = {}
+    for baseline in first.index[methods(configs)[first.index].isin(BASELINES)]:
+        for other in first.index[alike[first.index] == alike[baseline]]:
+            if other != baseline and (baseline, other) not in found:
+                both = (values[values["label"] == labels[run]] for run in (other, baseline))
+                pairs = pd.merge(*both, on=["experiment", SEED, "column"])
+                row = f"{labels[other]} - {labels[baseline]}"
+                found[other, baseline] = pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"])
+    return pd.concat(found.values()) if found else pd.DataFrame(columns=["row", "column", "value"])
+
+
+def _long(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Rows of run, column and value from a table indexed by run."""
+    return numbers.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
+
+
+# Means over seeds: rows of row, column, seeds, mean, low and high
+
+
+def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each row and column, with Student's 95% interval from three seeds on; a single seed keeps its own.
+
+    Shares of the seeds have Wilson's interval.
+    """
+    values = values.reindex(columns=["row", "column", "value", "low", "high"])
+    groups = values.groupby(["row", "column"], sort=False)
+    cells = groups[["low", "high"]].first().assign(seeds=groups.size())
+    cells["mean"], cells["sem"] = groups["value"].mean(), groups["value"].sem()
+    cells = cells.reset_index()
+    half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
+    for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
+        cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, cells[side].where(cells["seeds"] == 1))
+    for i, cell in cells[cells["column"].isin(SHARES) & cells["low"].notna()].iterrows():
+        wilson = binomtest(round(cell["mean"] * cell["seeds"]), cell["seeds"]).proportion_ci(method="wilson")
+        cells.loc[i, ["low", "high"]] = list(wilson)
+    return cells
+
+
+def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """The tables of one task by title: its finished runs, and these models before training."""
+    found = {}
+    for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
+        before, *after = (accuracies(runs, stage, greedy) for stage in ("before", "after", "final"))
+        after = pd.concat(after)
+        untrained = over_seeds(before[before["run"].isin(models)].rename(columns={"run": "row"})).assign(seeds=0)
+        found[title] = pd.concat([untrained, over_seeds(after.assign(row=after["run"].map(labels)))])
+    for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
+        found[title] = over_seeds(values.assign(row=values["run"].map(labels)))
+    found["Paired differences"] = add_holm(over_seeds(paired_differences(runs, labels)))
+    return {title: found[title] for title in NOTES if len(found[title])}
+
+
+def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
+    """With p, of a paired t-test that a mean difference is 0, and holm, adjusted for the number of them (Holm 1979).
+
+    Missing where there is no interval. Differences of 0 in all seeds have p = 1.
+    """
+    mean, sem, seeds = (differences[name].astype(float) for name in ("mean", "sem", "seeds"))
+    p = 2 * t.sf((mean.abs() / sem).where(mean != 0, 0.0), seeds - 1)
+    differences = differences.assign(p=np.where(seeds >= SEEDS_FOR_AN_INTERVAL, p, np.nan), holm=np.nan)
+    tested = differences["p"].dropna().sort_values()
+    adjusted = (tested * np.arange(len(tested), 0, -1)).cummax().clip(upper=1)
+    differences.loc[adjusted.index, "holm"] = adjusted
+    return differences
+
+
+# Text
+
+
+def scale(column: str) -> int:
+    """Factor of a column's numbers as they are shown."""
+    return 100 if column.endswith("(%)") else 1
+
+
+def with_interval(cell: Any, factor: float, digits: int) -> str:
+    """A cell's mean, and its interval if it has one, such as "86.8 [86.0, 87.5]"."""
+    mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
+    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
+
+
+def by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """A table to read for each test, such as "gsm8k test, n = 1,319", of what was tested there; "" is no test."""
+    names = cells["column"].str.rpartition(": ")
+    for test, of_test in cells.assign(column=names[2]).groupby(names[0], sort=False):
+        yield test, as_text(of_test)
+
+
+def as_text(cells: pd.DataFrame) -> pd.DataFrame:
+    """A table to read: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
+    seeds = cells.groupby("row", sort=False)["seeds"].max()
+    texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
+    texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
+    for cell in cells.itertuples():
+        digits = 0 if cell.column.endswith("to peak") else 1 if cell.column.endswith("(%)") else 3
+        mean = with_interval(cell, scale(cell.column), digits)
+        mean += "*" * (getattr(cell, "holm", 1) < 0.05)
+        mean += f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else ""
+        texts.loc[cell.row, cell.column] = mean
+    return texts
+
+
+def in_words(differences: pd.DataFrame) -> list[str]:
+    """What the paired differences say of where runs end, a sentence each; nothing without three seeds."""
+    measure = next((name for name in ENDS if name in set(differences["column"])), None)
+    cells, lines = differences[(differences["column"] == measure) & differences["low"].notna()], []
+    for cell in cells.itertuples():
+        one, other = cell.row.split(" - ")
+        size, known = with_interval(cell, 1, 3), cell.low > 0 or cell.high < 0
+        what = f"ends {'above' if cell.mean > 0 else 'below'} {other}" if known else f"and {other} cannot be told apart"
+        expected = one.startswith("PSPO") and other.startswith("NoClip") and not known
+        lines.append(f"{one} {what}: {size}." + f" No difference is expected: {SCALED}." * expected)
+    return [f"Differences in {measure}, with 95% intervals over seeds:", *lines] if lines else []
+
+
+def as_markdown(texts: pd.DataFrame, escape: Callable[[str], str] = in_markdown) -> str:
+    rows = [["", *texts.columns], *([row, *cells] for row, *cells in texts.itertuples())]
+    rows = [[escape(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def for_report(cells: pd.DataFrame) -> str:
+    parts = []
+    for test, texts in by_test(cells):
+        parts += [in_markdown(f"On {test}:")] if test else []
+        parts.append(as_markdown(texts))
+    return "\n\n".join(parts)
+
+
+def for_terminal(cells: pd.DataFrame) -> str:
+    """Tables of at most 100 columns, without where the gold value is anywhere; of a model's long path the end."""
+    parts = []
+    for test, texts in by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
+        texts = texts.rename(index=lambda row: row if len(row) <= LONG else f"…{row[1 - LONG :]}")
+        table = as_markdown(texts, one_line)
+        if table.index("\n") > TERMINAL:
+            table = "\n\n".join(as_markdown(texts[["seeds", name]], one_line) for name in texts.columns[1:])
+        parts += [one_line(test), table]
+    return "\n\n".join(parts)
+
+
+def as_latex(texts: pd.DataFrame) -> str:
+    texts = texts.rename(index=one_line, columns=one_line).rename_axis(None)
+    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))

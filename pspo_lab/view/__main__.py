@@ -1,0 +1,91 @@
+"""Look inside runs: ``pspo view RUN [RUN ...]`` writes a page of curves, groups, tokens, tests, findings.
+
+RUN is a run's folder, a packed folder, or one that holds some. ``--watch`` serves the page here instead, and follows
+runs that train. ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights
+under these; unset, under all of `pspo.losses`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from pspo.cli.escape import tolerate_output
+from pspo.cli.files import write_text
+from pspo.cli.parse import user_errors
+from pspo_lab.view.page import make_page, packed_data
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves the page, and its data once they are newer than those of ``?since=``."""
+
+    def __init__(self, roots: list[Path], surrogates: list[str], *args: object) -> None:
+        self.roots, self.surrogates = roots, surrogates
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        address, host = urlsplit(self.path), self.headers.get("Host", "").partition(":")[0]
+        if host not in ("127.0.0.1", "localhost"):  # another site's name for this machine
+            return self.send_error(403)
+        now = version(self.roots)
+        if address.path == "/":
+            self.answer(make_page(self.roots, self.surrogates, watch=True), "text/html; charset=utf-8", now)
+        elif address.path == "/data" and parse_qs(address.query).get("since") != [now]:
+            self.answer(packed_data(self.roots, self.surrogates), "text/plain", now)
+        else:
+            self.send_response(204)
+            self.end_headers()
+
+    def answer(self, text: str, kind: str, now: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("X-Version", now)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print no line for a request."""
+
+
+def version(roots: list[Path]) -> str:
+    """Changes when a run has another rollout, or an end; "" before the first."""
+    names = ("metrics.jsonl", "summary.json", "runs.parquet")
+    files = [file for root in roots for name in names for file in root.rglob(name)]
+    return "-".join(str(file.stat().st_mtime_ns) for file in sorted(files))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, packed folders, or above them")
+    parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder)")
+    parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
+    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the runs")
+    parser.add_argument("--port", type=int, default=8765, help="with --watch (default: 8765)")
+    options = parser.parse_args(args)
+    tolerate_output()
+    with user_errors("pspo view"):
+        if options.watch:
+            if not version(options.runs):
+                print("waiting for the first rollout", file=sys.stderr)
+            while not version(options.runs):
+                time.sleep(2)
+            packed_data(options.runs, options.surrogates)  # raises what is wrong before anything is served
+            handler = partial(Handler, options.runs, options.surrogates)
+            server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
+            print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+            return
+        output = options.output or options.runs[0] / "view.html"
+        write_text(output, make_page(options.runs, options.surrogates))
+    print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    main()

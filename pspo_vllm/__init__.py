@@ -1,0 +1,1 @@
+"""Rollouts by vLLM: in a process, on servers; serve; vLLM's plugin."""

@@ -1,0 +1,64 @@
+"""What vLLM lacks for this trainer: log-probs at the temperature, weights over HTTP, processes that end together.
+
+`register` is an entry point of the package (``vllm.general_plugins``), which vLLM calls in each of its processes. It
+does nothing unless VLLM_PLUGINS names pspo, as in servers of ``pspo serve``.
+"""
+
+from base64 import b64decode
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+from vllm import envs
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from pspo.distributed import end_with_parent
+
+
+def register() -> None:
+    if "pspo" in (envs.VLLM_PLUGINS or ()):
+        if parent_process() is not None:  # not the server itself: it may outlive its shell
+            end_with_parent()
+        WeightTransferEngineFactory.register_engine("http", HTTPWeightTransfer)
+        tell_logprobs_at_temperature()
+
+
+def tell_logprobs_at_temperature() -> None:
+    """Have vLLM tell log-probs at each row's temperature, before processors and nucleus, as `pspo.rollout.decode`."""
+    forward = Sampler.forward
+
+    def forward_at_temperature(
+        self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, **options: Any
+    ) -> SamplerOutput:
+        temperature = sampling_metadata.temperature  # (rows,), 0 of greedy ones; None if all are
+        divisor = 1.0 if temperature is None else temperature.where(temperature > 0, 1.0)[:, None]
+        self.compute_logprobs = lambda logits: (logits.float() / divisor).log_softmax(dim=-1)
+        return forward(self, logits, sampling_metadata, **options)
+
+    Sampler.forward = forward_at_temperature
+
+
+@dataclass
+class Chunk(WeightTransferUpdateInfo):
+    """Some weights, by their names in a model's files: a safetensors file, in base64."""
+
+    safetensors: str
+
+
+class HTTPWeightTransfer(NCCLWeightTransferEngine):
+    """Takes weights from the bodies of ``/update_weights``; all of vLLM's own ways need CUDA. The rest is NCCL's."""
+
+    update_info_cls = Chunk
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:  # the base class's synchronizes an accelerator
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Chunk) -> None:
+        self.model.load_weights(safetensors.torch.load(b64decode(update_info.safetensors)).items())

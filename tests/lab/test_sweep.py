@@ -1,0 +1,391 @@
+"""`pspo sweep`: what runs, what is selected from which numbers, and what survives stops, kills and failures.
+
+Most runs here are a stand-in's, which takes the command of a run and writes the files that pspo.train and
+pspo.evaluate would, with validation rewards that a test chooses. The nightly ones are real.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pspo.cli.parse import parse
+from pspo.config import TrainConfig
+from pspo_lab.sweep.__main__ import main
+from pspo_lab.sweep.plan import SweepConfig, make_plan
+
+PYTHON, REPOSITORY = sys.executable, Path(__file__).parents[2]
+
+# Called as `python -m pspo.train --config F`, or with that as one word by a launcher. Rewards, pauses and failures come
+# from world.json in the current folder, by folder of the run ("experiment/setting/seed"); every call is noted.
+STAND_IN = """\
+import json, os, shlex, sys, time, yaml
+from pathlib import Path
+words = shlex.split(sys.argv[1]) if len(sys.argv) == 2 else sys.argv
+launched = [word for word in words if word.startswith("--nproc")]
+words = words[len(words) - words[::-1].index("-m"):]
+world = json.loads(Path("world.json").read_text())
+training = words[0] == "pspo.train"
+if training:
+    config = Path(words[2]).read_text()
+    folder = Path(yaml.safe_load(config)["run"]["output_dir"])
+else:
+    folder = Path(dict(word.removeprefix("--").split("=", 1) for word in words[1:])["run.output_dir"])
+name = "/".join(folder.parts[1:])
+noted = {"run": name, "pid": os.getpid(), "words": words, "launched": launched,
+         "omp": os.environ.get("OMP_NUM_THREADS"), "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+with open("calls.jsonl", "a") as file:
+    file.write(json.dumps(noted) + "\\n")
+folder.mkdir(parents=True, exist_ok=True)
+if training:
+    (folder / "config.yaml").write_text(config)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "validation_reward": 0.9}) + "\\n" + json.dumps(
+        {"step": 2, "validation_reward": world["rewards"].get(name, 0.5)}) + "\\n")
+    (folder / "best").mkdir(exist_ok=True)
+print("one line\\nthe last line", flush=True)
+time.sleep(world["seconds"])
+if name in world["fail"]:
+    if launched:
+        print("E1121 17:21:38.456000 77 torch/api.py:984] failed (exitcode: 1) rank: 1\\nTraceback\\n=====", flush=True)
+    sys.exit(world["fail"][name])
+summary = {"best_model": str(folder / "best"), "tokens": 1000, "seconds": 2.0}
+(folder / ("summary.json" if training else "results.json")).write_text(json.dumps(summary))
+"""
+
+GRID = {"algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": [0.1, 0.2], "optimizer.lr": [1e-6, "5e-6"]}
+DDP = {1: {}, 2: {"distributed.strategy": "ddp"}}  # switches by number of processes
+SEARCH = {"seeds": [42], "keep": 2, "confirm_seeds": [43, 44], "switches": {"run.max_steps": 6}}
+A, B, C, D = (f"clip-epsilon={epsilon}-lr={lr}" for epsilon in (0.1, 0.2) for lr in ("1e-06", "5e-06"))
+
+
+@pytest.fixture
+def here(here, monkeypatch) -> None:
+    """The current folder, empty but for the stand-in, which takes the place of python."""
+    script = here / "stand_in.py"
+    script.write_text(f"#!{sys.executable}\n{STAND_IN}")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    world()
+
+
+def world(rewards: dict | None = None, seconds: float = 0, fail: dict | None = None) -> None:
+    Path("world.json").write_text(json.dumps({"rewards": rewards or {}, "seconds": seconds, "fail": fail or {}}))
+
+
+def sweep_file(**experiment) -> None:
+    content = {"methods": {"clip": GRID}, "seeds": [0]} | experiment
+    Path("sweep.yaml").write_text(yaml.safe_dump({"output": "out", "experiments": {"e": content}}, sort_keys=False))
+
+
+def sweep(*args: str) -> int:
+    """Exit code of a sweep of sweep.yaml in this process."""
+    try:
+        main(["--config", "sweep.yaml", *args])
+    except SystemExit as exit_:
+        return 1 if isinstance(exit_.code, str) else exit_.code
+    return 0
+
+
+def noted() -> list[dict]:
+    """The calls of the stand-in, in order."""
+    file = Path("calls.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def calls() -> list[str]:
+    return [call["run"] for call in noted()]
+
+
+def wait_for_calls(n: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(noted()) < n:
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
+
+
+def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, capsys):
+    sweep_file(search=SEARCH, seeds=[0, 1], evaluate={"evaluation": {"data.limit": 4, "eval.samples": 2}})
+    grid = {A: 0.1, B: 0.6, C: 0.3, D: 0.5}  # B and D are kept; B was lucky with seed 42
+    confirm = {f"{B}/seed-43": 0.1, f"{B}/seed-44": 0.2, f"{D}/seed-43": 0.5, f"{D}/seed-44": 0.4}
+    rewards = {f"{setting}/seed-42": reward for setting, reward in grid.items()} | confirm
+    world(rewards={f"e-search/{name}": reward for name, reward in rewards.items()})
+    assert sweep() == 0
+    assert "all runs are finished: out" in capsys.readouterr().out
+    assert calls() == [
+        "e/untrained/tiny-base/evaluation",
+        *(f"e-search/{setting}/seed-42" for setting in (A, B, C, D)),
+        *(f"e-search/{setting}/seed-{seed}" for seed in (43, 44) for setting in (B, D)),
+        f"e/{D}/seed-0", f"e/{D}/seed-0/evaluation", f"e/{D}/seed-1", f"e/{D}/seed-1/evaluation",
+    ]  # fmt: skip
+
+    selection = json.loads(Path("out/e/selection.json").read_text())["clip"]
+    assert selection["selected"] == D
+    records = {record.pop("setting"): record for record in selection["settings"]}
+    assert [setting for setting, record in records.items() if record["kept"]] == [B, D]
+    means = {setting: record["mean_last"] for setting, record in records.items()}
+    assert means == pytest.approx({A: 0.1, B: 0.3, C: 0.3, D: 1.4 / 3})
+    assert records[B]["last_validation_reward"] == {"42": 0.6, "43": 0.1, "44": 0.2}
+    assert records[B]["best_validation_reward"] == dict.fromkeys(("42", "43", "44"), 0.9)
+    assert records[C]["switches"] == GRID | {"algorithm.surrogate.epsilon": 0.2, "optimizer.lr": 1e-6}
+
+    folders = (f"out/e/{D}/seed-1", f"out/e-search/{D}/seed-44")
+    full, searched = (parse(TrainConfig, "pspo.train", ["--config", f"{folder}.yaml"])[0] for folder in folders)
+    assert (full.run.seed, full.run.max_steps, full.run.output_dir) == (1, 100, folders[0])
+    assert (full.optimizer.lr, full.algorithm.surrogate.epsilon) == (5e-6, 0.2)
+    assert (searched.run.seed, searched.run.max_steps) == (44, 6)
+    assert noted()[-1]["words"] == [
+        "pspo.evaluate", "--data.limit=4", "--eval.samples=2", f"--model.name_or_path={folders[0]}/best",
+        f"--run.output_dir={folders[0]}/evaluation",
+    ]  # fmt: skip
+    assert [Path(folder, "best").exists() for folder in folders] == [True, False]  # a search needs no weights
+    assert (sweep(), len(calls())) == (0, 13)  # finished runs are not run again
+
+
+def test_without_a_search_every_setting_runs_with_every_seed(here):
+    sapo = {"algorithm.surrogate": "SAPO", "algorithm.surrogate.tau_pos": 1, "algorithm.surrogate.tau_neg": [1, 2]}
+    pairs = [sapo, sapo | {"algorithm.surrogate.tau_pos": 2, "algorithm.surrogate.tau_neg": 2}]
+    sweep_file(methods={"sapo": pairs, "noclip": {"algorithm.surrogate": "NoClip"}}, seeds=[5, 7])
+    assert sweep("--workers", "3") == 0
+    settings = ("sapo-tau_pos=1-tau_neg=1", "sapo-tau_pos=1-tau_neg=2", "sapo-tau_pos=2-tau_neg=2", "noclip")
+    assert sorted(calls()) == sorted(f"e/{setting}/seed-{seed}" for seed in (5, 7) for setting in settings)
+    assert not list(Path("out").rglob("selection.json"))
+
+
+def test_a_search_s_switches_override_a_method_s_these_the_shared_ones_and_all_a_file(here):
+    Path("base.yaml").write_text("run: {max_steps: 9, samples: 5}\nalgorithm: {surrogate: SAPO}\n")
+    own = {"algorithm.surrogate.epsilon": 0.3, "algorithm.surrogate": "Clip", "rollout.prompts": 7, "run.max_steps": 5}
+    shared = {"rollout.prompts": 3, "rollout.group_size": 2, "run.max_steps": 4, "config": "base.yaml"}
+    sweep_file(methods={"clip": own}, shared=shared, search=SEARCH)
+    (method,) = make_plan(parse(SweepConfig, "pspo_lab.sweep", ["--config", "sweep.yaml"])[0])
+    for stage, steps in (("full", 5), ("grid", 6), ("confirm", 6)):
+        job = method.jobs([stage], list(method.settings))[0]
+        assert (job.config["rollout"]["prompts"], job.config["rollout"]["group_size"]) == (7, 2)
+        assert (job.config["run"]["max_steps"], job.config["run"]["samples"]) == (steps, 5)
+        clip = {"class_path": "pspo.losses.Clip", "init_args": {"epsilon": 0.3, "epsilon_high": None, "delta": None}}
+        assert job.config["algorithm"]["surrogate"] == clip
+        assert job.setting == "clip-epsilon=0.3-prompts=7-max_steps=5"
+
+
+def test_failed_runs_are_named_and_retried_on_request_and_nothing_is_selected_without_them(here, capsys):
+    sweep_file(search=SEARCH)
+    failing = f"e-search/{B}/seed-42"
+    rewards = {f"e-search/{B}/seed-{seed}": 1.0 for seed in (42, 43, 44)}
+    world(rewards, fail={failing: 3})
+    for _ in range(2):  # the second names it again, and does not run it
+        assert sweep() == 1
+        reason = f"out/{failing}: exit code 3, no summary.json: the last line"
+        assert f"failed: {reason} (see out/{failing}.log)" in capsys.readouterr().err
+        assert len(calls()) == 4
+    assert json.loads(Path("out/e/selection.json").read_text())["clip"]["selected"] is None
+    world(rewards)
+    assert sweep("--retry_failed") == 0
+    assert calls()[4] == failing
+    assert calls()[-1] == f"e/{B}/seed-0"
+    assert not list(Path("out").rglob("*.failed"))
+
+
+def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(here, capsys):
+    sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {}})
+    world(fail={"e/pspo/seed-0/evaluation": 75})
+    assert sweep() == 1
+    assert "failed: out/e/pspo/seed-0: exit code 75" in capsys.readouterr().err
+    world()
+    assert sweep() == 0  # without --retry_failed
+    evaluation = "e/pspo/seed-0/evaluation"
+    assert calls() == ["e/untrained/tiny-base/evaluation", "e/pspo/seed-0", evaluation, evaluation]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys, number):
+    sweep_file()
+    world(seconds=600)
+    stop = threading.Thread(target=lambda: (wait_for_calls(2), os.kill(os.getpid(), number)))
+    stop.start()
+    assert sweep("--workers", "2") == 130
+    stop.join()
+    assert "the same command resumes" in capsys.readouterr().err
+    for call in noted():
+        with pytest.raises(ProcessLookupError):
+            os.kill(call["pid"], 0)
+    assert not list(Path("out").rglob("*.failed"))
+    world()
+    assert sweep() == 0
+    assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
+
+
+@pytest.mark.nightly
+def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here, capsys):
+    sweep_file(methods={"pspo": {}})
+    world(seconds=600)
+    command = ["-m", "pspo_lab.sweep", "--config", "sweep.yaml", "--launcher", f"{sys.executable} {{command}}"]
+    with subprocess.Popen([PYTHON, *command], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}) as first:
+        wait_for_calls(1)
+        assert sweep() == 2
+        first.kill()  # alone: its run goes on
+    assert sweep() == 2
+    assert "--output out is in use by another sweep or its runs" in capsys.readouterr().err
+    os.kill(noted()[0]["pid"], signal.SIGKILL)
+    world()
+    while (code := sweep()) == 2:
+        time.sleep(0.1)
+    assert code == 0
+    assert calls() == ["e/pspo/seed-0"] * 2
+
+
+def test_a_sweep_with_auto_takes_the_numbers_of_its_runs_when_it_is_given_again(here):
+    sweep_file(methods={"pspo": {}}, shared={"rollout.max_rows": "auto"})
+    assert sweep() == 0
+    config = Path("out/e/pspo/seed-0/config.yaml")
+    config.write_text(config.read_text().replace("max_rows: auto", "max_rows: 96"))  # as a run does
+    assert "max_rows: 96" in config.read_text()
+    assert (sweep(), len(calls())) == (0, 1)
+
+
+def test_every_untrained_model_is_evaluated(here):
+    methods = {"a": {"model.name_or_path": ["tiny-base", "tiny-math"]}, "b": {"model.revision": "v2"}}
+    sweep_file(methods=methods, evaluate={"evaluation": {}})
+    assert sweep() == 0
+    untrained = {call["run"]: call["words"][1:4] for call in noted() if "untrained" in call["run"]}
+    assert untrained == {
+        f"e/untrained/{name}/evaluation": [
+            f"--model.name_or_path={model}", f"--model.revision={revision}", "--model.trust_remote_code=false",
+        ] for name, model, revision in (
+            ("tiny-base", "tiny-base", "null"), ("tiny-math", "tiny-math", "null"), ("tiny-base-v2", "tiny-base", "v2"),
+        )
+    }  # fmt: skip
+
+
+def test_a_finished_run_with_other_switches_is_refused(here, capsys):
+    sweep_file(methods={"pspo": {}})
+    assert sweep() == 0
+    assert sweep("--output", "./out") == 0  # another spelling
+    sweep_file(methods={"pspo": {}}, shared={"optimizer.lr": 1e-4})
+    assert sweep() == 2
+    assert "must not hold out/e/pspo/seed-0 with other switches" in (err := capsys.readouterr().err)
+    assert "{'optimizer.lr': (3e-05, 0.0001)}" in err
+    Path("out/e/pspo/seed-0/summary.json").unlink()  # nor is an unfinished one steered
+    assert sweep() == 2
+    assert "{'optimizer.lr': (3e-05, 0.0001)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("experiment", "args", "message"), [
+    ({"sedes": [1]}, [], "sedes"),
+    ({"search": SEARCH | {"keep": 0}}, [], "keep"),
+    ({"methods": {"clip": 3}}, [], "methods"),
+    ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo_lab.sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
+    ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
+    ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, [], "experiments.e.methods.both must .* differ"),
+    ({"methods": {"pspo": {}}, "search": SEARCH | {"confirm_seeds": [42]}}, [], "must have settings and seeds that"),
+    ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
+    ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, [], "e, evaluate evaluation: error: .*tempratures"),
+    ({}, ["--only", "[f]"], r"--only must name experiments \(e\), got 'f'"),
+    ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
+    ({"shared": DDP[2]}, ["--processes", "3"], "rollout.prompts 32 must be a multiple of"),
+])  # fmt: skip
+def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experiment, args, message):
+    sweep_file(**experiment)
+    assert sweep(*args) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert re.search(message, err), err
+    assert not Path("out").exists()
+
+
+def test_dry_run_lists_the_runs_of_a_sweep_without_a_search(here, capsys):
+    losses = {name.lower(): {"algorithm.surrogate": name} for name in ("PSPO", "Clip")}
+    sweep_file(methods=losses, seeds=[0, 1])
+    assert sweep() == 0
+    sweep_file(methods=losses, seeds=[0, 1, 2])
+    capsys.readouterr()
+    assert sweep("--dry_run") == 0
+    runs = [f"e/{name}/seed-{seed}{' (finished)' * (seed < 2)}" for name in losses for seed in (0, 1, 2)]
+    assert capsys.readouterr().out.splitlines()[:7] == [*runs, ""]
+
+
+def test_dry_run_prints_settings_runs_and_tokens_of_a_search_and_runs_nothing(here, capsys):
+    shared = {"rollout.prompts": 2, "rollout.group_size": 3, "rollout.max_completion_tokens": 10,
+              "data.max_prompt_tokens": 40, "algorithm.epochs": 2, "run.max_steps": 9}  # fmt: skip
+    for limit, tokens in ((None, 4500), (400, 2100)):  # 5 rollouts each, or 400 and at most one rollout more
+        sweep_file(shared=shared | {"run.max_tokens": limit}, search=SEARCH, seeds=[0, 1, 2])
+        assert sweep("--dry_run") == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[:4] == [f"e/{setting}" for setting in (A, B, C, D)]
+        assert re.search(rf"full +3 +0 +{tokens}\n", out)
+        if limit is None:  # 3 rollouts of 6 rows of 50 tokens each
+            assert re.search(r"grid +4 +0 +3600\n.*confirm +4 +0 +3600\n", out)
+    assert not Path("out").exists()
+
+
+def test_a_launcher_gets_the_command_as_one_word_and_no_environment_of_ours(here, capsys):
+    sweep_file(methods={"pspo": {}})
+    assert sweep("--launcher", "no-such-scheduler {command}") == 2
+    assert sweep("--launcher", "true {command}") == 1  # it does not wait
+    assert "exit code 0, no summary.json" in capsys.readouterr().err
+    launcher = f"sh -c 'exec {sys.executable} \"$1\"' name {{command}}"
+    assert sweep("--launcher", launcher, "--workers", "2", "--retry_failed") == 0
+    (call,) = noted()
+    assert (call["words"], call["omp"]) == (["pspo.train", "--config", "out/e/pspo/seed-0.yaml"], None)
+
+
+@pytest.mark.parametrize(("processes", "shares", "threads"), [(1, {"4", "6", "8"}, "2"), (2, {"4,6"}, "4")])
+def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, processes, shares, threads):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,8")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    sweep_file(shared=DDP[processes])
+    world(seconds=0.3, fail={f"e/{D}/seed-0": 1})
+    assert sweep(f"--processes={processes}") == 1
+    assert {call["cuda"] for call in noted()} == shares
+    assert {call["omp"] for call in noted()} == {threads}
+    assert all(call["launched"] == [f"--nproc-per-node={processes}"] * (processes > 1) for call in noted())
+    assert "exit code 1, no summary.json: the last line (see" in capsys.readouterr().err  # before torchrun's report
+
+
+@pytest.mark.parametrize(("name", "only", "runs"), [
+    ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
+    ("main-table", "[qwen2.5-0.5b]", 18), ("order", "null", 20),
+    pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
+    pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
+    pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
+    pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_the_sweep_files_of_the_repository(capsys, monkeypatch, name, only, runs):
+    monkeypatch.chdir(REPOSITORY)
+    main(["--config", f"configs/sweep/{name}.yaml", "--only", only, "--output=none", "--dry_run"])
+    assert re.search(rf"runs +{runs}\n", capsys.readouterr().out)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch, processes):
+    monkeypatch.chdir(tmp_path)
+    sweep_file(
+        shared={"rollout.prompts": 4, "rollout.max_completion_tokens": 24, "data.limit": 20, "run.max_steps": 2,
+                "run.test_limit": 0, "run.validate_every": 1, "run.validation_limit": 4, **DDP[processes]},
+        methods={"pspo": {"algorithm.surrogate.alpha": 0.5}, "lost": {"model.name_or_path": "./nowhere"}},
+        evaluate={"evaluation": {"data.limit": 4}},
+    )  # fmt: skip
+    done = subprocess.run(
+        [PYTHON, "-m", "pspo_lab.sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, encoding="utf-8", timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        "no summary.json: pspo.train: error: --model.name_or_path: model folder nowhere does not exist" in done.stderr
+    )
+    assert "--retry_failed runs them again" in done.stderr
+    run = Path("out/e/pspo-alpha=0.5/seed-0")
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "best", "final"} < {path.name for path in run.iterdir()}
+    written, planned = (yaml.safe_load(path.read_text()) for path in (run / "config.yaml", run.with_suffix(".yaml")))
+    assert written == planned
+    assert json.loads((run / "environment.json").read_text())["processes"] == processes
+    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4

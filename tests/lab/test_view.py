@@ -1,0 +1,291 @@
+"""The page of `pspo_lab.view`: its numbers are the parquet's and the trainer's, and nothing that a model wrote can run."""
+
+import base64
+import gzip
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+import pspo
+from pspo.losses import PSPO, Clip, Surrogate, token_weights
+from pspo.cli.files import append_jsonl, read_jsonl
+from pspo.train import main as train
+from pspo_lab.view.__main__ import main as view
+from pspo_lab.view.data import make_surrogate, surrogate_weights
+from pspo_lab.view.page import make_page
+
+HOSTILE = [
+    "</script><script>document.body.dataset.hacked = 1</script>",
+    "<img src=x onerror='document.body.dataset.hacked = 1'>",
+    "]]> --> {{ 7 * 7 }} {% raw %} &lt; \u2028\u2029",
+    "\ud800 alone",
+    "\u202eright to left\u2066",
+    "\x1b[2J\x1b[31mred\x07\x00",
+    "x" * 100_000,
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("view")
+    for seed in (0, 1):
+        train([
+            "--run.max_steps=8", "--rollout.prompts=8", "--rollout.max_completion_tokens=32", "--run.test_limit=48",
+            "--run.validate_every=4", "--run.validation_limit=16", "--data.limit=64", "--algorithm.surrogate=Clip",
+            "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
+            "--run.gradients_every=4", f"--run.output_dir={folder}/seed-{seed}",
+        ])  # fmt: skip
+    return folder
+
+
+def data_of(page: str) -> dict:
+    (packed,) = re.findall(r'id="data">([\w+/=]+)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def numbers(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<f4")
+
+
+def recorded(data: dict) -> list[tuple[dict, dict]]:
+    return [(group, one) for group in data["groups"] for one in group["completions"] if one["recorded"]]
+
+
+def test_tokens_are_those_of_the_parquet_and_weights_those_of_the_trainer(runs):
+    run = runs / "seed-0"
+    table = pd.read_parquet(run / "tokens.parquet")
+    data = data_of(make_page([run]))
+    seen = 0
+    for group, one in recorded(data):
+        for visit in one["recorded"]["visits"]:
+            own = table[(table.step == visit["step"]) & (table.problem == group["problem"])]
+            own = own[own["sample"] == group["completions"].index(one)].sort_values("position")
+            seen += len(own)
+            for name in ("logprob", "entropy"):
+                np.testing.assert_array_equal(numbers(visit[name]), own[name].to_numpy())
+            np.testing.assert_array_equal(numbers(one["recorded"]["old_logprob"]), own["old_logprob"].to_numpy())
+            np.testing.assert_array_equal(numbers(visit["weights"][""]), own["weight"].to_numpy())
+            np.testing.assert_array_equal(numbers(visit["weights"]["Clip"]), own["weight"].to_numpy())  # the run's own
+            assert one["recorded"]["text"] == own["text"].tolist()
+            assert one["advantage"] == pytest.approx(own["advantage"].iloc[0], abs=1e-6)
+    assert seen == len(table) > 0
+
+
+@dataclass(frozen=True)
+class Squared(Surrogate):
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return (advantages * logprobs.square()).where(mask, 0.0)
+
+
+@pytest.mark.parametrize("name", ["Clip(epsilon=0.01)", "PSPO", "P3O(tau=2.0)", "GSPO", "test_view.Squared"])
+def test_weights_are_the_slope_of_the_loss(runs, name):
+    """By finite differences in float64, token by token, of the loss summed over a completion."""
+    surrogate = make_surrogate(name)
+    pairs = recorded(data_of(make_page([runs / "seed-0"], [name])))
+    _, one = next(pair for pair in pairs if len(pair[1]["recorded"]["id"]) > 5)
+    visit = one["recorded"]["visits"][-1]
+    logprobs = torch.tensor(numbers(visit["logprob"]).copy()).double()[None]
+    old = torch.tensor(numbers(one["recorded"]["old_logprob"]).copy()).double()[None]
+    advantages, mask = torch.tensor([[one["advantage"]]], dtype=torch.float64), torch.ones_like(old, dtype=torch.bool)
+    shown = numbers(visit["weights"][name])
+    for t in range(logprobs.shape[1]):
+        step = torch.zeros_like(logprobs)
+        step[0, t] = 1e-6
+        up, down = (surrogate(logprobs + sign * step, old, advantages, mask).sum() for sign in (1, -1))
+        assert shown[t] == pytest.approx(((up - down) / 2e-6).item(), abs=1e-6, rel=1e-5)
+
+
+def test_weights_of_a_whole_file_are_those_of_each_completion_alone(runs):
+    """Padding to the longest changes no bit."""
+    table = pd.read_parquet(runs / "seed-0" / "tokens.parquet")
+    table["sequence"] = ((table["position"] == 0).cumsum()).to_numpy()
+    together = surrogate_weights(Clip(0.01), table)
+    alone = []
+    for _, of_one in table.groupby("sequence"):
+        names = ("logprob", "old_logprob", "advantage")
+        logprobs, old, advantages = (torch.tensor(of_one[name].to_numpy())[None] for name in names)
+        alone.append(token_weights(Clip(0.01), logprobs, old, advantages, torch.ones_like(old, dtype=torch.bool))[0])
+    np.testing.assert_array_equal(together, torch.cat(alone).numpy())
+
+
+def test_curves_are_means_over_seeds(runs):
+    data = data_of(make_page([runs]))
+    (curve,) = data["curves"]
+    assert curve["seeds"] == 2
+    assert curve["low"] == {}  # two seeds have no interval
+    lines = [pd.DataFrame(read_jsonl(runs / f"seed-{seed}" / "metrics.jsonl")).set_index("step") for seed in (0, 1)]
+    steps = numbers(curve["step"])
+    assert steps.tolist() == [0, *lines[0].index]
+    expected = (lines[0]["reward"] + lines[1]["reward"]) / 2
+    np.testing.assert_allclose(numbers(curve["mean"]["reward"])[1:], expected, rtol=1e-6)
+    measured = [of_run[["gradient_variance", "gradient_norm2"]].dropna() for of_run in lines]  # at steps 4 and 8
+    quotients = [of_run.expanding().mean().pipe(lambda x: x.iloc[:, 0] / x.iloc[:, 1]) for of_run in measured]
+    expected = pd.concat([of_run.where(of_run > 0) for of_run in quotients]).groupby("step").mean()
+    shown = pd.Series(numbers(curve["mean"]["noise_scale"]), steps).dropna()
+    np.testing.assert_allclose(shown, expected.dropna(), rtol=1e-5)
+    assert len(shown) > 0
+    summaries = [json.loads((runs / f"seed-{seed}/summary.json").read_text()) for seed in (0, 1)]
+    first = sum(summary["validation"]["untrained"]["validation_reward"] for summary in summaries) / 2
+    assert numbers(curve["mean"]["validation_reward"])[0] == pytest.approx(first)
+
+
+def test_events_are_those_of_the_run_s_files(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    append_jsonl(run / "starts.jsonl", {"step": 4, "time": "later"})
+    append_jsonl(run / "changes.jsonl", {"step": 2, "switch": "run.fork_from", "old": None, "new": "other"},
+                 {"step": 6, "switch": "optimizer.lr", "old": 3e-4, "new": 1e-4})  # fmt: skip
+    best = json.loads((run / "summary.json").read_text())["best_step"]
+    (about,) = data_of(make_page([run]))["runs"]
+    found = [(event["step"], event["kind"]) for event in about["events"]]
+    assert found == sorted([(best, "best"), (2, "fork"), (4, "resume"), (6, "change")], key=lambda event: event[0])
+    assert "--optimizer.lr 0.0003 -> 0.0001" in [event["text"] for event in about["events"]]
+
+
+def test_a_foreign_file_of_tokens_is_named(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    file = max((run / "tokens.parquet").iterdir())
+    pd.DataFrame({"step": [2]}).to_parquet(file)
+    with pytest.raises(ValueError, match=f"{file} is not what a run records"):
+        make_page([run])
+
+
+def test_a_run_that_trains_and_one_from_before_have_pages(runs, tmp_path):
+    """Without summary and checkpoints; and without tokens, starts and whole groups."""
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    for name in ("summary.json", "test-before.jsonl", "test-after.jsonl", "starts.jsonl"):
+        (run / name).unlink()
+    for name in ("tokens.parquet", "best", "checkpoints"):
+        shutil.rmtree(run / name)
+    append_jsonl(run / "samples.jsonl", {"step": 2, "prompt": "?", "gold": "4", "completion": "4", "reward": 1.0})
+    data = data_of(make_page([run]))
+    assert data["runs"][0]["events"] == []
+    assert data["tests"] == [{"worse": 0, "better": 0, "shown": []}]
+    assert recorded(data) == []
+    assert len(data["groups"]) > 0
+    assert all(len(group["completions"]) == 4 for group in data["groups"])
+
+
+def test_changed_tests_come_worst_first(runs):
+    (tests,) = data_of(make_page([runs / "seed-0"]))["tests"]
+    before, after = (read_jsonl(runs / "seed-0" / f"test-{when}.jsonl") for when in ("before", "after"))
+    moved = [new["correct"] - old["correct"] for old, new in zip(before, after, strict=True)]
+    shown = [change["after"]["value"] - change["before"]["value"] for change in tests["shown"]]
+    assert shown == sorted(filter(None, moved)) != []
+    assert (tests["worse"], tests["better"]) == (moved.count(-1), moved.count(1))
+
+
+def test_what_a_model_wrote_is_data(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "</title><b>run"))
+    samples = read_jsonl(run / "samples.jsonl")
+    pairs = zip(samples, HOSTILE, strict=False)
+    lines = [sample | {"completion": text, "prompt": text, "gold": text} for sample, text in pairs]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = make_page([run])
+    assert page.isascii() or "\ud800" not in page
+    assert "hacked" not in page
+    assert "<b>run" not in page
+    texts = [one["text"] for group in data_of(page)["groups"] for one in group["completions"]]
+    assert texts[:4] == HOSTILE[:4]
+    assert texts[6].startswith("x" * 20_000)
+    assert len(texts[6]) < 20_100
+
+
+def test_no_host_is_asked_for_anything_and_no_path_is_told(runs):
+    page = make_page([runs / "seed-0"])
+    assert str(runs) not in json.dumps(data_of(page)) + page
+    assert len(page) < 4e6
+    assert not re.search(r"(src|href)\s*=|@import|url\(", page.partition('id="data"')[0])
+    assert "default-src 'none'" in page
+
+
+def test_a_folder_without_runs_is_said(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit, match="2"):
+            view([str(folder)])
+        assert capsys.readouterr().err.endswith(f"pspo_lab.view: error: nothing to report in {folder}\n")
+        assert not (folder / "view.html").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["Clap", "Clip(", "Clip(epsilon=", "Clip(width=1)", "json.JSONDecoder", "no_such.Loss", "Clip(epsilon=-1)"]
+)
+def test_what_is_no_surrogate_is_said(runs, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        view([str(runs / "seed-0"), "--surrogates", text])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("pspo_lab.view: error: ")
+
+
+def test_a_built_in_surrogate_by_name_and_arguments():
+    assert make_surrogate("PSPO") == PSPO()
+    assert make_surrogate("clip(epsilon=0.1, epsilon_high=0.3)") == Clip(0.1, 0.3)
+    assert isinstance(make_surrogate("pspo.losses.PSPO(alpha=0.5)"), Surrogate)
+
+
+def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):
+    shutil.copytree(runs, tmp_path / "runs")
+    (tmp_path / "runs/seed-0/tokens.parquet/step-last.parquet").touch()
+    (tmp_path / "runs/seed-1/test-after.jsonl").write_text("{}\n")
+    assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["seed-0"]
+    assert "seed-1: damaged (KeyError: 'correct'); left out" in capsys.readouterr().err
+
+
+def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs / "seed-0", "run")
+    for surrogate in ("os.system", "pspo.losses.os.system", "pspo.losses.token_weights"):
+        config = yaml.safe_load(Path("run/config.yaml").read_text())
+        config["algorithm"]["surrogate"] = {"class_path": surrogate, "init_args": {"command": "touch executed"}}
+        Path("run/config.yaml").write_text(yaml.safe_dump(config))
+        assert data_of(make_page([Path("run")]))["runs"][0]["curve"] is None
+        assert not Path("executed").exists()
+
+
+def test_the_command_and_python_write_and_show_it(runs, capsys):
+    view([str(runs / "seed-0")])
+    file, size = capsys.readouterr().out.split("  ")
+    assert Path(file).read_text() == make_page([runs / "seed-0"])
+    assert re.fullmatch(r"\(0\.\d MB\)\n", size)
+    pytest.importorskip("IPython")
+    shown = pspo_lab.view(runs / "seed-0")._repr_html_()
+    (page,) = re.findall('srcdoc="([^"]*)"', shown)
+    assert html.unescape(page) == make_page([runs / "seed-0"])
+
+
+def test_watching_follows_a_run_and_answers_this_machine_alone(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "pspo_lab.view", str(run), "--watch", "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = process.stdout.readline().split()[0]
+        assert url.startswith("http://127.0.0.1:")
+        assert "const WATCH = true" in urllib.request.urlopen(url).read().decode()
+        answer = urllib.request.urlopen(f"{url}/data?since=")
+        version = answer.headers["X-Version"]
+        assert urllib.request.urlopen(f"{url}/data?since={version}").status == 204
+        last = read_jsonl(run / "metrics.jsonl")[-1]
+        append_jsonl(run / "metrics.jsonl", last | {"step": last["step"] + 2})
+        later = urllib.request.urlopen(f"{url}/data?since={version}")
+        (curve,) = json.loads(gzip.decompress(base64.b64decode(later.read())))["curves"]
+        assert numbers(curve["step"])[-1] == last["step"] + 2
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}))
+    finally:
+        process.terminate()
+        process.wait()
+    changed = {path for path, content in before.items() if path.read_bytes() != content}
+    assert changed == {run / "metrics.jsonl"}  # by this test
