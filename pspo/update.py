@@ -47,7 +47,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     def accumulate(counts: Counts, batches: list[Batch]) -> StepMetrics:
         """Accumulate a minibatch's gradient over its microbatches."""
         metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device)
-        for batch in dist.communicate_once(learner.policy, batches, config.distributed.gather):
+        for batch in batches:
             loss, logprobs, entropies = gradient(learner, batch, counts, config)
             if batch.old_logprobs is None:
                 batch.old_logprobs = logprobs  # of the first visit, for the next
