@@ -49,19 +49,6 @@ def load_pretrained(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
 
 
 def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTrainedTokenizerBase:
-<<<<<<< HEAD
-    """The tokenizer, with the chat template of --data.chat_template or of the adapters, and its arguments in it.
-
-    Raises ValueError if the model cannot be found, or lacks what prompts and stopping need.
-    """
-    model, data = config.resolved(), data or DataConfig()
-    tokenizer, file = from_pretrained(AutoTokenizer, model), Path(model.lora.name_or_path or "", "chat_template.jinja")
-    template = data.chat_template
-    if isinstance(template, str):
-        file = Path(template).expanduser()
-        require(file.is_file(), "data.chat_template", "must be a file, or arguments of the model's", template)
-    if isinstance(template, str) or (model.lora.name_or_path and file.is_file()):
-=======
     """The tokenizer, with the chat template that --data.chat_template or a PEFT folder brings.
 
     Raises ValueError if the model cannot be found, or lacks what prompts and stopping need.
@@ -73,7 +60,6 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     if isinstance(wanted, str):
         file = Path(wanted).expanduser()
         require(file.is_file(), "data.chat_template", "must be a mapping of arguments, or a Jinja file", wanted)
->>>>>>> model
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     elif model.lora.name_or_path is not None and adapter_template.is_file():
         tokenizer.chat_template = adapter_template.read_text(encoding="utf-8")
@@ -88,13 +74,8 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
         raise ValueError(f"--model.name_or_path {config.name_or_path} has no {missing}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
-<<<<<<< HEAD
-    if isinstance(template, dict):
-        tokenizer.chat_template = with_arguments(tokenizer.get_chat_template(), template)
-=======
     if isinstance(wanted, dict):
         tokenizer.chat_template = set_template_defaults(tokenizer.get_chat_template(), wanted)
->>>>>>> model
     return tokenizer
 
 
