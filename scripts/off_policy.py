@@ -1,7 +1,7 @@
 """Tables and pictures of the off-policy study, from its packed runs: python scripts/off_policy.py results/off-policy
 
-Writes best.svg, heat-MODEL.svg, cells.csv and differences.csv, and in README.md what stands between <!-- table: NAME -->
-and <!-- /table -->; the rest of the page is written by hand.
+Writes best.svg, heat-MODEL.svg, cells.csv and differences.csv, and in README.md what stands between
+<!-- table: NAME --> and <!-- /table -->; the rest of the page is written by hand.
 """
 
 import argparse

@@ -30,7 +30,7 @@ MEASURES = ["area", "validation", "accuracy"]
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
+    lines = [header, ["---" for _ in header], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -123,7 +123,7 @@ def control_tables(folder: Path) -> dict[str, str]:
     """Means, differences from NoClip with two epochs, one epoch at twice the rate, and the curve of alpha."""
     runs = read_runs(folder)
     runs["name"] = runs.apply(control_name, axis=1)
-    values = runs.set_index(["experiment", "name", "max_grad_norm", "seed"]).sort_index()
+    values = runs.set_index(["experiment", "name", "max_grad_norm", "seed"])[MEASURES].sort_index()
     base = "NoClip 2 epochs"
 
     means, differences = [], []
