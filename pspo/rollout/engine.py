@@ -18,7 +18,7 @@ from pspo.rollout.generate import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
 from pspo.rollout.types import Rollout, Sampling, to_device
-from pspo.tasks.environment import import_spec
+from pspo.tasks.environment import load_class
 
 METHODS = ("check", "start", "push", "begin", "complete", "close")
 
@@ -135,15 +135,10 @@ class EngineSampler:
 
 def find_engine(spec: str | dict[str, Any]) -> Engine:
     """Make the engine of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
-    engine_class, init_args = import_spec("rollout.engine", spec, "give the import path of a class, as pspo_vllm.VLLM")
-    name = engine_class.__name__
+    engine = load_class(spec, "rollout.engine")()
     for method in METHODS:
-        if not hasattr(engine_class, method):
-            raise ValueError(f"--rollout.engine {name} has no {method}: pspo.rollout.engine.Engine says what it needs")
-    try:
-        engine = engine_class(**init_args)
-    except TypeError as error:
-        raise ValueError(f"--rollout.engine {name} does not take its init_args ({error})") from error
+        if not hasattr(engine, method):
+            raise ValueError(f"--rollout.engine {spec} has no {method}: pspo.rollout.engine.Engine says what it needs")
     engine.check()
     return engine
 

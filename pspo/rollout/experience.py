@@ -9,19 +9,6 @@ from torch import Tensor
 from pspo.rollout.types import Rollout, join
 
 
-@dataclass
-class Drawing:
-    """A rollout that is not scored yet.
-
-    Attributes:
-        prompts: index of each group's training prompt.
-        rollout: B rows; None while an engine draws them.
-    """
-
-    prompts: list[int]
-    rollout: Rollout | None = None
-
-
 @dataclass(frozen=True)
 class Experience:
     """A rollout, scored.
@@ -30,7 +17,7 @@ class Experience:
         prompts: index of each group's training prompt.
         rollout: B rows.
         rewards: (B,) float64, NaN if unknown.
-        rewards_by_name: each reward function's own, B of them.
+        rewards_by_name: B values of each reward function.
         drawn_rewards: those of all completions drawn for it, groups that were replaced included.
         drawn_tokens: prompt and completion tokens of these, padding excluded.
         logged: by name B values that reward functions logged, None where there is none.
@@ -59,26 +46,41 @@ class Experience:
         lengths = self.rollout.loss_mask.sum(dim=1).clamp(min=1)
         return (self.advantages.sum(dim=1) / lengths).tolist()
 
-    def refill(self, fresh: "Experience") -> "Experience":
-        """Replace groups without signal by those of ``fresh`` that have one, until none is left; without advantages."""
-        signal, n = self.signal + fresh.signal, len(self.prompts)
-        group_size, spare = len(self.rewards) // n, (group for group in range(n, len(signal)) if signal[group])
-        groups = [group if signal[group] else next(spare, group) for group in range(n)]
-        rows = [group * group_size + i for group in groups for i in range(group_size)]
-        rewards = torch.cat([self.rewards, fresh.rewards])[rows]
 
-        def chosen(own: dict[str, list], others: dict[str, list]) -> dict[str, list]:
-            """By name the values of the rows chosen, None where there is none."""
-            none, other_none = [None] * len(self.rewards), [None] * len(fresh.rewards)
-            both = {name: own.get(name, none) + others.get(name, other_none) for name in own | others}
-            return {name: [values[row] for row in rows] for name, values in both.items()}
+def refill(experience: Experience, fresh: Experience) -> Experience:
+    """Replace groups without signal by those of ``fresh`` that have one, until none is left.
 
-        return Experience(
-            [(self.prompts + fresh.prompts)[group] for group in groups],
-            join([self.rollout, fresh.rollout]).rows(torch.tensor(rows, device=rewards.device)),
-            rewards,
-            chosen(self.rewards_by_name, fresh.rewards_by_name),
-            self.drawn_rewards + fresh.drawn_rewards,
-            self.drawn_tokens + fresh.drawn_tokens,
-            chosen(self.logged, fresh.logged),
-        )
+    The advantages are left out: some estimators need all rows.
+    """
+    n_groups = len(experience.prompts)
+    group_size = len(experience.rewards) // n_groups
+    signal = experience.signal + fresh.signal
+    spare = [group for group in range(n_groups, len(signal)) if signal[group]]
+    groups = []
+    for group in range(n_groups):
+        groups.append(spare.pop(0) if spare and not signal[group] else group)
+    prompts = experience.prompts + fresh.prompts
+    rows = [group * group_size + i for group in groups for i in range(group_size)]
+    indices = torch.tensor(rows, device=experience.rewards.device)
+    return Experience(
+        prompts=[prompts[group] for group in groups],
+        rollout=join([experience.rollout, fresh.rollout]).rows(indices),
+        rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
+        rewards_by_name=_select(experience.rewards_by_name, fresh.rewards_by_name, experience, fresh, rows),
+        drawn_rewards=experience.drawn_rewards + fresh.drawn_rewards,
+        drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
+        logged=_select(experience.logged, fresh.logged, experience, fresh, rows),
+    )
+
+
+def _select(
+    values: dict[str, list], fresh_values: dict[str, list], experience: Experience, fresh: Experience, rows: list[int]
+) -> dict[str, list]:
+    """By name the values of some rows of both, None where there is none."""
+    selected = {}
+    for name in dict.fromkeys([*values, *fresh_values]):
+        missing = [None] * len(experience.rewards)
+        fresh_missing = [None] * len(fresh.rewards)
+        joined = values.get(name, missing) + fresh_values.get(name, fresh_missing)
+        selected[name] = [joined[row] for row in rows]
+    return selected
