@@ -16,7 +16,7 @@ import torch
 
 from pspo import distributed as dist
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, estimate_advantages
+from pspo.rollout import Drawing, Experience, estimate_advantages, refill
 from pspo.run.command import CallableModule, train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
@@ -31,12 +31,14 @@ def train(run: Run) -> dict[str, Any]:
     """
     run.start()
     while not run.ended():
-        experience = run.delay.push(draw(run))  # returns the one drawn --rollout.lag rollouts ago; with 0 this one
-        if experience is None:
-            continue
+        experience = draw(run)
+        if run.delay is not None:
+            with run.phase("generate"):  # an engine begins to draw ahead
+                experience = run.delay.push(experience)  # returns the one drawn --rollout.lag rollouts ago
+            if experience is None:
+                continue
         with run.phase("train"):
             steps = update(run.learner, experience.rollout, experience.advantages, run.config)  # epochs x minibatches
-        run.delay.collect_prefetched()
         run.recorder.begin_line(experience, steps)
         run.conclude_rollout()  # validate, write, save
         run.tell(experience, steps)
@@ -46,9 +48,10 @@ def train(run: Run) -> dict[str, Any]:
 def draw(run: Run) -> Experience:
     """Draw, score and resample a rollout; with a lag it keeps the log-probs of the policy that drew it."""
     config = run.config
-    experience = score(run, run.delay.take_prefetched() or draw_prompts(run, config.rollout.prompts))
+    experience = score(run, draw_prompts(run, config.rollout.prompts))
     run.require_some_reward(experience.rewards)
-    experience = resample(run, experience)
+    if config.rollout.resample > 0:
+        experience = resample(run, experience)
     if config.rollout.lag == 0 or config.algorithm.ratio_to != "behaviour":
         return experience
     with run.phase("train"):
@@ -92,7 +95,7 @@ def resample(run: Run, experience: Experience) -> Experience:
         if missing == 0:
             break
         fresh = score(run, draw_prompts(run, missing * dist.world_size()))
-        experience = with_advantages(run, experience.refill(fresh))
+        experience = with_advantages(run, refill(experience, fresh))
     return experience
 
 

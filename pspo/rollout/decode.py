@@ -258,7 +258,9 @@ def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
         u = torch.rand(len(rows), 1, dtype=torch.float64) * cdf[:, -1:]
         candidates = torch.searchsorted(cdf, u, right=True).clamp(max=probs.shape[1] - 1)  # (len(rows), 1)
         tokens[rows] = candidates.squeeze(1)
-        likelier = torch.gt(probs, probs.gather(1, candidates), out=torch.empty_like(probs))  # no bool: slow to multiply
+        likelier = torch.gt(
+            probs, probs.gather(1, candidates), out=torch.empty_like(probs)
+        )  # no bool: slow to multiply
         is_outside = likelier.mul_(probs).sum(dim=1) >= limit
         rows = rows[is_outside]
         probs = probs[is_outside]

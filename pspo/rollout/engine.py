@@ -143,6 +143,21 @@ def find_engine(spec: str | dict[str, Any]) -> Engine:
     return engine
 
 
+def start_engine(
+    engine: Engine, config: TrainConfig, learner: Trained, sampler: Sampler, prompts: dict[str, Prompts]
+) -> EngineSampler:
+    """Start an engine for the prompts of all splits, and check that it draws by the policy."""
+    longest = max(len(ids) for split in prompts.values() for ids in split.ids)
+    engine.start(config, longest + config.rollout.max_completion_tokens, learner.policy.device)
+    engine_sampler = EngineSampler(engine, learner, sampler)
+    train = prompts["train"]
+    mean, largest = check_engine(engine_sampler, train.take(range(min(8, len(train)))))
+    if not config.run.quiet:
+        name = type(engine).__name__
+        print(f"engine  {name}: log-probs are the policy's within {mean:.1g} nats on average, {largest:.1g} at most")
+    return engine_sampler
+
+
 @torch.no_grad()
 def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float]:
     """Mean and largest difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.

@@ -10,6 +10,19 @@ from pspo.rollout.types import Rollout, join
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """A rollout that is not scored yet.
+
+    Attributes:
+        prompts: index of each group's training prompt.
+        rollout: B rows.
+    """
+
+    prompts: list[int]
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
 class Experience:
     """A rollout, scored.
 

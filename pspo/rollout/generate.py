@@ -97,9 +97,7 @@ def generate(
                 completion_ids, logprobs, nucleus = decode(
                     model, prompt_ids, prompt_mask, sampling, group_size, stop_strings
                 )
-            parts.append(
-                make_rollout(tokenizer, prompt_ids, prompt_mask, completion_ids, sampling, logprobs, nucleus)
-            )
+            parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completion_ids, sampling, logprobs, nucleus))
     return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
 
 

@@ -68,10 +68,15 @@ class Sampler:
 
 @dataclass(frozen=True)
 class UnshardedSampler:
-    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes."""
+    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes.
+
+    Attributes:
+        gathers: False where an engine draws, which has weights of its own.
+    """
 
     sampler: RolloutSampler
     policy: transformers.PreTrainedModel
+    gathers: bool = True
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -82,6 +87,8 @@ class UnshardedSampler:
         return self.sampler.sampling
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        if not self.gathers:
+            return self.sampler.draw(prompts, group_size)
         with dist.unsharded(self.policy):
             return self.sampler.draw(prompts, group_size)
 

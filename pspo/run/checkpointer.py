@@ -22,6 +22,7 @@ from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.model.save import write_model
 from pspo.rollout import Drawing, Experience, Rollout
+from pspo.rollout.engine import EngineError
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import RunFailed, hidden, prune, sync, whole_folder, write_manifest, writing
 
@@ -68,6 +69,9 @@ class Checkpointer:
             if self.marked:  # not in the first test and validation
                 self.save(self.marked)
             raise
+        except EngineError as error:
+            again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
+            raise RunFailed(f"the engine failed: {error}; {again}") from error
         except UserCodeFailed as error:
             saved = "not saved before its first step: the same command starts anew"
             if self.learner.steps:

@@ -14,7 +14,7 @@ from pspo.cli.files import read_config, read_jsonl, write_json, write_text
 from pspo.cli.signals import Stopped, StopSignals
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience
+from pspo.rollout import Experience, RolloutSampler
 from pspo.rollout.delay import Delay
 from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer
@@ -22,7 +22,6 @@ from pspo.run.folders import RunFailed, newest_checkpoint, writing
 from pspo.run.learner import Learner
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.run.sampler import Sampler
 from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
@@ -35,8 +34,8 @@ class Run:
 
     config: TrainConfig
     stream: PromptStream
-    sampler: Sampler
-    delay: Delay
+    sampler: RolloutSampler
+    delay: Delay | None
     learner: Learner
     validator: Validator
     recorder: Recorder
@@ -60,8 +59,7 @@ class Run:
             self.conclude_rollout()
 
     def ended(self) -> bool:
-        """Collect what was prefetched, and mark; True if a limit is reached, or any rank was asked to stop."""
-        self.delay.collect_prefetched()
+        """Mark; True if a limit is reached, or any rank was asked to stop."""
         self.checkpointer.mark()
         self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
         return self.stopped or self.recorder.limit_reached

@@ -21,7 +21,6 @@ from pspo.run.card import model_card
 from pspo.run.folders import writing
 from pspo.run.metrics import validation_status
 from pspo.run.recorder import Recorder
-from pspo.run.sampler import Sampler
 from pspo.run.save import save_model
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ class Validator:
         best_trained: the best, excluding step 0.
     """
 
-    def __init__(self, config: TrainConfig, sampler: Sampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
+    def __init__(self, config: TrainConfig, sampler: RolloutSampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
         self.config, self.sampler, self.recorder, self.prompts = config, sampler, recorder, prompts
         self.learner, self.output = recorder.learner, recorder.output
         self.fingerprints = {split: its.fingerprint() for split, its in prompts.items() if split != "train"}
@@ -100,12 +99,11 @@ class Validator:
         return self.evaluate("test", self.sampler.greedy(policy), f"test {when}", keep)
 
     def evaluate(self, split: str, sampler: RolloutSampler, bar: str, use: Callable[[Evaluation], T]) -> T:
-        """Draw one completion of each prompt; ``use`` makes of rank 0's evaluation what all ranks get.
-
-        The ranks share the prompts evenly, unless they must decode in step.
+        """Draw one completion of each prompt, shared evenly by the ranks; ``use`` makes of rank 0's evaluation what all
+        ranks get.
         """
         prompts, bar = self.prompts[split], "" if self.config.run.quiet else bar
-        rows = math.inf if sampler.sampling.synced else math.ceil(len(prompts) / dist.world_size())
+        rows = math.ceil(len(prompts) / dist.world_size())
         evaluation = evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
         return dist.run_on_main(lambda: use(evaluation))
 
