@@ -17,7 +17,7 @@ class UserCodeFailed(RunFailed):
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """If the block raises on any rank, raise on all: Stopped, EngineError, or UserCodeFailed with the first traceback."""
+    """If the block raises on any rank, raise Stopped, EngineError, or UserCodeFailed with a traceback on all."""
     failure = None
     try:
         with end_forks():
@@ -26,9 +26,8 @@ def fail_together() -> Iterator[None]:
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
-    if failure is None or isinstance(failure, Stopped | EngineError):
-        reason = failure
-    else:
+    reason = failure
+    if failure is not None and not isinstance(failure, Stopped | EngineError):
         reason = user_traceback(failure)
     reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
     if any(isinstance(reason, Stopped) for reason in reasons):

@@ -15,11 +15,11 @@ Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a chat template writes a call: `<tool_call>`, "name", "arguments" for Qwen; "", "name", "parameters" for Llama.
+    """How a chat template writes a call.
 
     Attributes:
-        opening: the text before a call's JSON.
-        name, arguments: its keys.
+        opening: the text before a call's JSON: `<tool_call>` in Qwen's, none in Llama's.
+        name, arguments: its keys: "name", and "arguments" in Qwen's, "parameters" in Llama's.
     """
 
     opening: str

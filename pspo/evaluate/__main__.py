@@ -60,7 +60,7 @@ def prepare(
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     make_environment = load_environment(config.eval.environment)
-    prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, environment=make_environment)
+    prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)
     decoder, rows = "pspo" if shares_prompts(policy) else "hf", config.eval.max_tokens  # which is the limit here

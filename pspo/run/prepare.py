@@ -159,7 +159,7 @@ def load_splits(
     limits = {"train": config.data.limit}
     limits |= {"validation": config.run.validation_limit} if config.run.validate_every else {}
     limits |= {"test": config.run.test_limit} if config.run.test_limit else {}
-    load = partial(load_prompts, config.data, tokenizer, room=room, environment=make_environment)
+    load = partial(load_prompts, config.data, tokenizer, room=room, make_environment=make_environment)
     prompts = {split: load(split, limit) for split, limit in limits.items()}
     for split in prompts:
         check_rewards(config.reward.functions, prompts[split].problems)

@@ -39,7 +39,9 @@ class Validator:
         best_trained: the best, excluding step 0.
     """
 
-    def __init__(self, config: TrainConfig, sampler: RolloutSampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
+    def __init__(
+        self, config: TrainConfig, sampler: RolloutSampler, recorder: Recorder, prompts: dict[str, Prompts]
+    ) -> None:
         self.config, self.sampler, self.recorder, self.prompts = config, sampler, recorder, prompts
         self.learner, self.output = recorder.learner, recorder.output
         self.fingerprints = {split: its.fingerprint() for split, its in prompts.items() if split != "train"}
