@@ -199,16 +199,19 @@ class BufferedLayer(DynamicLayer):
         self.max_completion_tokens = max_completion_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        dtype = self.keys.dtype
+        if torch.is_autocast_enabled(self.keys.device.type):  # attention would cast the whole cache at every step
+            dtype = torch.get_autocast_dtype(self.keys.device.type)
         self.buffers = []
         for states in (self.keys, self.values):
             rows, heads, length, dim = states.shape
-            buffer = states.new_zeros(rows * repeats, heads, length + self.max_completion_tokens, dim)
+            shape = (rows * repeats, heads, length + self.max_completion_tokens, dim)
+            buffer = states.new_zeros(shape, dtype=dtype)
             buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
             self.buffers.append(buffer)
         self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        key_states, value_states = cast_to_autocast(key_states, value_states)
         start = self.get_seq_length()
         if start == 0:  # the prefill
             return super().update(key_states, value_states, *args, **kwargs)
@@ -222,15 +225,6 @@ class BufferedLayer(DynamicLayer):
         length = self.get_seq_length()
         self.buffers = [buffer[indices] for buffer in self.buffers]
         self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
-
-
-def cast_to_autocast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast to autocast's dtype if that is on: attention would cast the whole cache at every step."""
-    device = keys.device.type
-    if not torch.is_autocast_enabled(device):
-        return keys, values
-    dtype = torch.get_autocast_dtype(device)
-    return keys.to(dtype), values.to(dtype)
 
 
 # ---------------------------------------------------------------- drawing a token
@@ -372,7 +366,6 @@ class FixedLayer(DynamicLayer):
         self.column = column
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        key_states, value_states = cast_to_autocast(key_states, value_states)
-        self.keys.index_copy_(2, self.column, key_states)
-        self.values.index_copy_(2, self.column, value_states)
+        self.keys.index_copy_(2, self.column, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.column, value_states.to(self.values.dtype))
         return self.keys, self.values

@@ -17,7 +17,7 @@ from pspo.model import token_logprobs
 from pspo.rollout.generate import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
-from pspo.rollout.types import Rollout, Sampling, to_device
+from pspo.rollout.types import Rollout, Sampling
 from pspo.tasks.environment import load_class
 
 METHODS = ("check", "start", "push", "begin", "complete", "close")
@@ -118,9 +118,9 @@ class EngineSampler:
             completion_ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
         device = self.learner.policy.device
         prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
-        prompt_ids = to_device(prompt_ids, device)
-        prompt_mask = to_device(prompt_mask, device)
-        return make_rollout(self.tokenizer, prompt_ids, prompt_mask, completion_ids, self.sampling, logprobs)
+        return make_rollout(
+            self.tokenizer, prompt_ids.to(device), prompt_mask.to(device), completion_ids, self.sampling, logprobs
+        )
 
     def with_sampling(self, sampling: Sampling) -> EngineSampler:
         return EngineSampler(self.engine, self.learner, replace(self.sampler, sampling=sampling))

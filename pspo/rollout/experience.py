@@ -66,7 +66,9 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
     The advantages are left out: some estimators need all rows.
     """
     n_groups = len(experience.prompts)
-    group_size = len(experience.rewards) // n_groups
+    n = len(experience.rewards)
+    n_fresh = len(fresh.rewards)
+    group_size = n // n_groups
     signal = experience.signal + fresh.signal
     spare = [group for group in range(n_groups, len(signal)) if signal[group]]
     groups = []
@@ -79,21 +81,19 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
         prompts=[prompts[group] for group in groups],
         rollout=join([experience.rollout, fresh.rollout]).rows(indices),
         rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
-        rewards_by_name=_select(experience.rewards_by_name, fresh.rewards_by_name, experience, fresh, rows),
+        rewards_by_name=select_values(experience.rewards_by_name, fresh.rewards_by_name, n, n_fresh, rows),
         drawn_rewards=experience.drawn_rewards + fresh.drawn_rewards,
         drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
-        logged=_select(experience.logged, fresh.logged, experience, fresh, rows),
+        logged=select_values(experience.logged, fresh.logged, n, n_fresh, rows),
     )
 
 
-def _select(
-    values: dict[str, list], fresh_values: dict[str, list], experience: Experience, fresh: Experience, rows: list[int]
+def select_values(
+    values: dict[str, list], fresh_values: dict[str, list], n: int, n_fresh: int, rows: list[int]
 ) -> dict[str, list]:
-    """By name the values of some rows of both, None where there is none."""
+    """By name the values of some of n + n_fresh rows, None where there is none."""
     selected = {}
     for name in dict.fromkeys([*values, *fresh_values]):
-        missing = [None] * len(experience.rewards)
-        fresh_missing = [None] * len(fresh.rewards)
-        joined = values.get(name, missing) + fresh_values.get(name, fresh_missing)
+        joined = values.get(name, [None] * n) + fresh_values.get(name, [None] * n_fresh)
         selected[name] = [joined[row] for row in rows]
     return selected

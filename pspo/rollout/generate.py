@@ -16,7 +16,7 @@ from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_i
 from pspo.model.chat import completion_texts
 from pspo.model.find import token_ids
 from pspo.rollout.decode import decode
-from pspo.rollout.types import Nucleus, Rollout, Sampling, join, to_device
+from pspo.rollout.types import Nucleus, Rollout, Sampling, join
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -85,8 +85,8 @@ def generate(
     with inference(model):
         for start in range(0, len(prompts), prompts_at_a_time):
             prompt_ids, prompt_mask = left_pad(prompts[start : start + prompts_at_a_time], sampling.pad_id)
-            prompt_ids = to_device(prompt_ids, model.device)  # (N, P)
-            prompt_mask = to_device(prompt_mask, model.device)
+            prompt_ids = prompt_ids.to(model.device)  # (N, P)
+            prompt_mask = prompt_mask.to(model.device)
             if sampling.decoder == "hf":
                 completion_ids = generate_by_library(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
                 logprobs = nucleus = None
