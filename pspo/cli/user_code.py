@@ -26,8 +26,20 @@ def fail_together() -> Iterator[None]:
         if isinstance(error, RunFailed | EngineError) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
-    failures = dist.gather_objects(failure and (Stopped if type(failure) is Stopped else user_traceback(failure)))
-    if Stopped in failures:
+    raise_together(failure)
+
+
+def raise_together(failure: Exception | None) -> None:
+    """If any rank's code has failed, raise on all of them: Stopped, or UserCodeFailed with the first traceback."""
+    if failure is None or isinstance(failure, Stopped):
+        reason = failure and Stopped
+    elif isinstance(failure, UserCodeFailed):
+        reason = str(failure)
+    else:
+        reason = user_traceback(failure)
+    reasons = dist.gather_objects(reason)
+    if Stopped in reasons:
         raise Stopped from failure
-    if text := next(filter(None, failures), None):
-        raise UserCodeFailed(text) from failure
+    for text in reasons:
+        if text is not None:
+            raise UserCodeFailed(text) from failure
