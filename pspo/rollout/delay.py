@@ -7,7 +7,6 @@ from pspo.config import TrainConfig
 from pspo.rollout import Drawing, Experience
 from pspo.run.folders import RunFailed
 from pspo.run.prompt_stream import PromptStream
-from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
 
 
@@ -21,8 +20,10 @@ class Delay:
 
     per_rank = True
 
-    def __init__(self, config: TrainConfig, stream: PromptStream, sampler: Sampler, recorder: Recorder) -> None:
-        self.config, self.stream, self.sampler, self.recorder = config, stream, sampler, recorder
+    def __init__(self, config: TrainConfig, stream: PromptStream, sampler: Sampler) -> None:
+        self.config = config
+        self.stream = stream
+        self.sampler = sampler
         self.waiting: deque[Experience] = deque()
         self.prefetched: Drawing | None = None
 
@@ -31,7 +32,7 @@ class Delay:
         self.waiting.append(experience)
         if self.config.draws_ahead:
             indices, prompts = self.stream.next(self.config.rollout.prompts)
-            with self.recorder.phase("generate"), self.sampler.engine_errors():
+            with self.sampler.engine_errors():
                 self.sampler.engine.prefetch(prompts, self.config.rollout.group_size)
             self.prefetched = Drawing(indices)
         return self.waiting.popleft() if self._over_lag() else None
@@ -45,7 +46,7 @@ class Delay:
             return
         prompts = self.stream.prompts.take(self.prefetched.prompts)
         try:
-            with self.recorder.phase("generate"), self.sampler.engine_errors():
+            with self.sampler.engine_errors():
                 self.prefetched.rollout = self.sampler.engine.collect(prompts, self.config.rollout.group_size)
         except RunFailed:
             self.prefetched = None

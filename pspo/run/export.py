@@ -19,7 +19,7 @@ from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights
 from pspo.model.load import empty_policy
 from pspo.model.save import save_pretrained
-from pspo.run.folders import settle
+from pspo.run.folders import fsync_tree
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def export(config: ExportConfig) -> None:
         save_pretrained(merged, Path(temporary, "merged"))
         tokenizer.save_pretrained(f"{temporary}/merged")
         merged_card(adapters, how).save(f"{temporary}/merged/README.md")
-        settle(Path(temporary, "merged"))
+        fsync_tree(Path(temporary, "merged"))
         Path(temporary, "merged").rename(output)
     print(f"{how}: {output}")
 
