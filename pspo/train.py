@@ -43,7 +43,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def draw(run: Run) -> Experience:
-    """Draw a rollout of the next prompts, and score it; with a lag it keeps the log-probs of the policy that drew it."""
+    """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
     config = run.config
     drawing = None if run.delay is None else run.delay.take_prefetched()
     if drawing is None:

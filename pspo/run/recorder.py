@@ -128,7 +128,7 @@ class Recorder:
         return joined
 
     def record_samples(self, experience: Experience, rows: dict[str, list[Any]]) -> None:
-        """Keep the first groups' completions for ``samples.jsonl``, and write what the steps computed at their tokens."""
+        """Keep the first groups' completions for ``samples.jsonl``; write what the steps computed at their tokens."""
         group_size = self.config.rollout.group_size
         visits = dist.gather_on_main(self.learner.record.take(self.tokenizer, experience, group_size))
         texts = dist.gather_on_main(transcripts(self.tokenizer, experience.rollout))

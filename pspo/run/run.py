@@ -182,7 +182,7 @@ class Run:
         self.generators.load_state_dict(generators)
 
     def warn(self) -> bool:
-        """Warn if completions had no reward, or no step has moved the model; True if no completion ever had a reward."""
+        """Warn if completions had no reward, or no step moved the model; True if no completion ever had a reward."""
         failures = self.describe_failures()
         lines = read_jsonl(self.output / "metrics.jsonl") if dist.is_main() else []
         if not lines:
