@@ -96,7 +96,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush a folder to the disk; its files get the rights of the umask: safetensors are readable by the owner alone."""
+    """Flush a folder to the disk; its files get the rights of the umask: safetensors are the owner's alone."""
     rights = folder.stat().st_mode & 0o666
     for path in (*folder.rglob("*"), folder):
         if path.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
