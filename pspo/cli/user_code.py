@@ -17,7 +17,7 @@ class UserCodeFailed(RunFailed):
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """If the block raises on any rank, raise Stopped, EngineError, or UserCodeFailed with a traceback on all."""
+    """If the block raises on any rank, raise on all of them, see `raise_together`."""
     failure = None
     try:
         with end_forks():
@@ -26,13 +26,21 @@ def fail_together() -> Iterator[None]:
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
-    reason = failure
-    if failure is not None and not isinstance(failure, Stopped | EngineError):
+    raise_together(failure)
+
+
+def raise_together(failure: BaseException | None) -> None:
+    """If any rank has failed, raise Stopped, EngineError, or UserCodeFailed with the first traceback on all of them."""
+    if failure is None or isinstance(failure, Stopped | EngineError):
+        reason = failure
+    elif isinstance(failure, UserCodeFailed):
+        reason = str(failure)
+    else:
         reason = user_traceback(failure)
     reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
     if any(isinstance(reason, Stopped) for reason in reasons):
         raise Stopped from failure
     for reason in reasons:
         if isinstance(reason, EngineError):
-            raise reason from failure
+            raise EngineError(str(reason)) from failure
         raise UserCodeFailed(reason) from failure

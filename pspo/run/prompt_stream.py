@@ -17,16 +17,16 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
-        self.prompts, self.config = prompts, config
+        self.prompts = prompts
+        self.config = config
         self.fingerprint = prompts.fingerprint()
         self.seek(0)
 
     def next(self, n: int) -> tuple[list[int], Prompts]:
-        """This rank's share of the next n prompts: their indices, and themselves."""
+        """Indices and prompts of this rank's share of the next n."""
         minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
         self.position += n
-        drawn = list(islice(self.order, n))
-        indices = dist.take_rank_share(drawn, minibatches)
+        indices = dist.take_rank_share(list(islice(self.order, n)), minibatches)
         return indices, self.prompts.take(indices)
 
     def peek(self, n: int) -> tuple[list[int], Prompts]:
