@@ -1,4 +1,4 @@
-"""Train a model: ``python -m pspo.train``; ``pspo.train(...)`` from Python, see ``help(pspo.train.__call__)``.
+"""Train a model: ``python -m pspo.train``; ``pspo.train(...)`` from Python, see `pspo.api`.
 
     problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
@@ -7,7 +7,6 @@
 around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from pspo import distributed as dist
 from pspo.distributed import run_main
 from pspo.rollout import Drawing, Experience, estimate_advantages
-from pspo.run.command import CallableModule, train_command
+from pspo.run.command import train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
 from pspo.update import keep_logprobs, update
@@ -94,9 +93,6 @@ def resample(run: Run, experience: Experience) -> Experience:
         fresh = score(run, draw_prompts(run, missing * dist.world_size()))
         experience = with_advantages(run, experience.refill(fresh))
     return experience
-
-
-sys.modules[__name__].__class__ = CallableModule  # pspo.train("tiny-base", data=problems, reward=my_reward)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,7 +12,6 @@ from pspo import distributed as dist
 from pspo.cli.escape import printable
 from pspo.cli.files import Settings, changed_code, read_jsonl, reading
 from pspo.cli.parse import memory_errors, parse, user_errors
-from pspo.cli.python import config_from_python
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import UserCodeFailed
 from pspo.config import LORA_LR, PAPER_LR, DefaultRate, TrainConfig
@@ -218,64 +216,3 @@ def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
     parts = [f"{reward:.3f} at step {step} ({', '.join(names[step, reward])})" for step, reward in sorted(names)]
     untrained = ". No trained step was better than the untrained model, which is returned"
     return f"validation reward {', '.join(parts)}{untrained * (validations['best'].get('step') == 0)}"
-
-
-class CallableModule(ModuleType):
-    """Makes the module of ``train`` callable: ``pspo.train("tiny-base", data=problems, reward=my_reward)``."""
-
-    def __call__(
-        self,
-        model: str | dict[str, Any] | None = None,
-        data: Any = None,
-        reward: Any = None,
-        algorithm: Any = None,
-        rollout: dict[str, Any] | None = None,
-        optimizer: dict[str, Any] | None = None,
-        run: dict[str, Any] | None = None,
-        distributed: dict[str, Any] | None = None,
-        config: str | Path | None = None,
-        on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None,
-        **others: Any,
-    ) -> dict[str, Any]:
-        """Train as ``python -m pspo.train`` does; returns the summary, as in ``summary.json``.
-
-        Such as ``pspo.train("tiny-base", data=problems, reward=my_reward, run={"max_steps": 50})``. An argument is a
-        section of the configuration: a dict of its switches, or its main one alone. ``--rollout.top_p 0.9`` of the
-        command and of messages is ``rollout={"top_p": 0.9}`` here; `pspo.config.TrainConfig` has them all, with their
-        defaults. A name that is unknown raises, with the one that may have been meant.
-
-        Args:
-            model: an embedded model ("tiny-base" unless given), a local folder or a hub id;
-                {"name_or_path", "dtype", "lora": {"rank", ...}, ...}.
-            data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and
-                fields of your own, `Problem`, or a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested
-                before and after. {"train": problems, "validation", "test", "limit", "holdout", "system_prompt", ...}.
-            reward: a reward function, a `Reward` or a name, or a list of them; {"functions", "weights", ...}.
-            algorithm: a surrogate, by name or as an instance; {"surrogate", "epochs", "aggregation", "beta", ...}.
-            rollout: {"prompts", "group_size", "max_completion_tokens", "temperature", "top_p", ...}.
-            optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
-            run: {"max_steps", "seed", "name", "output_dir", "validate_every", "test_limit", "tracker", ...}.
-            distributed: {"strategy", ...}, under torchrun.
-            config: a YAML file, or a method that is a loss with other settings: "grpo", "ppo", "dr-grpo", "dapo" or
-                "rloo". The other arguments override it.
-            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps. It only
-                reads: the run ends with the same bits without it.
-
-        Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C has
-        ended. The same call with the same ``run={"output_dir": ...}`` resumes.
-        """
-        sections = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "rollout": rollout,
-                    "optimizer": optimizer, "run": run, "distributed": distributed} | others  # fmt: skip
-        given = {name: section for name, section in sections.items() if section is not None}
-        try:
-            train_config, settings = config_from_python(config, **given)
-            if summary := print_if_finished(train_config, settings):
-                return summary
-            prepared = prepare(train_config, settings)
-        except (ValueError, OSError, Stopped, RunFailed) as error:  # our frames say nothing, and fill a notebook
-            raise error.with_traceback(None) from None
-        prepared.on_rollout = on_rollout
-        try:
-            return run_training(self.train, train_config, prepared)
-        except (Stopped, RunFailed) as error:
-            raise error.with_traceback(None) from None
