@@ -160,7 +160,7 @@ def parser_errors(switches: dict[str, Any]) -> Iterator[None]:
         message = one_line(str(error))
         message = re.sub(r'Parser key "([\w.]+)": ?', r"--\1: ", message)
         message = re.sub(
-            r"Does not validate against any of the Union subtypes Subtypes: \[.*\] Errors: - ", "", message
+            r"Does not validate against any of the Union subtypes Subtypes: .* Errors: - ", "", message
         )
         message = re.sub(r" Given value type: <class '\w+'> Given value: ", ", got ", message)
         message = message.replace("Expected a dot import path string:", "no known class, and no import path:")

@@ -18,7 +18,7 @@ from pspo.config import LORA_LR, PAPER_LR, DefaultRate, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, changes, from_record, label, table
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
-from pspo.rollout import Experience, Prompts
+from pspo.rollout import Prompts
 from pspo.run.card import evaluate_command
 from pspo.run.folders import RunFailed, newest_checkpoint
 from pspo.run.prepare import prepare

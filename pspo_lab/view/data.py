@@ -1,9 +1,9 @@
 """What the page shows, as plain data: curves, groups, tokens under several surrogates, tests before and after."""
 
 import ast
-import inspect
 import base64
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -18,8 +18,8 @@ from scipy.stats import t
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.cli.files import read_json, read_jsonl
 from pspo import losses
+from pspo.cli.files import read_json, read_jsonl
 from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
 from pspo.run.tokens import COLUMNS, FOLDER
