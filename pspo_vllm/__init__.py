@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: ``--rollout.engine pspo_vllm.VLLM``, or ``pspo_vllm.Servers``, and ``pspo serve`` to start these."""
+"""Rollouts by vLLM: ``--rollout.engine pspo_vllm.VLLM``, or ``pspo_vllm.Servers``, which ``pspo serve`` starts."""
 
 from typing import Any
 
