@@ -4,10 +4,8 @@ In a single process every function here returns what it was given.
 """
 
 import atexit
-import ctypes
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+
+from pspo.tasks.workers import end_with_parent
 
 TIMEOUT = 600.0  # seconds that ranks wait for each other
 T = TypeVar("T")
@@ -68,12 +68,6 @@ def check_strategy(strategy: str) -> None:
     """Raise ValueError if several ranks would each train the same model alone."""
     if strategy == "none" and world_size() > 1:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def run_main(main: Callable[[], None]) -> None:
