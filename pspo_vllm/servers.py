@@ -50,9 +50,9 @@ class Servers:
         well_formed = {url for url in urls if re.fullmatch(r"https?://[^/\s]+:\d+", url)}
         if not urls or len(well_formed) != len(urls):
             rule = "must be different addresses such as http://host:8000"
-            raise ValueError(f"--rollout.engine.init_args.urls {rule}, got {urls!r}")
+            raise ValueError(f"urls {rule}, got {urls!r}")
         if not 0 < timeout < 2**31:
-            raise ValueError(f"--rollout.engine.init_args.timeout must be above 0 and below 2^31, got {timeout!r}")
+            raise ValueError(f"timeout must be above 0 and below 2^31, got {timeout!r}")
         self.urls = list(urls)
         self.timeout = timeout
         self.version = ""

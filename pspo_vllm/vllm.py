@@ -43,7 +43,7 @@ class VLLM:
 
     def __init__(self, memory: float = 0.3) -> None:
         if not 0 < memory <= 1:
-            raise ValueError(f"--rollout.engine.init_args.memory must be in (0, 1], got {memory!r}")
+            raise ValueError(f"memory must be in (0, 1], got {memory!r}")
         self.memory = memory
         self.version: int | None = None
         self.is_drawing = False
