@@ -198,12 +198,11 @@ def test_adapters_are_float32_beside_a_bfloat16_base():
 def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
     save_adapters(make_policy(), tmp_path)
     rollout, advantages = make_rows()
-    for lora in (LoraConfig(rank=4), LoraConfig(name_or_path=str(tmp_path))):
-        model = ModelConfig("tiny-base", lora=lora)
+    for model in (LORA, ModelConfig(str(tmp_path))):
         policy = load_policy(model, CPU)
         config = make_config(model, epochs=1, beta=0.1)
         start = token_logprobs(load_policy(model, CPU), *rollout.token_ids, 0.7).detach()
-        if lora.rank:
+        if model is LORA:
             base = load_policy(ModelConfig("tiny-base"), CPU)
             torch.testing.assert_close(token_logprobs(base, *rollout.token_ids, 0.7).detach(), start)
         learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
