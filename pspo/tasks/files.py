@@ -1,6 +1,7 @@
-"""Readers of local files: JSON lines, JSON, CSV, parquet, `save_to_disk` folders and ASDiv's XML, as rows.
+"""Readers of local files: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
 
-Gold answers keep their decimal digits: 0.1 in a JSON file is read as Decimal("0.1"), never as a binary float.
+Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1"), never a binary
+float.
 """
 
 import csv
@@ -28,7 +29,7 @@ class Row:
         if column not in self.record:
             raise ValueError(
                 f"{self.where}: no column {column!r}, only {', '.join(map(str, self.record))}; "
-                "check --data.name, --data.prompt_column and --data.answer_column (--data.answer_kind none needs none)"
+                "check --data.name and --data.columns (--data.answer_kind none needs no answers)"
             )
         value = self.record[column]
         if not isinstance(value, str | int | float | Decimal | None):
@@ -71,9 +72,8 @@ def file_rows(paths: list[Path]) -> list[Row]:
     """Read all records of some files; ValueError names the file, and the line or record, that is wrong."""
     rows = []
     for path in paths:
-        reader = _read_saved if path.is_dir() else READERS[path.suffix]
         try:
-            for number, record in enumerate(reader(path), 1):
+            for number, record in enumerate(READERS[path.suffix](path), 1):
                 if not isinstance(record, dict):
                     raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
                 check_characters(record, f"record {number}")
@@ -90,41 +90,15 @@ def check_characters(record: dict[str, Any], where: str) -> None:
     try:
         json.dumps(record, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a character ({error.reason}); mend it") from error
+        raise ValueError(f"{where} contains an unpaired surrogate ({error.reason})") from error
 
 
-def data_files(folder: Path) -> list[Path]:
-    """Find the data below a folder: files of a known format, and folders that `Dataset.save_to_disk` wrote."""
-    saved = {state.parent for state in folder.rglob("state.json") if is_saved(state.parent)}
-    files = [file for file in folder.rglob("*") if file.suffix in READERS and file.name != "dataset_dict.json"]
-    return sorted(saved.union(file for file in files if file.parent not in saved))
-
-
-def is_saved(path: Path) -> bool:
-    """True for a folder that `Dataset.save_to_disk` wrote."""
-    return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
-
-
-def _read_saved(path: Path) -> list[dict[str, Any]]:
-    import datasets  # slow to import
-
-    try:
-        return datasets.load_from_disk(str(path)).to_list()
-    except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"state.json or dataset_info.json is not what datasets writes ({error!r})") from error
-
-
-def _record(columns: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of columns; ValueError if one comes twice."""
-    record = dict(columns)
-    if len(record) < len(columns):
-        raise ValueError(f"a column comes twice: {', '.join(name for name, _ in columns)}")
-    return record
+def _null(constant: str) -> None:
+    """Read NaN and infinities, which JSON has not, as empty."""
 
 
 def _parse_json(text: str) -> Any:
-    empty = {"parse_constant": lambda _: None}  # NaN
-    return json.loads(text, parse_float=Decimal, object_pairs_hook=_record, **empty)
+    return json.loads(text, parse_float=Decimal, parse_constant=_null)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -145,7 +119,6 @@ def _read_json(path: Path) -> list[Any]:
 def _read_csv(path: Path) -> Iterator[dict[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        _record([(name, None) for name in reader.fieldnames or ()])
         for record in reader:
             if None in record:  # DictReader's key of surplus cells
                 raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")
@@ -155,9 +128,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, str]]:
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet  # slow to import
 
-    table = pyarrow.parquet.ParquetFile(path).read()
-    _record([(name, None) for name in table.column_names])
-    return table.to_pylist()
+    return pyarrow.parquet.ParquetFile(path).read().to_pylist()
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[dict[str, str]]:
