@@ -260,7 +260,7 @@ def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
     """Rewards hear which completions hit the limit, and advantages are made of them as the switch says."""
     switches = (
         "--rollout.prompts=8", "--rollout.max_completion_tokens=18", "--algorithm.advantages=rloo",
-        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0", "--run.samples=8",
+        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0", "--run.record_tokens=8",
         "--reward.functions=test_rewards.tells", f"--run.output_dir={tmp_path / 'out'}",
     )  # fmt: skip
     TOLD.clear()

@@ -151,7 +151,7 @@ def load_problems(
     """
     columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
     hub = hub or {}
-    check_arguments(name, split, path, columns, hub)
+    check_arguments(name, split, path, hub)
     names = name.split("+")
     problems = []
     for part in names:
@@ -187,9 +187,7 @@ def load_problems(
     return problems[:limit]
 
 
-def check_arguments(
-    name: str, split: str, path: str | Path | None, columns: dict[str, str], hub: dict[str, Any]
-) -> None:
+def check_arguments(name: str, split: str, path: str | Path | None, hub: dict[str, Any]) -> None:
     """Raise ValueError for arguments of `load_problems` that name nothing, or do not fit each other."""
     names = name.split("+")
     for part in names:
@@ -200,10 +198,6 @@ def check_arguments(
             )
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if unknown := columns.keys() - {"prompt", "answer"}:
-        raise ValueError(f"--data.columns {unknown.pop()!r} is unknown; it names the columns of prompt and answer")
-    if unknown := hub.keys() - {"config", "revision", "splits"}:
-        raise ValueError(f"--data.hub {unknown.pop()!r} is unknown; choose from config, revision, splits")
     if "revision" in hub and (path is not None or len(names) > 1 or name in GENERATED):
         raise ValueError("the revision in --data.hub is that of a single data set of the hub: unset it")
     if name in GENERATED and path is not None:
