@@ -353,12 +353,16 @@ class AlgorithmConfig(Section, name="algorithm"):
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     correction: Correction | Callable | None = None
     correction_cap: float = number(3.0, "above 0")
+    entropy_target = None  # TODO: no fields any more, go with their last use
+    entropy_quantile = 1.0
+    mask_off_policy = None
+    correction_floor = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for switch, function, inputs, offered in (
             ("surrogate", self.surrogate.bind_step(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
-            *(("terms", term, ("losses", "x"), ()) for term in self.terms),
+            *(("terms", term, ("losses", "inputs"), ()) for term in self.terms),
             ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
             ("aggregation", self.aggregation, ("mask", "counts"), ()),
             ("correction", self.correction, ("old_logprobs", "sampler_logprobs", "mask"), ()),
@@ -418,7 +422,9 @@ class OptimizerConfig(Section, name="optimizer"):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, "at least 0")
     microbatch_tokens: int = number(4096, "above 0")
-    max_skipped = 10  # TODO: no field any more, goes with its last use
+    halve_on_oom = True  # TODO: no fields any more, go with their last use
+    one_pass = True
+    max_skipped = 10
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,17 +53,23 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
     finite is counted and skipped.
     """
+    is_sharded = dist.is_sharded(learner.policy)
     while True:
         visits = []
         try:
             for batch in minibatch.batches:
-                visits += backward(learner, batch, minibatch.counts, config)
+                if is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
+                    step = partial(backward, learner, batch, minibatch.counts, config)
+                    visits += learner.policy.call_with_weights(step)
+                else:
+                    visits += backward(learner, batch, minibatch.counts, config)
             break
         except RuntimeError as error:
             if not can_halve(error, learner.policy, minibatch):
                 raise
         learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
-        learner.microbatch_limit = halve(learner.policy, minibatch)
+        limit = halve(learner.policy, minibatch)
+        learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
 
     loss = dist.sum_over_ranks(torch.stack([visit.loss for visit in visits]).sum())
     dist.sum_gradients(learner.policy)
@@ -106,9 +113,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
                 x = batch.loss_inputs(rows, logprobs, entropies, learner.steps)
                 losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)  # (b, t)
                 check_loss(algorithm.surrogate, losses, x.logprobs)
-                (weights,) = torch.autograd.grad(
-                    losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True
-                )
+                (weights,) = torch.autograd.grad(losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True)
                 for term in algorithm.loss_terms:
                     losses = term(losses, x)
                     check_loss(term, losses, x.logprobs)
@@ -136,7 +141,8 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
             except RuntimeError as error:
                 if not can_halve(error, learner.policy, minibatch):
                     raise
-            learner.microbatch_limit = halve(learner.policy, minibatch)
+            limit = halve(learner.policy, minibatch)
+            learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
 
 
 def add_batch_logprobs(learner: Learner, batch: Batch, temperature: float, with_old: bool) -> None:

@@ -2,7 +2,7 @@
 
 FOLDER has base.jsonl, math.jsonl and smollm2.jsonl: lines of scripts/gradient_bias.py, of SmolLM2 those of NoClip and
 Clip. MOVES.csv is what scripts/moves.py writes of forks from the same checkpoints. Writes base.svg, math.svg, and in
-FOLDER's README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
 """
 
 import argparse

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pspo.model import load_policy, load_tokenizer, shares_prompts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import Prompts, TransformersSampler, load_prompts, make_sampling
+from pspo.rollout.generate import decode_greedily
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
@@ -64,7 +66,8 @@ def prepare(
     decoder = "pspo" if shares_prompts(policy) else "hf"
     max_rows = config.eval.max_tokens  # which is the limit here
     sampling = make_sampling(policy, tokenizer, config.eval, max_rows=max_rows, decoder=decoder)
-    check_exactness(policy, tokenizer, prompts.ids, sampling, config.model.autocast)
+    decode = partial(decode_greedily, policy, tokenizer, sampling)
+    check_exactness(policy, prompts.ids, decode, config.model.autocast)
     hashes = fingerprint(policy, prompts)
     dist.run_on_main(lambda: make_folder(output, settings, hashes, device))
     return TransformersSampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
@@ -143,7 +146,7 @@ def cell(name: str, numbers: Record) -> str:
 def main(args: Sequence[str] | None = None) -> None:
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
-        dist.init("ddp" if dist.under_torchrun() else "none", timeout=3600)
+        dist.init("ddp" if dist.launched_by_torchrun() else "none", timeout=3600)
     output = Path(config.run.output_dir)
     completions_file = output / "completions.jsonl"
     results_file = output / "results.json"
