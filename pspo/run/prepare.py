@@ -120,7 +120,7 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    return Learner(policy, optimizer, scheduler, reference, config.optimizer.one_pass)
+    return Learner(policy, optimizer, scheduler, reference)
 
 
 def find_output(
