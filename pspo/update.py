@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,11 +53,16 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
     finite is counted and skipped.
     """
+    is_sharded = dist.is_sharded(learner.policy)
     while True:
         visits = []
         try:
             for batch in minibatch.batches:
-                visits += backward(learner, batch, minibatch.counts, config)
+                if is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
+                    step = partial(backward, learner, batch, minibatch.counts, config)
+                    visits += learner.policy.call_with_weights(step)
+                else:
+                    visits += backward(learner, batch, minibatch.counts, config)
             break
         except RuntimeError as error:
             if not can_halve(error, learner.policy, minibatch):

@@ -37,8 +37,8 @@ C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping",
          Callable: "a function", NoneType: "null"}  # fmt: skip
-IMPORTED = ("algorithm.surrogate", "algorithm.advantages", "algorithm.aggregation", "algorithm.correction",
-            "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")  # fmt: skip
+IMPORTED = ("algorithm.surrogate", "algorithm.terms", "algorithm.advantages", "algorithm.aggregation",
+            "algorithm.correction", "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")  # fmt: skip
 PRESETS = Path(__file__).parents[1] / "assets" / "methods"
 set_dumper("yaml", to_yaml)
 
@@ -385,7 +385,7 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, OSError) as error:
-        if not (once and dist.under_torchrun()) or os.environ["LOCAL_RANK"] == "0":
+        if not (once and dist.launched_by_torchrun()) or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 

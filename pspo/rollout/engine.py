@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pspo.config import RolloutConfig
+from pspo.model import token_logprobs
 from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
 from pspo.rollout.types import Nucleus
 from pspo.run.learner import Learner
 from pspo.tasks.environment import import_for
-
-VLLM, SERVERS = "pspo_vllm.vllm.VLLM", "pspo_vllm.servers.Servers"
 
 
 class EngineError(RuntimeError):
@@ -84,11 +84,35 @@ class EngineSampler:
         return as_rollout(self.tokenizer, prompt_ids, prompt_mask, *drawn, self.sampling)
 
 
+@torch.no_grad()
+def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float]:
+    """Mean and largest difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
+
+    Raises ValueError if they are not of one model at one temperature.
+    """
+    sampling, policy, name = sampler.sampling, sampler.learner.policy, type(sampler.engine).__name__
+    limits = {"max_completion_tokens": min(sampling.max_completion_tokens, 32), "min_completion_tokens": 0}
+    few = replace(sampler, sampling=replace(sampling, logprobs=True, **limits))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            drawn = few.draw(prompts, group_size=2)
+    except EngineError as error:
+        raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
+    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
+    error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
+    mean, largest = error.mean().item(), error.max().item()
+    if not mean <= sampler.engine.tolerance:
+        raise ValueError(
+            f"--rollout.engine {name}: its log-probs differ from the policy's by {mean:.2g} nats on average, "
+            f"{largest:.2g} at most: they are not of one model. Use --rollout.engine transformers for this model"
+        )
+    return mean, largest
+
+
 def find_engine(config: RolloutConfig) -> type[Engine]:
     """Import the class of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
-    name, rule = config.engine, "give transformers, vllm, or the import path of a class"
-    path = {"vllm": SERVERS if config.servers else VLLM}.get(name, name)
-    engine = import_for("rollout.engine", path, rule)
+    name = config.engine["class_path"] if isinstance(config.engine, dict) else config.engine
+    engine = import_for("rollout.engine", name, "give the import path of a class, such as pspo_vllm.VLLM")
     if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
         raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.rollout.engine.Engine says what it needs")
     engine.check(config)

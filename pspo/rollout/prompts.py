@@ -10,8 +10,8 @@ from itertools import count
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pspo.config import DataConfig, SpecialTokens
-from pspo.model.chat import MARK, encode, most_tokens, render_prompts
+from pspo.config import DataConfig
+from pspo.model.chat import MARK, encode, max_token_counts, render_prompts
 from pspo.tasks import Problem, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
@@ -75,14 +75,22 @@ def load_prompts(
     less shows whether it is too long. ``limit`` replaces --data.limit; an ``environment`` makes the prompts of the
     problems. Raises ValueError if none is left, or the split does not exist.
     """
-    prompt_fields = ("system_prompt", "chat_template", "chat_template_file", "max_prompt_tokens", "special_tokens")
-    problem_fields = {name: value for name, value in vars(config).items() if name not in prompt_fields}
-    problems = load_problems(split=split, **problem_fields | {"limit": config.limit if limit is None else limit})
+    problems = load_problems(
+        config.name,
+        split,
+        config.path,
+        limit=config.limit if limit is None else limit,
+        seed=config.seed,
+        answer_kind=config.answer_kind,
+        columns=config.columns,
+        hub=config.hub,
+        holdout=config.holdout,
+    )
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
     tools = getattr(environment(), "tools", None) if environment else None
-    texts = render_prompts(tokenizer, prompts, config.system_text, config.special_tokens, tools)
+    texts = render_prompts(tokenizer, prompts, config.system_text, tools)
     longest = min(config.max_prompt_tokens, room)
-    lengths = most_tokens(tokenizer, texts)
+    lengths = max_token_counts(tokenizer, texts)
     unknown = [i for i, length in enumerate(lengths) if length > longest]
     for i, ids in zip(unknown, encode(tokenizer, [texts[i] for i in unknown]), strict=True):
         lengths[i] = len(ids)
@@ -97,8 +105,7 @@ def load_prompts(
         too_long = len(texts) - len(kept)
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
     if as_text := sum(MARK in texts[i] for i in kept):
-        advice = "--data.special_tokens allow keeps them"
-        print(f"{config.name} {split}: special tokens in {as_text:,} of {len(kept):,} prompts are text; {advice}")
+        print(f"{config.name} {split}: special tokens in {as_text:,} of {len(kept):,} prompts are text")
     return Prompts([problems[i] for i in kept], EncodedTexts(tokenizer, [texts[i] for i in kept]))
 
 
@@ -106,10 +113,9 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Messages],
     system_prompt: str = SYSTEM_PROMPT,
-    special_tokens: SpecialTokens = "text",
 ) -> list[list[int]]:
     """Render and encode prompts, see `render_prompts`."""
-    return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt, special_tokens))
+    return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt))
 
 
 def prompt_order(n: int, seed: int) -> Iterator[int]:

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from pspo import distributed as dist
 from pspo.cli.files import as_argument
 from pspo.config import ModelConfig, TrainConfig
 from pspo.model import autocast, casts_to_bf16, has_adapters
 from pspo.model.device import GIB, peak_memory_gb
-from pspo.model.load import empty_policy
+from pspo.model.find import config_without_dropout
+from pspo.model.load import empty_policy, prepare_policy, weights_dtype
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
 from pspo.run.folders import nearest
 
@@ -189,7 +190,7 @@ def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, fl
     plain = replace(config, gradient_checkpointing=False)
     per_token = []
     for layers in (1, 2):
-        policy = empty_policy(plain, device, layers)
+        policy = small_policy(plain, device, layers)
         few, many = (saved_bytes(policy, tokens, config, device) for tokens in (64, 128))
         per_token.append((many - few) / (4 * 64))
     layer = per_token[1] - per_token[0]
@@ -198,6 +199,25 @@ def measure_layers(config: ModelConfig, device: torch.device) -> tuple[float, fl
         policy.base_model(ids, past_key_values=cache, use_cache=True)
     keys = sum(states.numel() * states.element_size() for states in (cache.layers[0].keys, cache.layers[0].values)) / 64
     return layer, per_token[0] - layer, keys
+
+
+def small_policy(config: ModelConfig, device: torch.device, layers: int) -> transformers.PreTrainedModel:
+    """The policy with random weights, few layers and 8 tokens."""
+    model_config = config_without_dropout(config)
+    text = model_config.get_text_config()
+    text.num_hidden_layers = layers
+    text.vocab_size = 8
+    text.pad_token_id = None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        policy = AutoModelForCausalLM.from_config(
+            model_config,
+            trust_remote_code=config.trust_remote_code,
+            dtype=weights_dtype(config, device),
+            attn_implementation=config.attn_implementation,
+        )
+        return prepare_policy(policy, config)
 
 
 def saved_bytes(policy: transformers.PreTrainedModel, width: int, config: ModelConfig, device: torch.device) -> int:
