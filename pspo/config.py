@@ -409,7 +409,6 @@ class OptimizerConfig(Section, name="optimizer"):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, at_least=0)
     microbatch_tokens: int = number(4096, above=0)
-    max_skipped = 10  # TODO: no field any more, goes with its last use
 
 
 @dataclass(frozen=True)
@@ -445,12 +444,6 @@ class RunConfig(Section, name="run"):
     record_tokens: int = number(2, at_least=0)
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    name = None  # TODO: no fields any more, go with their last use
-    resume = "auto"
-
-    @property
-    def samples(self) -> int:
-        return self.record_tokens
 
 
 @dataclass(frozen=True)
