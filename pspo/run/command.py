@@ -12,14 +12,14 @@ from pspo.cli.escape import printable
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
-from pspo.cli.user_code import UserCodeFailed
+from pspo.cli.user_code import RunFailed, UserCodeFailed
 from pspo.config import LORA_LR, PAPER_LR, DefaultRate, RewardConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, from_record, label, table
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
 from pspo.rollout import Prompts
 from pspo.run.card import changed_settings, evaluate_command
-from pspo.run.folders import RunFailed, newest_checkpoint
+from pspo.run.folders import newest_checkpoint
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run

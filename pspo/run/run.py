@@ -14,7 +14,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.cli.files import read_config, read_jsonl, write_json, write_text
 from pspo.cli.signals import Stopped, StopSignals
-from pspo.cli.user_code import UserCodeFailed, raise_together
+from pspo.cli.user_code import RunFailed, UserCodeFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
@@ -23,7 +23,7 @@ from pspo.rollout.delay import Delay
 from pspo.rollout.engine import EngineError
 from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import RunFailed, newest_checkpoint, write_errors
+from pspo.run.folders import newest_checkpoint, write_errors
 from pspo.run.learner import Learner
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
