@@ -15,7 +15,7 @@ import torch
 
 from pspo import distributed as dist
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, estimate_advantages
+from pspo.rollout import Drawing, Experience, estimate_advantages, refill
 from pspo.run.command import train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
@@ -32,7 +32,7 @@ def train(run: Run) -> dict[str, Any]:
     while not run.ended():
         experience = draw(run)
         if run.delay is not None:
-            with run.phase("generate"):  # an engine draws ahead
+            with run.phase("generate"):  # an engine may begin to draw ahead
                 experience = run.delay.push(experience)  # returns the one drawn --rollout.lag rollouts ago
             if experience is None:
                 continue
@@ -45,10 +45,7 @@ def train(run: Run) -> dict[str, Any]:
 def draw(run: Run) -> Experience:
     """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
     config = run.config
-    drawing = None if run.delay is None else run.delay.take_prefetched()
-    if drawing is None:
-        drawing = draw_prompts(run, config.rollout.prompts)
-    experience = score(run, drawing)
+    experience = score(run, draw_prompts(run, config.rollout.prompts))
     if config.rollout.resample > 0:
         experience = resample(run, experience)
     if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
@@ -115,7 +112,7 @@ def resample(run: Run, experience: Experience) -> Experience:
         if missing == 0:
             break
         fresh = score(run, draw_prompts(run, missing * dist.world_size()))
-        experience = with_advantages(run, experience.refill(fresh))
+        experience = with_advantages(run, refill(experience, fresh))
     return experience
 
 

@@ -18,7 +18,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.model.save import write_model
-from pspo.rollout import Drawing, Experience, Rollout
+from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import RunFailed, fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
 
@@ -130,7 +130,7 @@ class Checkpointer:
             states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
             ranks = len(list(folder.glob("rank-*.pt")))
             if ranks == dist.world_size():
-                with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
+                with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
                     file = folder / f"rank-{dist.rank()}.pt"
                     states |= torch.load(file, map_location=policy.device, weights_only=True)
         except pickle.UnpicklingError as error:

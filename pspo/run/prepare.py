@@ -15,14 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
 from pspo.cli.python import default_output
+from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
+from pspo.environments import EnvironmentSampler
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.model.chat import drops_thoughts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, load_prompts
+from pspo.rollout import Prompts, RolloutSampler, Sampler, Sampling, UnshardedSampler, load_prompts, make_sampling
 from pspo.rollout.delay import Delay
-from pspo.rollout.engine import find_engine
+from pspo.rollout.engine import EngineSampler, find_engine, start_engine
 from pspo.rollout.generate import decode_greedily
 from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer, Stateful
@@ -33,7 +35,6 @@ from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, remove_records, resume
 from pspo.run.run import Run
-from pspo.run.sampler import Sampler
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.tasks import check_rewards
@@ -53,8 +54,7 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         check_tracker(config.run.tracker)
         check_optimizer(config.optimizer)
-        if config.rollout.external:
-            find_engine(config.rollout)
+        engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
         make_environment = load_environment(config.rollout.environment)
         tokenizer = load_tokenizer(config.model, config.data)
         token_ids(tokenizer, config.rollout.stop_tokens or ())
@@ -67,16 +67,24 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators:
             learner = make_learner(config, device)
-        sampler = Sampler(config, learner, tokenizer, generators, make_environment, output)
+        signals = StopSignals()
+        sampling = make_run_sampling(config, learner, tokenizer)
+        decoder = Sampler(learner.policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
         with dist.unsharded(learner.policy):
-            decode = partial(decode_greedily, learner.policy, tokenizer, sampler.sampling)
+            decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
             check_exactness(learner.policy, prompts["train"].ids, decode, config.model.autocast)
-        if config.rollout.external:
-            sampler.start_engine(prompts, resources)
+        engine_sampler = None
+        if engine is not None:
+            resources.callback(engine.close)
+            if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+                resources.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+            engine_sampler = start_engine(engine, config, learner, decoder, prompts)
+        sampler = make_sampler(decoder, engine_sampler, make_environment)
 
         stream = PromptStream(prompts["train"], config)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-        delay = Delay(config, stream, sampler) if config.rollout.lag > 0 else None
+        delay = make_delay(config, stream, engine_sampler) if config.rollout.lag > 0 else None
         validator = Validator(config, sampler, recorder, prompts)
         parts: dict[str, Stateful] = {
             "stream": stream,
@@ -110,7 +118,43 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             checkpointer=checkpointer,
             output=output,
             resources=resources.pop_all(),
+            signals=signals,
         )
+
+
+def make_run_sampling(config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """Sampling as --rollout says, with what --algorithm needs of the tokens that are drawn."""
+    return make_sampling(
+        learner.policy,
+        tokenizer,
+        config.rollout,
+        logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
+        nucleus=config.algorithm.nucleus == "replay",
+    )
+
+
+def make_sampler(
+    decoder: Sampler, engine_sampler: EngineSampler | None, make_environment: MakeEnvironment | None
+) -> RolloutSampler:
+    """What draws: the policy's own decoding or an engine; in an environment, if the run has one."""
+    sampler = decoder if engine_sampler is None else engine_sampler
+    if make_environment is not None:
+        sampler = EnvironmentSampler(sampler, make_environment)
+    if dist.is_sharded(decoder.policy):
+        sampler = UnshardedSampler(sampler, decoder.policy, gathers=engine_sampler is None)
+    return sampler
+
+
+def make_delay(config: TrainConfig, stream: PromptStream, engine_sampler: EngineSampler | None) -> Delay:
+    """Rollouts wait for --rollout.lag; an engine draws the next one during the update, if nothing forbids it."""
+    if not config.draws_ahead:
+        return Delay(config.rollout.lag)
+
+    def prefetch() -> None:
+        _, prompts = stream.peek(config.rollout.prompts)
+        engine_sampler.prefetch(prompts, config.rollout.group_size)
+
+    return Delay(config.rollout.lag, engine_sampler, prefetch)
 
 
 def find_start(

@@ -18,7 +18,7 @@ from pspo.cli.user_code import UserCodeFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience
+from pspo.rollout import Experience, RolloutSampler
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import EngineError
 from pspo.rollout.generators import Generators
@@ -27,7 +27,6 @@ from pspo.run.folders import RunFailed, newest_checkpoint, write_errors
 from pspo.run.learner import Learner
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.run.sampler import Sampler
 from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
@@ -48,7 +47,7 @@ class Run:
 
     config: TrainConfig
     stream: PromptStream
-    sampler: Sampler
+    sampler: RolloutSampler
     delay: Delay | None
     learner: Learner
     validator: Validator
@@ -75,16 +74,9 @@ class Run:
 
     def ended(self) -> bool:
         """Take a snapshot of the parts; True if a limit is reached, or any rank was asked to stop."""
-        self.collect_prefetched()
         self.checkpointer.take_snapshot()
         self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
         return self.stopped or self.recorder.limit_reached
-
-    def collect_prefetched(self) -> None:
-        """Wait for the rollout that an engine draws ahead, so that a checkpoint holds it."""
-        if self.config.draws_ahead:
-            with self.phase("generate"):
-                self.delay.collect_prefetched()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -95,7 +87,7 @@ class Run:
         failure = None
         try:
             yield
-        except Exception as error:  # a user's code may raise anything
+        except (Exception, Stopped) as error:  # a user's code may raise anything
             failure = error
         finally:
             if os.getpid() != process:  # the user's code has forked: two trainers would write one folder
@@ -104,14 +96,14 @@ class Run:
             self.end_if_failed(name, failure)
         self.recorder.seconds[name] = self.recorder.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def end_if_failed(self, name: str, failure: Exception | None) -> None:
+    def end_if_failed(self, name: str, failure: BaseException | None) -> None:
         """If a phase has failed on any rank, save the run as of the last snapshot, and raise on all of them.
 
-        Raises Stopped; UserCodeFailed, with the user's own frames; or ``failure`` itself if it is no error of a user's
-        code, or of an update, whose ranks wait for each other's gradients.
+        Raises Stopped; UserCodeFailed, with the user's own frames; RunFailed if an engine has failed; or ``failure``
+        itself if it is none of these, or of an update, whose ranks wait for each other's gradients.
         """
         if failure is not None:
-            is_ours = isinstance(failure, RunFailed | EngineError) and not isinstance(failure, UserCodeFailed)
+            is_ours = isinstance(failure, RunFailed) and not isinstance(failure, UserCodeFailed)
             if name == "train" or is_ours or is_out_of_memory(failure):
                 raise failure
         try:
@@ -120,6 +112,9 @@ class Run:
             if self.learner.steps:
                 self.checkpointer.save(self.checkpointer.snapshot)
             raise
+        except EngineError as error:
+            again = f"the same command with --run.output_dir {self.output} resumes from the last checkpoint"
+            raise RunFailed(f"the engine failed: {error}; {again}") from error
         except UserCodeFailed as error:
             saved = "not saved before its first step: the same command starts anew"
             if self.learner.steps:
@@ -159,7 +154,6 @@ class Run:
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Record a rollout that was trained on, by ``steps`` with these metrics; validate and save if due."""
-        self.collect_prefetched()
         self.recorder.record(experience, steps)
         self.write_rollout()
         if self.on_rollout is not None:

@@ -21,7 +21,6 @@ from pspo.run.card import model_card
 from pspo.run.folders import write_errors
 from pspo.run.metrics import validation_status
 from pspo.run.recorder import Recorder
-from pspo.run.sampler import Sampler
 from pspo.run.save import save_model
 
 T = TypeVar("T")
@@ -40,7 +39,9 @@ class Validator:
         best_trained: the best, excluding step 0.
     """
 
-    def __init__(self, config: TrainConfig, sampler: Sampler, recorder: Recorder, prompts: dict[str, Prompts]) -> None:
+    def __init__(
+        self, config: TrainConfig, sampler: RolloutSampler, recorder: Recorder, prompts: dict[str, Prompts]
+    ) -> None:
         self.config = config
         self.sampler = sampler
         self.recorder = recorder
@@ -111,7 +112,7 @@ class Validator:
         """
         prompts = self.prompts[split]
         bar = "" if self.config.run.quiet else bar
-        rows = math.inf if sampler.sampling.synced else math.ceil(len(prompts) / dist.world_size())
+        rows = math.ceil(len(prompts) / dist.world_size())
         evaluation = evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
         return dist.run_on_main(lambda: use(evaluation))
 
