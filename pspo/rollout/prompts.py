@@ -82,11 +82,8 @@ def load_prompts(
         limit=config.limit if limit is None else limit,
         seed=config.seed,
         answer_kind=config.answer_kind,
-        prompt_column=config.columns["prompt"],
-        answer_column=config.columns["answer"],
-        config=config.hub.get("config"),
-        revision=config.hub.get("revision"),
-        splits=config.hub.get("splits"),
+        columns=config.columns,
+        hub=config.hub,
         holdout=config.holdout,
     )
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
