@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from engines import needs_vllm
 from processes import assert_same, until
-from runs_of_ranks import torchrun
+from rank_runs import torchrun
 
 from pspo.cli.files import read_jsonl
 
