@@ -68,7 +68,8 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
             if not can_halve(error, learner.policy, minibatch):
                 raise
         learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
-        learner.microbatch_limit = halve(learner.policy, minibatch)
+        limit = halve(learner.policy, minibatch)
+        learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
 
     loss = dist.sum_over_ranks(torch.stack([visit.loss for visit in visits]).sum())
     dist.sum_gradients(learner.policy)
@@ -112,9 +113,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
                 x = batch.loss_inputs(rows, logprobs, entropies, learner.steps)
                 losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)  # (b, t)
                 check_loss(algorithm.surrogate, losses, x.logprobs)
-                (weights,) = torch.autograd.grad(
-                    losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True
-                )
+                (weights,) = torch.autograd.grad(losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True)
                 for term in algorithm.loss_terms:
                     losses = term(losses, x)
                     check_loss(term, losses, x.logprobs)
@@ -142,7 +141,8 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
             except RuntimeError as error:
                 if not can_halve(error, learner.policy, minibatch):
                     raise
-            learner.microbatch_limit = halve(learner.policy, minibatch)
+            limit = halve(learner.policy, minibatch)
+            learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
 
 
 def add_batch_logprobs(learner: Learner, batch: Batch, temperature: float, with_old: bool) -> None:
