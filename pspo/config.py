@@ -361,7 +361,7 @@ class AlgorithmConfig(Section, name="algorithm"):
         super().__post_init__()
         for switch, function, inputs, offered in (
             ("surrogate", self.surrogate.bind_step(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
-            *(("terms", term, ("losses", "inputs"), ()) for term in self.terms),
+            *(("terms", term, ("losses", "x"), ()) for term in self.terms),
             ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
             ("aggregation", self.aggregation, ("mask", "counts"), ()),
             ("correction", self.correction, ("old_logprobs", "sampler_logprobs", "mask"), ()),

@@ -82,8 +82,7 @@ def evaluate(
     parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
     devices = [device] if device.type == "cuda" else []
     bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "quiet": not bar or not dist.is_main()}
-    # Ranks take turns; if they must run equally many passes, all decode the same.
-    turns, turn = (1, 0) if sampling.synced else (dist.world_size(), dist.rank())
+    turns, turn = dist.world_size(), dist.rank()
     with torch.random.fork_rng(devices), Bar(**bar_of) as progress:
         for first in range(0, len(parts), turns):
             records, together = [], parts[first : first + turns]
