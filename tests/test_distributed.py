@@ -22,7 +22,8 @@ from pspo.config import (
 from pspo.environments import EnvironmentSampler
 from pspo.losses import GMPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
+from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
+from pspo.rollout.sampler import Sampler, UnshardedSampler
 from pspo.rollout.types import Nucleus
 from pspo.run.prepare import make_learner
 from pspo.tasks import Problem
@@ -130,7 +131,8 @@ def play(policy, rank: int) -> tuple[list[list[int]], list[int]]:
     sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=300)
     prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
     torch.manual_seed(rank)
-    rollout = EnvironmentSampler(TransformersSampler(policy, tokenizer, sampling), Patient).draw(prompts, 2)
+    sampler = EnvironmentSampler(Sampler(policy, tokenizer, sampling), Patient)
+    rollout = UnshardedSampler(sampler, policy).draw(prompts, 2)
     return rollout.completion_ids.tolist(), rollout.turns.tolist()
 
 
@@ -141,7 +143,8 @@ def roll_out(policy, rank: int) -> list[list[int]]:
     sampling = Sampling(stops, tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=8 + 12 * rank)
     torch.manual_seed(rank)
     prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
-    return TransformersSampler(policy, tokenizer, sampling).draw(prompts, 2).completion_ids.tolist()
+    sampler = UnshardedSampler(Sampler(policy, tokenizer, sampling), policy)
+    return sampler.draw(prompts, 2).completion_ids.tolist()
 
 
 def talk() -> dict:
