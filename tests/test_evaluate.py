@@ -23,7 +23,7 @@ from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import Chunk, chunks, evaluate
 from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
-from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
@@ -78,7 +78,7 @@ def test_majority_of_many_samples():
 
 # --- means and breakdowns ---------------------------------------------------------------------------------------------
 
-SCRIPTED = TransformersSampler(
+SCRIPTED = Sampler(
     None, None, Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4)
 )
 LENGTHS = [3, 1, 5, 2, 4, 1, 2]
@@ -108,7 +108,7 @@ def scripted(monkeypatch):
             ended = torch.tensor([length < 6 for length in lengths])
             return Rollout(ids, mask, torch.ones(len(texts), 6, dtype=torch.int64), completion_mask, ended, texts)
 
-        monkeypatch.setattr(TransformersSampler, "draw", draw)
+        monkeypatch.setattr(Sampler, "draw", draw)
         return calls
 
     return script
@@ -328,16 +328,16 @@ def draw(load, tokenizer):
     def run(seed=5, rows=2, temperature=1.0, **how):
         how = {"samples": 3, "max_tokens": rows * longest} | how
         of = replace(sampling, temperature=temperature)
-        return evaluate(TransformersSampler(policy, tokenizer, of), prompts, RewardConfig(), seed=seed, **how)
+        return evaluate(Sampler(policy, tokenizer, of), prompts, RewardConfig(), seed=seed, **how)
 
     return run
 
 
 def note_draws(monkeypatch, drawn):
     """Append the prompts of every draw."""
-    draw = TransformersSampler.draw
+    draw = Sampler.draw
     monkeypatch.setattr(
-        TransformersSampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n)
+        Sampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n)
     )
 
 

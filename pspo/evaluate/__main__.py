@@ -25,14 +25,14 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.user_code import UserCodeFailed
-from pspo.config import EvaluateConfig
+from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Record, as_text, label, problem_count, table
 from pspo.model import load_policy, load_tokenizer, shares_prompts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, TransformersSampler, load_prompts, make_sampling
+from pspo.rollout import Prompts, Sampler, load_prompts, make_sampling
 from pspo.rollout.generate import decode_greedily
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
@@ -52,7 +52,7 @@ def fingerprint(policy: transformers.PreTrainedModel, prompts: Prompts) -> dict[
 
 def prepare(
     config: EvaluateConfig, settings: files.Settings, device: torch.device
-) -> tuple[TransformersSampler, MakeEnvironment | None, Prompts]:
+) -> tuple[Sampler, MakeEnvironment | None, Prompts]:
     """Load everything, and make the output folder; ValueError if it holds another evaluation."""
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, settings))
@@ -60,17 +60,23 @@ def prepare(
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     make_environment = load_environment(config.eval.environment)
-    prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, environment=make_environment)
+    prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)
-    decoder = "pspo" if shares_prompts(policy) else "hf"
-    max_rows = config.eval.max_tokens  # which is the limit here
-    sampling = make_sampling(policy, tokenizer, config.eval, max_rows=max_rows, decoder=decoder)
+    rollout = RolloutConfig(
+        max_completion_tokens=config.eval.max_completion_tokens,
+        stop_tokens=config.eval.stop_tokens,
+        stop_strings=config.eval.stop_strings,
+        top_p=config.eval.top_p,
+        max_rows=config.eval.max_tokens,  # which is the limit here
+        decoder="pspo" if shares_prompts(policy) else "hf",
+    )
+    sampling = make_sampling(policy, tokenizer, rollout)
     decode = partial(decode_greedily, policy, tokenizer, sampling)
     check_exactness(policy, prompts.ids, decode, config.model.autocast)
     hashes = fingerprint(policy, prompts)
     dist.run_on_main(lambda: make_folder(output, settings, hashes, device))
-    return TransformersSampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
+    return Sampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:

@@ -124,8 +124,8 @@ def evaluate(
     sampling = sampler.sampling
     lengths = [len(ids) for ids in prompts.ids]
     parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
-    turns = 1 if sampling.synced else dist.world_size()  # ranks take turns; if they must run equally many passes,
-    turn = 0 if sampling.synced else dist.rank()  # all decode the same
+    turns = dist.world_size()  # ranks take turns
+    turn = dist.rank()
     device = dist.local_device()
     devices = [device] if device.type == "cuda" else []
     progress = Bar(total=len(prompts) * samples, desc=bar, leave=False, quiet=not bar or not dist.is_main())

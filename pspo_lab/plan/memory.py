@@ -31,7 +31,7 @@ from pspo.model.device import GIB, peak_memory_gb
 from pspo.model.find import config_without_dropout
 from pspo.model.load import empty_policy, prepare_policy, weights_dtype
 from pspo.model.logprobs import CHUNK_BYTES, CHUNK_TOKENS
-from pspo.run.folders import nearest
+from pspo.run.folders import nearest_existing
 
 USABLE = 0.9  # of the memory that is free: a plan is a sum, not a measurement
 LATER = 0.1 * GIB  # of a process: what it imports after the plan, to write tables
@@ -351,7 +351,7 @@ def check_disk(config: TrainConfig, policy: nn.Module, output: Path) -> None:
     held = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     models = 3 if run.validate_every else 1  # the final one; the best, a better one
     needed = min(run.keep + 1, saves) * checkpoint + models * model - held
-    if needed > (free := shutil.disk_usage(nearest(output)).free):
+    if needed > (free := shutil.disk_usage(nearest_existing(output)).free):
         what = f"--run.keep {run.keep} needs {needed / GIB:.2g} GiB for checkpoints and models"
         raise ValueError(f"{what}, {output} has {free / GIB:.2g} GiB free: lower it, or set another --run.output_dir")
 
