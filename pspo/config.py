@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -79,23 +78,31 @@ class LoraConfig(Section, name="model.lora"):
         rank: rank of new adapters; 0 for none
         alpha: new adapters' output is scaled by alpha / rank
         target_modules: layers that get new adapters, by name or as a regular expression
-        name_or_path: adapters to start from, a PEFT folder or hub id, instead of new ones
     """
 
     rank: int = number(0, "at least 0")
     alpha: float = number(32.0, "above 0")
     target_modules: str | list[str] = "all-linear"
-    name_or_path: str | None = None
+    name_or_path = None  # no field: see `LoraFolder`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule = "must be left out with adapters to start from, which have a rank of their own"
-        require(self.rank == 0 or self.name_or_path is None, "model.lora.rank", rule, self.rank)
         for name in ("alpha", "target_modules"):
             value, default = getattr(self, name), getattr(LoraConfig, name)
             require(self.rank > 0 or value == default, f"model.lora.{name}", "needs --model.lora.rank", value)
         if isinstance(self.target_modules, str) and self.target_modules.isidentifier():
             object.__setattr__(self, "target_modules", [self.target_modules])  # PEFT takes texts as expressions
+
+
+@dataclass(frozen=True)
+class LoraFolder(LoraConfig, name="model.lora"):
+    """Adapters of a PEFT folder or hub id, as `ModelConfig.resolved` finds them."""
+
+    name_or_path: str = ""
+
+    def __post_init__(self) -> None:
+        rule = "must be left out with adapters to start from, which have a rank of their own"
+        require(self.rank == 0, "model.lora.rank", rule, self.rank)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,6 @@ class ModelConfig(Section, name="model"):
         autocast: bf16 autocast over float32 weights; auto uses it on GPUs that support bf16
         gradient_checkpointing: recompute activations in the backward pass: less memory, slower
         attn_implementation: sdpa, eager, flash_attention_2, ...; unset, the choice of transformers
-        compile: torch.compile the model for training passes; the first step takes a minute or two longer
         trust_remote_code: run Python code that comes with the model
         lora: LoRA adapters, trained in place of the model
     """
@@ -120,7 +126,7 @@ class ModelConfig(Section, name="model"):
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
-    compile: bool = False
+    compile = False  # TODO: no field any more, goes with its last use
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -139,8 +145,8 @@ class ModelConfig(Section, name="model"):
             about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
             base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
             if not base["name_or_path"]:
-                raise ValueError(f"{folder} names no base model: name it, and this folder as --model.lora.name_or_path")
-            config = replace(self, **base, lora=replace(self.lora, name_or_path=str(folder)))
+                raise ValueError(f"--model.name_or_path {folder} names no base model")
+            config = replace(self, **base, lora=LoraFolder(rank=self.lora.rank, name_or_path=str(folder)))
         if config.has_adapters and importlib.util.find_spec("peft") is None:
             raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
         return config
@@ -167,44 +173,37 @@ class DataConfig(Section, name="data"):
     Args:
         name: arithmetic, letters, sums, gsm8k, math, svamp, asdiv, a hub id, file (your own), or gsm8k+math
         path: local file or folder; unset, the hub
-        config: with a hub id, its configuration
-        revision: branch, tag or commit on the hub; unset, main, or of gsm8k, math, svamp and asdiv the pinned commit
-        splits: with a hub id, its names of our splits, such as {train: train_sft, test: test_sft}
+        hub: of a hub id, any of {config: main, revision: COMMIT, splits: {train: train_sft, test: test_sft}}
         limit: number of problems of the split to use; unset, all
-        sample: with a limit, use a seeded sample of a test split; false for its first problems
         seed: shuffles the problems and draws the validation split
-        prompt_column: with file or a hub id, column of the problem: text, or a chat as a list of turns
-        answer_column: with file or a hub id, column of the gold answer
+        columns: with file or a hub id, columns of the problem (a text, or a chat as a list of turns) and gold answer
         answer_kind: gold answers are exact numbers, text, or none; unset, the source's own kind (mostly number)
-        fractions: keep problems whose answer is a fraction
         holdout: share that becomes the test split if the source has a single split
-        deduplicate: train on each prompt once in a pass, and on none that is in the validation or test split
         system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
-        chat_template: arguments of the chat template, such as {enable_thinking: false}; saved in the model's template
-        chat_template_file: Jinja file of a chat template to use, and to save with the model; unset, the model's own
+        chat_template: a Jinja file, or arguments such as {enable_thinking: false} of the model's own; saved with it
         max_prompt_tokens: drop problems with longer prompts
-        special_tokens: in problems and observations, such as <|im_end|>, are encoded as text; allow keeps them tokens
     """
 
     name: str = "arithmetic"
     path: str | None = None
-    config: str | None = None
-    revision: str | None = None
-    splits: dict[str, str] | None = None
+    hub: dict[str, Any] = field(default_factory=dict)
     limit: int | None = number(None, "above 0")
-    sample: bool = True
     seed: int = 0
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
+    columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt", "answer": "answer"})
     answer_kind: AnswerKind | None = None
-    fractions: bool = True
     holdout: float = number(0.0, "in [0, 1)")
-    deduplicate: bool = False
     system_prompt: str | None = None
-    chat_template: dict[str, Any] | None = None
-    chat_template_file: str | None = None
+    chat_template: dict[str, Any] | str | None = None
     max_prompt_tokens: int = number(512, "above 0")
-    special_tokens: SpecialTokens = "text"
+    special_tokens = "text"  # TODO: no field any more, goes with its last use
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = "must be a mapping with the keys prompt and answer, or one of them"
+        require(self.columns.keys() <= {"prompt", "answer"}, "data.columns", rule, self.columns)
+        object.__setattr__(self, "columns", {"prompt": "prompt", "answer": "answer"} | self.columns)
+        rule = "must be a mapping with any of the keys config, revision and splits"
+        require(self.hub.keys() <= {"config", "revision", "splits"}, "data.hub", rule, self.hub)
 
     @property
     def numeric(self) -> bool:
@@ -265,21 +264,15 @@ class RolloutConfig(Section, name="rollout"):
         prompts: prompts per rollout
         group_size: completions per prompt; a group of 1 would always have advantage 0
         max_completion_tokens: maximum length of a completion
-        min_completion_tokens: minimum length of a completion; stop tokens are masked until then, not stop strings
         stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
         stop_strings: texts that end a completion, too, such as ["Question:"]
         temperature: sampling temperature, also applied to every log-prob
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
-        min_p: sample no token that is less likely than MIN_P times the most likely one
-        repetition_penalty: 1 for none
         max_rows: completions decoded at a time; lower it to save memory
         decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
-        engine: transformers, vllm in a process of its own (pip install 'pspo[vllm]'), or a class by its import path
-        engine_memory: with an engine, share of the GPU's memory for its weights and cache
-        servers: with vllm, addresses of servers (pspo serve), as [http://a:8000]; unset, a process of its own
+        engine: import path of a class that draws in place of the policy, such as pspo_vllm.VLLM; unset, the policy
         environment: import path of a text environment that answers the model's turns; unset, one turn
-        max_turns: with an environment, maximum turns of the model; max_completion_tokens counts all turns
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
         resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
@@ -287,38 +280,32 @@ class RolloutConfig(Section, name="rollout"):
     prompts: int = number(32, "above 0")
     group_size: int = number(4, "at least 2")
     max_completion_tokens: int = number(128, "above 0")
-    min_completion_tokens: int = 0
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
     temperature: float = number(0.6, "above 0")
     top_p: float = number(0.85, "in (0, 1]")
     top_k: int = number(0, "at least 0")
-    min_p: float = number(0.0, "in [0, 1)")
-    repetition_penalty: float = number(1.0, "above 0")
     max_rows: int = number(256, "above 0")
     decoder: Decoder = "pspo"
-    engine: str = "transformers"
-    engine_memory: float = number(0.3, "in (0, 1]")
-    servers: list[str] = field(default_factory=list)
-    environment: str | None = None
-    max_turns: int = number(4, "above 0")
+    engine: str | dict[str, Any] | None = None
+    environment: str | dict[str, Any] | None = None
     lag: int = number(0, "at least 0")
     resample: int = number(0, "at least 0")
+    min_completion_tokens = 0  # TODO: no fields any more, go with their last use
+    min_p = 0.0
+    repetition_penalty = 1.0
+    engine_memory = 0.3
+    servers = ()
+    max_turns = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = 0 <= self.min_completion_tokens <= self.max_completion_tokens
-        rule = f"must be between 0 and rollout.max_completion_tokens ({self.max_completion_tokens})"
-        require(fits, "rollout.min_completion_tokens", rule, self.min_completion_tokens)
         require(all(self.stop_strings), "rollout.stop_strings", "must not be empty texts", self.stop_strings)
-        addresses = {url for url in self.servers if re.fullmatch(r"https?://[^/\s]+:\d+", url)}
-        rule = "must be different addresses such as http://host:8000"
-        require(len(addresses) == len(self.servers), "rollout.servers", rule, self.servers)
 
     @property
     def external(self) -> bool:
-        """True if an engine draws in place of transformers."""
-        return self.engine != "transformers"
+        """True if an engine draws in place of the policy."""
+        return self.engine is not None
 
 
 @dataclass(frozen=True)
@@ -327,25 +314,23 @@ class AlgorithmConfig(Section, name="algorithm"):
 
     Args:
         surrogate: PSPO (the default), another class of pspo.losses, or the import path of your own
+        terms: functions or classes of your own that change the loss after the surrogate, by import path
         epochs: passes over each rollout
         minibatches: optimizer steps per pass
         aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
         advantages: reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function
         beta: weight of the KL penalty to the initial model; 0 loads no reference model
         kl_estimator: k1, k2 (gradient of KL(policy || reference)), k3 (of the reverse KL), unbiased_k3 (k3 times ratio)
-        entropy_coef: weight of the entropy bonus; with entropy_target, by how much that weight changes in a step
-        entropy_target: raise the bonus's weight, from 0, while the entropy is below it; lower it while above
-        entropy_quantile: share of a minibatch's tokens, the most uncertain, that the surrogate's loss is of
+        entropy_coef: weight of the entropy bonus
         mask_truncated: exclude completions that hit the token limit from the loss
-        mask_off_policy: leave out completions with A < 0 whose mean log(sampler / policy) is above it; unset, none
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
         correction: truncate or mask weights old / sampler probability, or a function; unset, as vllm needs it
         correction_cap: largest correction weight
-        correction_floor: smallest correction weight
     """
 
     surrogate: Surrogate = field(default_factory=PSPO)
+    terms: list[Callable] = field(default_factory=list)
     epochs: int = number(2, "above 0")
     minibatches: int = number(1, "above 0")
     aggregation: Aggregation | Callable = "dapo"
@@ -353,20 +338,21 @@ class AlgorithmConfig(Section, name="algorithm"):
     beta: float = number(0.0, "at least 0")
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = number(0.0, "at least 0")
-    entropy_target: float | None = number(None, "above 0")
-    entropy_quantile: float = number(1.0, "in (0, 1]")
     mask_truncated: bool = False
-    mask_off_policy: float | None = number(None, "at least 0")
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     correction: Correction | Callable | None = None
     correction_cap: float = number(3.0, "above 0")
-    correction_floor: float = number(0.0, "at least 0")
+    entropy_target = None  # TODO: no fields any more, go with their last use
+    entropy_quantile = 1.0
+    mask_off_policy = None
+    correction_floor = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for switch, function, inputs, offered in (
             ("surrogate", self.surrogate.at(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
+            *(("terms", term, ("losses", "inputs"), ()) for term in self.terms),
             ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
             ("aggregation", self.aggregation, ("mask", "counts"), ()),
             ("correction", self.correction, ("old_logprobs", "sampler_logprobs", "mask"), ()),
@@ -409,32 +395,23 @@ class OptimizerConfig(Section, name="optimizer"):
     Args:
         name: adamw, adamw8bit (moments in 8 bits), paged_adamw8bit (which move to CPU memory), or sgd without momentum
         lr: peak learning rate (default: 3e-5 for models as small as the embedded, else the paper's 1e-6; LoRA: x 10)
-        beta1: decay of AdamW's first moment
-        beta2: decay of AdamW's second moment
-        eps: AdamW's epsilon
-        weight_decay: decoupled weight decay of matrices and embeddings; norms and biases have none
+        options: arguments of the optimizer's class, such as {betas: [0.9, 0.95], weight_decay: 0.1}
         warmup_steps: optimizer steps of linear warm-up, from 0
         schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
         max_grad_norm: clip gradients to this global norm; 0 for no clipping
         microbatch_tokens: tokens per forward and backward pass; changes memory and speed, not the result
-        halve_on_oom: on out-of-memory, retry the step with microbatches half as large
-        one_pass: form gradients while the logits are there, where the loss allows: faster; false for the plain step
-        max_skipped: end the run after MAX_SKIPPED non-finite steps in a row; each is skipped
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
     lr: float | None = number(None, "above 0")
-    beta1: float = number(0.9, "in [0, 1)")
-    beta2: float = number(0.999, "in [0, 1)")
-    eps: float = number(1e-8, "at least 0")
-    weight_decay: float = number(0.0, "at least 0")
+    options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: int = number(0, "at least 0")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, "at least 0")
     microbatch_tokens: int = number(4096, "above 0")
-    halve_on_oom: bool = True
-    one_pass: bool = True
-    max_skipped: int = number(10, "above 0")
+    halve_on_oom = True  # TODO: no fields any more, go with their last use
+    one_pass = True
+    max_skipped = 10
 
 
 @dataclass(frozen=True)
@@ -442,10 +419,8 @@ class RunConfig(Section, name="run"):
     """Length of the run, evaluation, checkpoints and logs.
 
     Args:
-        name: what reports and pages call it; runs that differ only in seed and name are seeds of one setting
-        output_dir: folder of the run (default: runs/<name>, or runs/<model>-<data>-<surrogate>-<time>)
+        output_dir: folder of the run (default: runs/<model>-<data>-<surrogate>-<time>)
         fork_from: start where another run was: its checkpoint, or its folder for the newest one
-        resume: auto resumes the run in output_dir; never requires a new folder; or the path of a run or checkpoint
         seed: seed of sampling and of the order of prompts
         max_steps: optimizer steps
         max_tokens: end earlier, after MAX_TOKENS prompt and completion tokens; unset, no limit
@@ -454,16 +429,13 @@ class RunConfig(Section, name="run"):
         test_limit: test problems evaluated before and after training; 0 for none
         save_every: optimizer steps between checkpoints; 0 saves only at the end
         keep: newest checkpoints to keep, besides the best model
-        samples: groups per rollout whose completions are written to samples.jsonl
-        record_tokens: groups per rollout whose tokens are written to tokens.parquet, with what each step computes there
+        record_tokens: groups per rollout whose completions are written to samples.jsonl, tokens to tokens.parquet
         quiet: print warnings, errors and the result, but no header and no progress
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
 
-    name: str | None = None
     output_dir: str | None = None
     fork_from: str | None = None
-    resume: str = "auto"
     seed: int = number(0, "in [0, 2^32)")
     max_steps: int = number(100, "above 0")
     max_tokens: int | None = number(None, "above 0")
@@ -472,10 +444,15 @@ class RunConfig(Section, name="run"):
     test_limit: int = number(500, "at least 0")
     save_every: int = number(50, "at least 0")
     keep: int = number(2, "above 0")
-    samples: int = number(2, "at least 0")
     record_tokens: int = number(2, "at least 0")
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    name = None  # TODO: no fields any more, go with their last use
+    resume = "auto"
+
+    @property
+    def samples(self) -> int:
+        return self.record_tokens
 
 
 @dataclass(frozen=True)
@@ -484,17 +461,13 @@ class DistributedConfig(Section, name="distributed"):
 
     Args:
         strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
-        shard: fsdp2: over so many neighbouring ranks, such as a node's, with a copy in each group; unset, over all
-        rollout: fsdp2: sample from gathered weights, or layer by layer (synced: slow, for models too large to gather)
-        gather: fsdp2: gather weights per microbatch, or once per optimizer step (faster, more memory)
-        timeout: seconds a rank waits for the others; half as many for a server of rollout.servers
     """
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
-    shard: int | None = number(None, "at least 2")
-    rollout: Literal["gathered", "synced"] = "gathered"
-    gather: Literal["microbatch", "step"] = "microbatch"
-    timeout: float = number(600.0, "above 0 and below 2^31")
+    shard = None  # TODO: no fields any more, go with their last use
+    rollout = "gathered"
+    gather = "microbatch"
+    timeout = 600.0
 
     @property
     def sharded(self) -> bool:
@@ -502,40 +475,20 @@ class DistributedConfig(Section, name="distributed"):
 
 
 # What does not go together, for every run: the switch to change, what it must be, and when it is not.
-NO_LOGPROBS = "with rollout.decoder hf, a repetition_penalty, an environment or synced rollouts, which cannot tell it"
+NO_LOGPROBS = "with rollout.decoder hf or an environment, which record no log-probs"
 CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
-    ("distributed.shard", "must be left out unless distributed.strategy is fsdp2",
-     lambda c: c.distributed.shard is not None and not c.sharded),
-    ("distributed.rollout", "must be gathered unless distributed.strategy is fsdp2",
-     lambda c: c.distributed.rollout != "gathered" and not c.sharded),
-    ("distributed.gather", "must be microbatch unless distributed.strategy is fsdp2",
-     lambda c: c.distributed.gather != "microbatch" and not c.sharded),
     ("algorithm.correction", "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own "
      "log-probs", lambda c: c.ratios_to_engine and c.algorithm.correction != "none"),
-    ("algorithm.correction_floor", "must be below algorithm.correction_cap ({algorithm.correction_cap})",
-     lambda c: c.algorithm.correction_floor >= c.algorithm.correction_cap),
-    ("algorithm.entropy_coef", "must be above 0 with entropy_target: what the bonus's weight changes by in a step",
-     lambda c: c.algorithm.entropy_target is not None and c.algorithm.entropy_coef == 0),
     ("algorithm.minibatches", "must not be above rollout.prompts ({rollout.prompts}): groups stay whole",
      lambda c: c.algorithm.minibatches > c.rollout.prompts),
-    ("distributed.rollout", "must be gathered with an engine, which needs no weights of the policy's to sample",
-     lambda c: c.rollout.external and c.distributed.rollout == "synced"),
-    ("distributed.rollout", "must be gathered with an environment: ranks end their episodes after different numbers of "
-     "turns", lambda c: c.rollout.environment is not None and c.distributed.rollout == "synced"),
-    ("rollout.min_completion_tokens", "must be 0 with an engine and stop_tokens: it would mask the model's own as well",
-     lambda c: c.rollout.external and c.rollout.stop_tokens is not None and c.rollout.min_completion_tokens > 0),
     ("algorithm.correction", f"must be none {NO_LOGPROBS}",
      lambda c: c.algorithm.correction != "none" and not c.samples_with_logprobs),
     ("algorithm.nucleus", f"must be ignore {NO_LOGPROBS}",
      lambda c: c.algorithm.nucleus != "ignore" and not c.samples_with_logprobs),
     ("algorithm.nucleus", "must be ignore with an engine, which does not tell what it kept",
      lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
-    ("algorithm.nucleus", "must be ignore with rollout.top_p 1, top_k 0 and min_p 0, which cut nothing",
-     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and not (c.rollout.top_k or c.rollout.min_p)),
-    ("rollout.servers", "must be left out unless rollout.engine is vllm",
-     lambda c: c.rollout.servers and c.rollout.engine != "vllm"),
-    ("rollout.min_p", "must be 0 with vllm and top_p below 1: vllm cuts by min_p first, and top_p of what is left",
-     lambda c: c.rollout.engine == "vllm" and c.rollout.min_p > 0 and c.rollout.top_p < 1),
+    ("algorithm.nucleus", "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing",
+     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and not c.rollout.top_k),
     ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",
      lambda c: c.optimizer.schedule != "constant" and c.optimizer.warmup_steps >= c.run.max_steps),
     ("optimizer.name", "must be adamw or sgd under fsdp2, which shards it",
@@ -577,8 +530,8 @@ class TrainConfig:
     def samples_with_logprobs(self) -> bool:
         """True if the sampler can return log-probs (and, without an engine, nuclei) with its tokens."""
         rollout = self.rollout
-        library = not rollout.external and (rollout.decoder == "hf" or rollout.repetition_penalty != 1)
-        return not library and self.distributed.rollout != "synced" and rollout.environment is None
+        library = not rollout.external and rollout.decoder == "hf"
+        return not library and rollout.environment is None
 
     @property
     def ratios_to_engine(self) -> bool:
@@ -595,10 +548,7 @@ class TrainConfig:
         return rollout.external and rollout.lag > 0 and alone
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError unless a minibatch's prompts divide evenly among the ranks, and the ranks into shards."""
-        shard = self.distributed.shard
-        rule = f"must divide the number of ranks ({ranks})"
-        require(shard is None or ranks % shard == 0, "distributed.shard", rule, shard)
+        """Raise ValueError unless a minibatch's prompts divide evenly among the ranks."""
         prompts, parts = self.rollout.prompts, self.algorithm.minibatches * ranks
         rule = f"must be a multiple of algorithm.minibatches x ranks ({parts})"
         if ranks > 1 and prompts % parts:
@@ -619,7 +569,6 @@ class EvalConfig(Section, name="eval"):
         stop_strings: texts that end a completion, too, such as ["Question:"]
         max_tokens: tokens decoded at a time, prompts included; lower it to save memory
         environment: import path of a text environment, as in training
-        max_turns: with an environment, maximum turns of the model
     """
 
     split: Literal["train", "validation", "test"] = "test"
@@ -630,8 +579,7 @@ class EvalConfig(Section, name="eval"):
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
     max_tokens: int = number(65_536, "above 0")
-    environment: str | None = None
-    max_turns: int = number(4, "above 0")
+    environment: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

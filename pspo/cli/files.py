@@ -24,7 +24,7 @@ from pspo import __version__
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
-MAPPINGS = {"data.chat_template", "data.splits"}  # switches whose value is a mapping
+MAPPINGS = {"data.chat_template", "data.columns", "data.hub", "optimizer.options"}  # switches whose value is a mapping
 
 
 def flat(config: Settings, prefix: str = "") -> dict[str, Any]:

@@ -37,8 +37,8 @@ C = TypeVar("C")
 USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping",
          Callable: "a function", NoneType: "null"}  # fmt: skip
-IMPORTED = ("algorithm.surrogate", "algorithm.advantages", "algorithm.aggregation", "algorithm.correction",
-            "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")  # fmt: skip
+IMPORTED = ("algorithm.surrogate", "algorithm.terms", "algorithm.advantages", "algorithm.aggregation",
+            "algorithm.correction", "reward.functions", "rollout.engine", "rollout.environment", "eval.environment")  # fmt: skip
 PRESETS = Path(__file__).parents[1] / "assets" / "methods"
 set_dumper("yaml", to_yaml)
 

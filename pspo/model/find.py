@@ -47,16 +47,17 @@ def from_pretrained(auto_class: Any, model: ModelConfig, /, **options: Any) -> A
 
 
 def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of --data.chat_template_file or of the adapters, and its arguments in it.
+    """The tokenizer, with the chat template of --data.chat_template or of the adapters, and its arguments in it.
 
     Raises ValueError if the model cannot be found, or lacks what prompts and stopping need.
     """
     model, data = config.resolved(), data or DataConfig()
     tokenizer, file = from_pretrained(AutoTokenizer, model), Path(model.lora.name_or_path or "", "chat_template.jinja")
-    if data.chat_template_file is not None:
-        file = Path(data.chat_template_file).expanduser()
-        require(file.is_file(), "data.chat_template_file", "must be a file", data.chat_template_file)
-    if data.chat_template_file is not None or (model.lora.name_or_path and file.is_file()):
+    template = data.chat_template
+    if isinstance(template, str):
+        file = Path(template).expanduser()
+        require(file.is_file(), "data.chat_template", "must be a file, or arguments of the model's", template)
+    if isinstance(template, str) or (model.lora.name_or_path and file.is_file()):
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     for there, fix in (
         (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
@@ -67,8 +68,8 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
             raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
-    if data.chat_template:
-        tokenizer.chat_template = with_arguments(tokenizer.get_chat_template(), data.chat_template)
+    if isinstance(template, dict):
+        tokenizer.chat_template = with_arguments(tokenizer.get_chat_template(), template)
     return tokenizer
 
 

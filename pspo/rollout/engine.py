@@ -17,8 +17,6 @@ from pspo.rollout.types import Nucleus
 from pspo.run.learner import Learner
 from pspo.tasks.environment import import_for
 
-VLLM, SERVERS = "pspo_vllm.vllm.VLLM", "pspo_vllm.servers.Servers"
-
 
 class EngineError(RuntimeError):
     """Failure of an engine, in one line."""
@@ -86,9 +84,8 @@ class EngineSampler:
 
 def find_engine(config: RolloutConfig) -> type[Engine]:
     """Import the class of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
-    name, rule = config.engine, "give transformers, vllm, or the import path of a class"
-    path = {"vllm": SERVERS if config.servers else VLLM}.get(name, name)
-    engine = import_for("rollout.engine", path, rule)
+    name = config.engine["class_path"] if isinstance(config.engine, dict) else config.engine
+    engine = import_for("rollout.engine", name, "give the import path of a class, such as pspo_vllm.VLLM")
     if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
         raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.rollout.engine.Engine says what it needs")
     engine.check(config)

@@ -75,9 +75,20 @@ def load_prompts(
     less shows whether it is too long. ``limit`` replaces --data.limit; an ``environment`` makes the prompts of the
     problems. Raises ValueError if none is left, or the split does not exist.
     """
-    prompt_fields = ("system_prompt", "chat_template", "chat_template_file", "max_prompt_tokens", "special_tokens")
-    problem_fields = {name: value for name, value in vars(config).items() if name not in prompt_fields}
-    problems = load_problems(split=split, **problem_fields | {"limit": config.limit if limit is None else limit})
+    problems = load_problems(
+        config.name,
+        split,
+        config.path,
+        limit=config.limit if limit is None else limit,
+        seed=config.seed,
+        answer_kind=config.answer_kind,
+        prompt_column=config.columns["prompt"],
+        answer_column=config.columns["answer"],
+        config=config.hub.get("config"),
+        revision=config.hub.get("revision"),
+        splits=config.hub.get("splits"),
+        holdout=config.holdout,
+    )
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
     tools = getattr(environment(), "tools", None) if environment else None
     texts = render_prompts(tokenizer, prompts, config.system_text, config.special_tokens, tools)

@@ -81,12 +81,14 @@ def model_card(
         for measure in [name for name in VALIDATION if name in validation]:
             value = as_text(measure, validation[measure])
             measured.append(f"| step {validation['step']:,} | {VALIDATION[measure]} on validation problems | {value} |")
-    arguments, file = config.data.chat_template, config.data.chat_template_file
-    given = f", with {in_markdown(as_argument(arguments))}" if arguments else ""
+    arguments = config.data.chat_template
+    given = f", with {in_markdown(as_argument(arguments))}" if isinstance(arguments, dict) else ""
     template = f"\n\nChat template: the saved one{given}"
-    template = template if arguments or file else ""
+    template = template if arguments else ""
     # no path of this machine; the model has the template
-    data = replace(config.data, path=config.data.path and "path/to/data", chat_template_file=None)
+    data = replace(config.data, path=config.data.path and "path/to/data")
+    if isinstance(arguments, str):
+        data = replace(data, chat_template=None)
     command = evaluate_command(replace(config, data=data), "path/to/this/model")
     fence = "`" * max(3, 1 + max(map(len, re.findall("`*", command))))  # which nothing in the command closes
     parts = [
@@ -112,9 +114,11 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
     """The command that evaluates a trained model on the same data, prompts and lengths."""
     switches = {"model.name_or_path": model, "data.name": config.data.name}
     for name, section in (("model", config.model), ("data", config.data)):
+        defaults = type(section)()
         for part in fields(section):
             value = getattr(section, part.name)
-            if part.name not in ("name_or_path", "revision", "lora", "limit") and value != part.default:
+            is_set = value != getattr(defaults, part.name)
+            if is_set and part.name not in ("name_or_path", "revision", "lora", "limit"):
                 switches[f"{name}.{part.name}"] = value
     if config.reward.functions != RewardConfig().functions:
         switches["reward.functions"] = [as_setting(function) for function in config.reward.functions]
@@ -122,7 +126,7 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
             switches["reward.weights"] = config.reward.weights
     if config.run.test_limit:
         switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
-    for part in ("max_completion_tokens", "environment", "max_turns", "stop_tokens", "stop_strings"):
+    for part in ("max_completion_tokens", "environment", "stop_tokens", "stop_strings"):
         if getattr(config.rollout, part) != getattr(EvalConfig(), part):
             switches[f"eval.{part}"] = getattr(config.rollout, part)
     switches["run.output_dir"] = str(Path(model).parent / "evaluation")

@@ -24,9 +24,10 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
 
     def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = new_optimizer(parameters, config)
-        if config.weight_decay > 0:
+        weight_decay = config.options.get("weight_decay", 0.0)
+        if weight_decay > 0:
             decayed = list(compress(parameters, matrices))
-            optimizer.register_step_pre_hook(lambda optimizer, *_: decay(decayed, optimizer, config.weight_decay))
+            optimizer.register_step_pre_hook(lambda optimizer, *_: decay(decayed, optimizer, weight_decay))
         return optimizer
 
     return StochasticRounding(trained, make) if trained[0].dtype == torch.bfloat16 else make(trained)
@@ -35,9 +36,9 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
 def new_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of --optimizer.name, without weight decay."""
     common = {"params": parameters, "lr": float(config.lr), "weight_decay": 0.0}  # plain, for checkpoints
-    adam = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    adam = {name: value for name, value in config.options.items() if name != "weight_decay"}
     if config.name == "sgd":
-        return torch.optim.SGD(**common)
+        return torch.optim.SGD(**common, **adam)
     if config.name == "adamw":
         return torch.optim.AdamW(**common, **adam, fused=True)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
