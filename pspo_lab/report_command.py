@@ -137,14 +137,13 @@ def describe_runs(runs: Runs, finished: Runs, label: pd.Series, key: dict[str, s
 
 
 def worst_findings(runs: Runs, label: pd.Series) -> list[str]:
-    """The worst finding of each run that has one and whose folder is here."""
+    """The worst finding of each run that has one."""
     lines = []
-    for name in runs.configs.index:
-        if name in runs.folders:
-            run = runs.folders[name]
-            for finding in find(run.metrics, run.switches, run.summary)[:1]:
-                seed = run.switches[SEED]
-                lines.append(f"{label[name]}, seed {seed}: {finding.text}. Try: {finding.advice}")
+    for name, metrics in runs.metrics.groupby("run", sort=False):
+        switches = runs.configs.loc[name].dropna().to_dict()
+        summary = runs.folders[name].summary if name in runs.folders else {}
+        for finding in find(metrics, switches, summary)[:1]:
+            lines.append(f"{label[name]}, seed {switches[SEED]}: {finding.text}. Try: {finding.advice}")
     return [one_line(line) for line in lines]
 
 

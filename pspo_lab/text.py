@@ -32,7 +32,7 @@ def escape_cell(text: str) -> str:
 def file_name(text: str) -> str:
     """Text as a file's name; a long one is cut, and ends in its CRC-32."""
     name = re.sub(r"[^\w.+]+", "-", text)
-    return name if len(name.encode()) <= 200 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
+    return name if len(name.encode()) <= 100 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
 
 
 def markdown_table(texts: pd.DataFrame, escape: Callable[[str], str] = escape_markdown) -> str:

@@ -196,12 +196,7 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         print(line)
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {summary['best_model']}")
-    from pspo_lab.findings import find_in  # slow to import: pandas
-
-    folder = Path(summary["best_model"]).parent
-    for finding in find_in(folder, summary)[:3]:
-        print(f"finding: {finding.text}. Try: {finding.advice}")
-    print(f"look inside: pspo view {folder}")
+    print(f"look inside: pspo view {Path(summary['best_model']).parent}")
     command, tested = evaluate_command(config, summary["best_model"]), summary["after"] or config.data.name != "file"
     if tested and "__main__." not in command:  # which is a notebook's
         print(f"evaluate it: {printable(command)}")

@@ -1,8 +1,8 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
-Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of run.max_steps,
-and what stops scaling first, by arithmetic. pspo_lab/plan/README.md has the assumptions, the formulas and what was
-checked.
+Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
+run.max_steps, and what stops scaling first, by arithmetic. pspo_lab/plan/README.md has the assumptions, the formulas
+and what was checked.
 """
 
 import math
@@ -97,8 +97,8 @@ def main(args: Sequence[str] | None = None) -> None:
     rollout, algorithm, plan = config.rollout, config.algorithm, config.plan
     print(
         f"{rollout.prompts} prompts x {rollout.group_size}, {plan.prompt_tokens} + {config.completion_tokens:g} tokens "
-        f"each, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches; {plan.gpu}: {plan.mfu:.0%} of its bf16 "
-        f"peak, {plan.mbu:.0%} of its bandwidths, {plan.usable:.0%} of its memory; least times"
+        f"each, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches; {plan.gpu}: {plan.mfu:.0%} of its "
+        f"bf16 peak, {plan.mbu:.0%} of its bandwidths, {plan.usable:.0%} of its memory; least times"
     )
     rows = [row(name, shape, config, gpus) for name, shape in models.items() for gpus in plan.gpus]
     print(pd.DataFrame(rows).fillna("-").to_string(index=False))
