@@ -1,4 +1,4 @@
-"""Draw the paper's Figure 1, and each loss against NoClip, into docs/figures: ``python docs/draw_surrogates.py``.
+"""Draw the paper's Figure 1, and PSPO and Clip against NoClip, into docs/figures: ``python docs/draw_surrogates.py``.
 
 Surrogate and gradient over the importance ratio, by autograd.
 """
@@ -57,9 +57,9 @@ def surrogate_and_slope(
 
 
 def draw_surrogates(folder: Path) -> list[Path]:
-    """Draw surrogates.svg, the paper's Figure 1, its losses at their defaults beside NoClip, and others.svg."""
+    """Draw surrogates.svg, the paper's Figure 1, PSPO and Clip at their defaults beside NoClip, and others.svg."""
     pictures = {"surrogates": FIGURE1}
-    for loss in map(type, FIGURE1.values()):
+    for loss in (PSPO, Clip):
         values = {field.name: field.default for field in fields(loss) if field.default is not None}
         label = ", ".join([loss.__name__, *(f"{field}={value}" for field, value in values.items())])
         pictures[loss.__name__.lower()] = {"NoClip": NoClip(), label: loss()}

@@ -14,7 +14,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from pspo.losses import PSPO, Aggregation, Correction, KLEstimator, Surrogate
+from pspo.losses import (
+    PSPO,
+    Aggregation,
+    Correction,
+    EntropyBonus,
+    KLEstimator,
+    KLPenalty,
+    SamplerCorrection,
+    Surrogate,
+    Term,
+)
 from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
@@ -314,7 +324,7 @@ class AlgorithmConfig(Section, name="algorithm"):
 
     Args:
         surrogate: PSPO (the default), another class of pspo.losses, or the import path of your own
-        terms: functions or classes of your own that change the loss after the surrogate, by import path
+        terms: more of the loss, after the surrogate: classes of pspo.losses or your own, such as [OffPolicyMask]
         epochs: passes over each rollout
         minibatches: optimizer steps per pass
         aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
@@ -351,7 +361,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         for switch, function, inputs, offered in (
-            ("surrogate", self.surrogate.at(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
+            ("surrogate", self.surrogate.bind_step(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
             *(("terms", term, ("losses", "inputs"), ()) for term in self.terms),
             ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
             ("aggregation", self.aggregation, ("mask", "counts"), ()),
@@ -360,19 +370,22 @@ class AlgorithmConfig(Section, name="algorithm"):
             check_function(switch, function, inputs, offered)
 
     @property
-    def token_local(self) -> bool:
-        """True if a token's loss depends on no other token's log-prob."""
-        by_token = self.correction in (None, "none", "token_truncate", "token_mask") and self.mask_off_policy is None
-        return self.surrogate.token_local and by_token
+    def loss_terms(self) -> list[Term]:
+        """The terms that are on, in the order in which they are called."""
+        terms = list(self.terms)
+        if self.correction not in (None, "none"):
+            terms.append(SamplerCorrection(self.correction, self.correction_cap))
+        if self.beta > 0:
+            terms.append(KLPenalty(self.beta, self.kl_estimator))
+        if self.entropy_coef > 0:
+            terms.append(EntropyBonus(self.entropy_coef))
+        return terms
 
     @property
-    def needs_every_row(self) -> bool:
-        """True if rows with A = 0 have a gradient, count among the tokens of a quantile, or need old log-probs.
-
-        A resumed run may raise beta, when rollouts are waiting whose rows `unbiased_k3` weighs by their ratios.
-        """
-        weighed = self.beta > 0 or self.kl_estimator == "unbiased_k3"
-        return weighed or self.entropy_coef > 0 or self.entropy_quantile < 1
+    def silent_at_zero_advantage(self) -> bool:
+        """True if surrogate and terms have no loss where A = 0: training leaves such rows out."""
+        pieces = [self.surrogate, *self.loss_terms]
+        return all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
 
 
 def check_function(switch: str, function: Callable | str | None, inputs: Sequence[str], offered: Sequence[str]) -> None:

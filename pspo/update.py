@@ -1,7 +1,6 @@
 """The optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
 
-For one microbatch, `backward` is the method: log-probs -> surrogate -> aggregate -> backward. By default, where the
-loss allows, `one_pass` runs in its place: the same to rounding, in less work.
+`backward` is the method: hidden states -> log-probs -> surrogate -> terms -> aggregate -> backward.
 """
 
 import math
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.losses import Counts, add_terms, aggregate, entropy_quantile, token_divisors
-from pspo.model import autocast, backward_in_one_pass, token_logprobs
-from pspo.rollout.batching import Minibatch, retry_in_halves, split_minibatches
+from pspo.losses import Counts, aggregate, check_loss
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
+from pspo.rollout.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.rollout.types import Batch, Rollout
 from pspo.run.learner import Learner
-from pspo.run.step_metrics import StepMetrics, nucleus_mass
+from pspo.run.step_metrics import Visit, step_metrics, token_columns
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
@@ -36,118 +35,123 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
     Raises ValueError if all of --run.max_steps are taken, or the rollout lacks what --algorithm needs.
     """
-    if learner.steps >= config.run.max_steps:
+    steps_left = config.run.max_steps - learner.steps
+    if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    minibatches = split_minibatches(rollout, advantages, config, learner)
-    retry = partial(retry_in_halves, learner, minibatches, config)  # if memory runs out
-    retry(add_fixed_logprobs, learner, minibatches, config)
-    retry(keep_uncertain_tokens, learner, minibatches, config)
-    gradient = one_pass if learner.one_pass and config.algorithm.token_local else backward
-
-    def accumulate(counts: Counts, batches: list[Batch]) -> StepMetrics:
-        """Accumulate a minibatch's gradient over its microbatches."""
-        metrics = StepMetrics(config.algorithm, learner.steps, counts, learner.policy.device)
-        for batch in dist.communicate_once(learner.policy, batches, config.distributed.gather):
-            loss, logprobs, entropies = gradient(learner, batch, counts, config)
-            if batch.old_logprobs is None:
-                batch.old_logprobs = logprobs  # of the first visit, for the next
-            metrics.add(batch, loss, logprobs, entropies)
-        return metrics
-
-    steps, of_rollout = [], nucleus_mass(rollout)
-    for counts, batches in minibatches * config.algorithm.epochs:
-        if learner.steps < config.run.max_steps:
-            metrics = retry(accumulate, counts, batches)
-            steps.append(optimizer_step(learner, metrics, config) | of_rollout)
-    learner.microbatch_limit = min(filter(None, dist.gather_objects(learner.microbatch_limit)), default=None)
+    minibatches = split_minibatches(rollout, advantages, config, learner.policy, learner.microbatch_limit)
+    if len(minibatches) > 1 or learner.reference is not None:
+        add_fixed_logprobs(learner, minibatches, config)
+    steps = []
+    for minibatch in (minibatches * config.algorithm.epochs)[:steps_left]:
+        steps.append(take_step(learner, minibatch, config))
     return steps
 
 
-def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Accumulate the gradient of a microbatch's share of the minibatch's loss.
+def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> dict[str, float]:
+    """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step; returns the step's metrics.
 
-    Returns:
-        The share, a scalar, and the policy's log-probs and entropies, (b, t); all without gradient.
+    If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
+    finite is counted and skipped.
     """
-    algorithm, rollout = learner.adapted(config.algorithm), batch.rollout
-    old_logprobs, advantages, mask, *others = batch.loss_inputs
-    with autocast(config.model.autocast, learner.policy.device):
-        inputs = (*rollout.token_ids, config.rollout.temperature, rollout.nucleus_ids, True, algorithm.entropy_coef > 0)
-        logprobs, entropies = token_logprobs(learner.policy, *inputs)  # (b, t)
-    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    surrogate = algorithm.surrogate.at(learner.steps)
-    losses = surrogate(logprobs, old_logprobs, advantages, mask)  # (b, t)
-    losses = add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)
-    loss = aggregate(losses, mask, algorithm.aggregation, counts)
-    loss.backward()
-    return loss.detach(), logprobs.detach(), entropies.detach()
+    is_sharded = dist.is_sharded(learner.policy)
+    while True:
+        visits = []
+        try:
+            for batch in minibatch.batches:
+                if is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
+                    step = partial(backward, learner, batch, minibatch.counts, config)
+                    visits += learner.policy.call_with_weights(step)
+                else:
+                    visits += backward(learner, batch, minibatch.counts, config)
+            break
+        except RuntimeError as error:
+            if not can_halve(error, learner.policy, minibatch):
+                raise
+        learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
+        limit = halve(learner.policy, minibatch)
+        learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
 
-
-def optimizer_step(learner: Learner, metrics: StepMetrics, config: TrainConfig) -> dict[str, float]:
-    """Sum the gradient over the ranks, clip it, and step; only count if loss, log-probs or gradient are not finite."""
+    loss = dist.sum_over_ranks(torch.stack([visit.loss for visit in visits]).sum())
     dist.sum_gradients(learner.policy)
     max_norm = config.optimizer.max_grad_norm or math.inf
     grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
-    values, finite = metrics.reduce()
-    skipped, lr = not (finite and torch.isfinite(grad_norm)), learner.scheduler.get_last_lr()[0]
-    if not skipped:
+    is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    lr = learner.scheduler.get_last_lr()[0]
+    if is_finite:
         learner.optimizer.step()
     learner.scheduler.step()
     learner.optimizer.zero_grad()
     learner.steps += 1
-    values |= learner.follow(config.algorithm, values["entropy"], skipped)
-    learner.record.add(learner.steps, metrics.tokens())
-    return values | {"grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(skipped)}
+
+    tokens = token_columns(visits, config.algorithm)
+    if learner.record is not None:
+        learner.record.add(learner.steps, tokens)
+    metrics = {"loss": loss.item()} | step_metrics(tokens, minibatch.counts, config.algorithm)
+    return metrics | {"grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not is_finite)}
 
 
-def one_pass(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` of a token-local loss, without computing any logits twice: the same numbers to rounding."""
-    algorithm, rollout = learner.adapted(config.algorithm), batch.rollout
-    surrogate = algorithm.surrogate.at(learner.steps)
+def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:
+    """Accumulate the gradient of a microbatch's share of the minibatch's loss.
 
-    def token_losses(logprobs, entropies, old_logprobs, advantages, mask, *others):  # (n, 1) of a chunk
-        old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-        losses = surrogate(logprobs, old_logprobs, advantages, mask)
-        losses = add_terms(algorithm, losses, logprobs, entropies, old_logprobs, advantages, mask, *others)
-        return losses.where(mask, 0.0)  # an environment's tokens
-
-    divisors = token_divisors(rollout.loss_mask, algorithm.aggregation, counts)
-    how = (config.rollout.temperature, token_losses, batch.loss_inputs, divisors, rollout.nucleus_ids)
-    with autocast(config.model.autocast, learner.policy.device):
-        return backward_in_one_pass(learner.policy, *rollout.token_ids, *how)
+    One pass through the model's body makes hidden states. Whole rows, few enough that few logits exist at a time, go
+    through the output embedding, the loss and back; then one pass goes back through the body. Returns what each of
+    these parts computed, without gradient.
+    """
+    algorithm = config.algorithm
+    policy = learner.policy
+    rollout = batch.rollout
+    surrogate = algorithm.surrogate.bind_step(learner.steps)
+    targets = rollout.targets
+    visits = []
+    gradients = []
+    with autocast(config.model.autocast, policy.device):  # around all chunks, so that weights are cast once
+        hidden = hidden_states(policy, *rollout.token_ids)[rollout.completion_mask]  # (N, H)
+        for rows, tokens in row_chunks(policy, rollout.completion_mask):
+            states = hidden[tokens].detach().requires_grad_()  # (n, H)
+            logprobs, entropies = head_logprobs(policy, states, targets.select(tokens), config.rollout.temperature)
+            with torch.autocast(policy.device.type, enabled=False):
+                x = batch.loss_inputs(rows, logprobs, entropies, learner.steps)
+                losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)  # (b, t)
+                check_loss(algorithm.surrogate, losses, x.logprobs)
+                (weights,) = torch.autograd.grad(losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True)
+                for term in algorithm.loss_terms:
+                    losses = term(losses, x)
+                    check_loss(term, losses, x.logprobs)
+                loss = aggregate(losses, x.mask, algorithm.aggregation, counts)
+                loss.backward()  # frees these logits
+            gradients.append(states.grad)
+            x = replace(x, logprobs=x.logprobs.detach(), entropies=x.entropies.detach())
+            visits.append(Visit(x, loss.detach(), weights, batch.indices[rows]))
+        with torch.autocast(policy.device.type, enabled=False):
+            hidden.backward(torch.cat(gradients))
+    if batch.old_logprobs is None:
+        batch.old_logprobs = torch.cat([visit.inputs.logprobs for visit in visits])
+    return visits
 
 
 def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1) -> None:
     """Compute what needs a pass before any step: reference log-probs, and old ones of minibatch ``first`` and later."""
-    with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
-        for m, (_, batches) in enumerate(minibatches):
-            for batch in batches:
-                inputs = (*batch.rollout.token_ids, config.rollout.temperature, batch.rollout.nucleus_ids)
-                batch.old_logprobs = batch.rollout.behaviour_logprobs
-                if batch.old_logprobs is None and m >= first:
-                    batch.old_logprobs = token_logprobs(learner.policy, *inputs)
-                with learner.reference_model() as reference:
-                    if reference is not None:
-                        batch.ref_logprobs = token_logprobs(reference, *inputs)
+    for i, minibatch in enumerate(minibatches):
+        while True:
+            try:
+                for batch in minibatch.batches:
+                    with autocast(config.model.autocast, learner.policy.device):
+                        add_batch_logprobs(learner, batch, config.rollout.temperature, with_old=i >= first)
+                break
+            except RuntimeError as error:
+                if not can_halve(error, learner.policy, minibatch):
+                    raise
+            limit = halve(learner.policy, minibatch)
+            learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
 
 
-def keep_uncertain_tokens(learner: Learner, minibatches: list[Minibatch], config: TrainConfig) -> None:
-    """Find each minibatch's most uncertain tokens, all ranks' together, if --algorithm.entropy_quantile is below 1.
-
-    A pass of its own before any step: they are the same in all epochs, and under any split into microbatches.
-    """
-    if (share := config.algorithm.entropy_quantile) == 1:
-        return
-    for _, batches in minibatches:
-        entropies = []  # (b, t) of each microbatch
-        for batch in batches:
-            inputs = (*batch.rollout.token_ids, config.rollout.temperature, batch.rollout.nucleus_ids)
-            with torch.no_grad(), autocast(config.model.autocast, learner.policy.device):
-                entropies.append(token_logprobs(learner.policy, *inputs, with_entropies=True)[1])
-        tokens = torch.cat([part[batch.rollout.loss_mask] for part, batch in zip(entropies, batches, strict=True)])
-        lowest = entropy_quantile(dist.concat_over_ranks(tokens), share)
-        for part, batch in zip(entropies, batches, strict=True):
-            batch.uncertain = part >= lowest
+def add_batch_logprobs(learner: Learner, batch: Batch, temperature: float, with_old: bool) -> None:
+    """Give a microbatch its reference log-probs, and its old ones, unless it has them."""
+    if with_old and batch.old_logprobs is None:
+        batch.old_logprobs = batch.rollout.logprobs(learner.policy, temperature)
+    if learner.reference is not None and batch.ref_logprobs is None:
+        with learner.reference_model() as reference:
+            batch.ref_logprobs = batch.rollout.logprobs(reference, temperature)
 
 
 def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:
@@ -157,10 +161,13 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     """
     if config.ratios_to_engine:
         return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
-    minibatches = split_minibatches(rollout, advantages, config, learner)
-    policy_alone = replace(learner, reference=None)
-    retry_in_halves(learner, minibatches, config, add_fixed_logprobs, policy_alone, minibatches, config, 0)
-    logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)
-    for batch in (batch for minibatch in minibatches for batch in minibatch.batches):
-        logprobs[:, : batch.old_logprobs.shape[1]].index_add_(0, batch.indices, batch.old_logprobs)
+    minibatches = split_minibatches(rollout, advantages, config, learner.policy, learner.microbatch_limit)
+    without_reference = replace(learner, reference=None)
+    add_fixed_logprobs(without_reference, minibatches, config, first=0)
+    learner.microbatch_limit = without_reference.microbatch_limit
+    logprobs = torch.zeros(rollout.completion_ids.shape, device=rollout.completion_ids.device)
+    for minibatch in minibatches:
+        for batch in minibatch.batches:
+            width = batch.old_logprobs.shape[1]
+            logprobs[:, :width].index_add_(0, batch.indices, batch.old_logprobs)
     return replace(rollout, behaviour_logprobs=logprobs)

@@ -1,7 +1,7 @@
 """Tables and picture of the alarms study: python scripts/alarm_tables.py FOLDER
 
 FOLDER has lines of scripts/alarms.py of commit f6aff6e: MODEL.jsonl of ``watch``, MODEL-forks.jsonl of ``fork``.
-Writes MODEL.svg, and in FOLDER's README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+Writes MODEL.svg, and in FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
 
 A run collapses at the first update after which the reward is at least DROP below its best before, and still is an
 update later. Alarms are judged before that. An alarm's AUC, within one method: of two runs at the same update, one that

@@ -3,7 +3,7 @@
 Lines of scripts/equal_movement.py, if files are given, replace the folder's moves.csv. Of tiny-base
 base-controls.jsonl has the second and third stage, base-rate.jsonl the fourth, and base-latenoclip.jsonl and
 base-lateclip.jsonl have the fifth; smollm2-small.jsonl has the sixth, base-dose.jsonl the seventh. Writes
-differences.csv, differences.svg, and in README.md what stands between <!-- BLOCK --> and <!-- end BLOCK -->.
+differences.csv, differences.svg, and in README.md what stands between <!-- table: NAME --> and <!-- /table -->.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Tables and pictures of the off-policy study, from its packed runs: python scripts/off_policy.py results/off-policy
 
-Writes best.svg, heat-MODEL.svg, cells.csv and differences.csv, and in README.md what stands between <!-- BLOCK --> and
-<!-- end BLOCK -->; the rest of the page is written by hand.
+Writes best.svg, heat-MODEL.svg, cells.csv and differences.csv, and in README.md what stands between
+<!-- table: NAME --> and <!-- /table -->; the rest of the page is written by hand.
 """
 
 import argparse
@@ -298,15 +298,15 @@ def draw_heat(study: Study, model: str, path: Path) -> None:
         bar.ax.axhline(untrained, color=INK, linewidth=1)
 
 
-def fill(page: Path, blocks: dict[str, str]) -> None:
-    """Write every block in its place on the page."""
+def fill(page: Path, tables: dict[str, str]) -> None:
+    """Write each table between its markers on the page, <!-- table: NAME --> and <!-- /table -->."""
     text = page.read_text(encoding="utf-8")
-    for name, content in blocks.items():
-        before, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"<!-- end {name} -->")
+    for name, table in tables.items():
+        before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
+        _, end, after = rest.partition("<!-- /table -->")
         if not end:
-            raise SystemExit(f"{page}: no place for {name}")
-        text = f"{before}{begin}\n{content}\n\n{end}{after}"
+            raise SystemExit(f"{page}: no place for the table {name}")
+        text = f"{before}{begin}\n{table}\n\n{end}{after}"
     write_text(page, text)
 
 

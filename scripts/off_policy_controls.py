@@ -1,7 +1,7 @@
 """Tables and picture of configs/sweep/off-policy-controls.yaml: python scripts/off_policy_controls.py FOLDER
 
-FOLDER has its packed runs. Writes paths.svg, and in FOLDER's README.md what stands between <!-- BLOCK --> and
-<!-- end BLOCK -->. Numbers are final validation rewards.
+FOLDER has its packed runs. Writes paths.svg, and in FOLDER's README.md what stands between <!-- table: NAME -->
+and <!-- /table -->. Numbers are final validation rewards.
 """
 
 import argparse

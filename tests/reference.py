@@ -160,8 +160,8 @@ def off_policy(log_ratios, mask_row, A, threshold):
 
 
 def uncertain(entropies, share):
-    """The lowest entropy among the most uncertain share of tokens, a list."""
-    return sorted(entropies)[math.ceil((1 - share) * (len(entropies) - 1))]
+    """The lowest entropy among the most uncertain share of tokens, a list; at least one token."""
+    return sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
 
 
 def aggregate(losses, mask, how, tokens, sequences, max_completion_tokens):

@@ -11,7 +11,7 @@ from batches import completions
 from transformers import MinPLogitsWarper, TopPLogitsWarper
 
 from pspo.config import SYSTEM_PROMPT, ModelConfig
-from pspo.model.save import save_model
+from pspo.run.save import save_model
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate
 from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, in_nucleus, sample_nucleus

@@ -1,40 +1,32 @@
-"""README and docs/: commands run, or parse if they need more than this machine; examples run; what is named exists."""
+"""README and docs/: commands parse, examples run, and what a page names exists."""
 
+import argparse
 import re
 import runpy
 import shlex
-import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import torch
-from matplotlib.figure import Figure
-from processes import one_layer
 from torch.distributed.run import get_args_parser
 
-import pspo.evaluate.__main__
+import pspo.__main__
 import pspo.losses
-import pspo_lab.report.__main__
-import pspo_lab.sweep.__main__
-import pspo.train
-from pspo_lab.plan.cost import PlanConfig
-from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, TrainConfig
-from pspo.cli.files import read_jsonl
-from pspo_vllm.serve import ServeConfig
-from pspo_lab.sweep.__main__ import SweepConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-CONFIGS = {"pspo.train": TrainConfig, "pspo.evaluate": EvaluateConfig, "pspo_vllm.serve": ServeConfig}
-CONFIGS |= {"pspo_lab.plan": PlanConfig}
-SMALL = ["--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.test_limit=0",
-         "--run.validate_every=0", "--run.output_dir=runs/mine", "--data.limit=40"]  # fmt: skip
-ONE_LAYER = [f"--model.name_or_path={one_layer()}", "--rollout.temperature=1"]
-BY_LENGTH = ["--reward.functions=[SoftOverlong]", "--reward.functions.buffer=8"]  # any model's lengths differ
+COMMAND = re.compile(
+    r"(?:-m pspo\.(train|evaluate)|(?<![\w.-])pspo (train|evaluate|export|view|report|sweep|compare|plan|serve))"
+    r"(?= |$)([^\n]*)",
+    re.MULTILINE,
+)
+ARGPARSE = ("view", "report", "compare")  # the other commands have --print_config
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -43,17 +35,26 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return [match for text in TEXTS.values() for match in re.findall(pattern, text, re.DOTALL)]
 
 
+def code() -> Iterator[str]:
+    """Lines of shell blocks, and code inside sentences."""
+    for text in TEXTS.values():
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            yield from block.replace("\\\n", " ").splitlines()
+        for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            yield span.replace("\n", " ")
+
+
 def commands() -> list[tuple[str, str]]:
-    """Every `-m pspo.COMMAND SWITCHES`, in a block or in a line, up to the shell's next operator."""
-    text = "\n".join(TEXTS.values()).replace("\\\n", " ")
+    """Every command with its arguments, up to the shell's next operator; those in sentences if they have arguments."""
     found = set()
-    names = r"pspo\.(?:train|evaluate|serve|sweep|report)|benchmarks\.plan"
-    for command, switches in re.findall(rf"-m ({names})\b(?= *([^\n`]*))", text):
-        switches = re.sub(r"\$\(\(.*?\)\)", "1", switches)  # what the shell computes
-        switches = re.sub(r"\$\(IFS=,;.*?\)", "http://b:8000", switches)
-        words = shlex.split(switches, comments=True)
-        end = next((i for i, word in enumerate(words) if word in (">", "&", "&&", "--")), len(words))
-        found.add((command, shlex.join(words[:end])))
+    for line in code():
+        for module, name, rest in COMMAND.findall(line):
+            rest = re.sub(r"\$\(\(.*?\)\)", "1", rest)  # what the shell computes
+            rest = re.sub(r"\$\(IFS=,;.*?\)", "http://b:8000", rest)
+            words = shlex.split(rest, comments=True)
+            end = next((i for i, word in enumerate(words) if word in (">", "&", "&&", "--")), len(words))
+            if words[:end]:
+                found.add((module or name, shlex.join(words[:end])))
     return sorted(found)
 
 
@@ -64,56 +65,35 @@ def workspace(tmp_path, monkeypatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "run.yaml").symlink_to(ROOT / "configs/tiny.yaml")
-    for name, code in blocks("python"):
-        (tmp_path / (name or "example.py")).write_text(code, encoding="utf-8")
+    for name, text in blocks("python"):
+        (tmp_path / (name or "example.py")).write_text(text, encoding="utf-8")
     (data,) = (text for _, text in blocks("json"))
     (tmp_path / "my_problems").mkdir()
     (tmp_path / "my_problems/train.jsonl").write_text(data, encoding="utf-8")
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "run"
-    pspo.train.main([*SMALL, *ONE_LAYER, f"--run.output_dir={folder}"])
-    return folder
-
-
 @pytest.mark.parametrize(("command", "switches"), commands())
-def test_command(workspace, finished_run, monkeypatch, command, switches):
-    args = shlex.split(switches)
-    if {"--help", "--print_config"} & {*args}:
-        with pytest.raises(SystemExit, match="0"):
-            pspo.train.main(args)
-    elif "--compare" in args:
-        assert command == "pspo.evaluate"  # of finished evaluations: tests/test_evaluate.py
-    elif command == "pspo_lab.sweep":
-        flags = [f"{word}=true" if word == "--dry_run" else word for word in args]
-        config, _ = parse(SweepConfig, command, flags)
-        assert {*(config.only or [])} <= {*config.experiments}
-    elif command == "pspo_lab.report":
-        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())  # test_report.py draws
-        shutil.copytree(finished_run, workspace / args[0] / "mine")
-        pspo_lab.report.__main__.main(args)
-    elif command in ("pspo_vllm.serve", "pspo_lab.plan"):
-        parse(CONFIGS[command], command, args)
-    else:
-        config, _ = parse(CONFIGS[command], command, args)
-        here = config.model.name_or_path in ("tiny-base", "tiny-math", "tiny-text")
-        here &= config.data.name in ("arithmetic", "letters", "sums") or Path(str(config.data.path)).exists()
-        if command == "pspo.evaluate" and here:
-            pspo.evaluate.__main__.main([*args, "--data.limit=4", "--eval.max_completion_tokens=8"])
-        elif command == "pspo.train" and here and config.distributed.strategy == "none" and not config.rollout.servers:
-            if config.rollout.external:
-                pytest.importorskip("vllm")
-            small = [*SMALL, *(ONE_LAYER if config.model.name_or_path == "tiny-base" else [])]
-            pspo.train.main([*args, *small, *(BY_LENGTH if "reward" not in switches else [])])
-            assert read_jsonl(workspace / "runs/mine/metrics.jsonl")[-1]["step"] == 2
+def test_command_parses(workspace, monkeypatch, capsys, command, switches):
+    words = shlex.split(switches)
+    if command in ARGPARSE:
+        parse_args = argparse.ArgumentParser.parse_args
+
+        def parse_and_exit(parser, args):
+            parse_args(parser, args)
+            raise SystemExit(0)
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_exit)
+    elif not {"--help", "--print_config"} & {*words}:
+        words.append("--print_config")
+    monkeypatch.setattr(sys, "argv", ["pspo", command, *words])
+    with pytest.raises(SystemExit) as exit_info:
+        pspo.__main__.main()
+    assert not exit_info.value.code, capsys.readouterr().err
 
 
 def torchruns() -> list[str]:
-    text = "\n".join(TEXTS.values()).replace("\\\n", " ")
-    return sorted({*re.findall(r"torchrun ([^\n`]*?) -m pspo\.", text)})
+    return sorted({options for line in code() for options in re.findall(r"torchrun (.*?) -m pspo\.", line)})
 
 
 @pytest.mark.parametrize("options", torchruns())
@@ -121,35 +101,34 @@ def test_torchrun_knows_the_options(options):
     get_args_parser().parse_args([*shlex.split(options), "script"])
 
 
-@pytest.mark.parametrize("code", [code for _, code in blocks("python")])
-def test_python_example(tmp_path, code):
-    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+@pytest.mark.parametrize("text", [text for _, text in blocks("python")])
+def test_python_example(tmp_path, text):
+    (tmp_path / "example.py").write_text(text, encoding="utf-8")
     runpy.run_path(str(tmp_path / "example.py"))
 
 
 def test_every_name_that_a_page_imports_is_in_the_api():
-    pages = (ROOT / "docs").rglob("*.md")
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    known = set(re.findall(r"\w+", " ".join(re.findall(r"^(?:::: |    options: )(.*)$", text, re.MULTILINE))))
-    code = "\n".join(text for _, text in blocks("python"))
-    lines = re.findall(r"^from pspo[\w.]* import (.+)$", code, re.MULTILINE)
+    pages = "\n".join(TEXTS.values())
+    known = set(re.findall(r"\w+", " ".join(re.findall(r"^(?:::: |    options: )(.*)$", pages, re.MULTILINE))))
+    lines = re.findall(r"^from pspo[\w.]* import (.+)$", "\n".join(text for _, text in blocks("python")), re.MULTILINE)
     imported = {name for names in lines for name in re.findall(r"\w+", names)}
     assert len(imported) > 15
     assert imported <= known, imported - known
 
 
-def test_example_of_a_sweep(workspace, capsys):
+def test_example_of_a_sweep(workspace, monkeypatch, capsys):
     first, second = (text for _, text in blocks("yaml"))
     assert first in (ROOT / "configs/sweep/first.yaml").read_text(encoding="utf-8")
     (workspace / "mine.yaml").write_text(second, encoding="utf-8")
-    pspo_lab.sweep.__main__.main(["--config", "mine.yaml", "--dry_run"])
+    monkeypatch.setattr(sys, "argv", ["pspo", "sweep", "--config", "mine.yaml", "--dry_run"])
+    pspo.__main__.main()
     assert re.search(r"full +25 ", capsys.readouterr().out)
 
 
 def test_the_example_loss_is_the_formula_it_shows(workspace):
-    (switches,) = (switches for _, switches in commands() if "my_loss" in switches)
-    surrogate = parse(TrainConfig, "pspo.train", shlex.split(switches))[0].algorithm.surrogate
-    assert surrogate.width == 0.3
+    (text,) = (text for name, text in blocks("python") if name == "my_loss.py")
+    surrogate = runpy.run_path(str(workspace / "my_loss.py"))["SoftClip"](width=0.3)
+    assert "class SoftClip" in text
     ratios = torch.tensor([[0.25, 0.9, 1.0, 1.1, 4.0]], dtype=torch.float64)
     logprobs = ratios.log().requires_grad_()
     advantages, mask = torch.full((1, 1), 2.0, dtype=torch.float64), torch.tensor([[True, True, True, True, False]])
@@ -176,14 +155,9 @@ def switches_of(config_class: type, prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_names_exists(page):
-    text = TEXTS[page]
-    known = set().union(*map(switches_of, CONFIGS.values()))
-    for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", text):
-        own = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.")
-        assert switch in known or switch.startswith(own), switch
-    for path in re.findall(r"`((?:pspo|tests|configs|benchmarks|scripts|results)/[\w./+-]+)`", text):
+    known = switches_of(TrainConfig) | switches_of(EvaluateConfig)
+    pieces = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.", "plan.")  # whose arguments are open
+    for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", TEXTS[page]):
+        assert switch in known or switch.startswith(pieces), switch
+    for path in re.findall(r"`((?:pspo|pspo_lab|pspo_vllm|tests|configs|benchmarks|scripts)/[\w./+-]+)`", TEXTS[page]):
         assert (ROOT / path).exists(), path
-    if page.startswith("docs/methods"):
-        results = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("results/tiny-*/README.md"))
-        for number in re.findall(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", text):
-            assert number in results, number

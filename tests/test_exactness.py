@@ -1,5 +1,7 @@
 """Models are exact or refused: log-probs of padded batches, and decoded tokens, are those of each row alone."""
 
+from functools import partial
+
 import pytest
 import reference
 import torch
@@ -9,11 +11,12 @@ from test_model import gradients, make_groups, make_rows
 
 import pspo.evaluate.__main__
 import pspo.train
-from pspo.model.exactness import check_exactness
 from pspo.config import ModelConfig, RolloutConfig
-from pspo.model.find import room_for_prompts
 from pspo.model import shares_prompts, token_logprobs
+from pspo.model.exactness import check_exactness
+from pspo.model.find import room_for_prompts
 from pspo.rollout import generate, make_sampling
+from pspo.rollout.generate import decode_greedily
 
 IN_CI = (
     "bart bloom cohere deepseek_v3 electra falcon gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral "
@@ -26,7 +29,7 @@ def check(policy, tokenizer):
     """`check_exactness` with the decoder that the model takes; returns the sampling."""
     decoder = "pspo" if shares_prompts(policy) else "hf"
     sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder=decoder, max_completion_tokens=12))
-    check_exactness(policy, tokenizer, PROMPTS, sampling)
+    check_exactness(policy, PROMPTS, partial(decode_greedily, policy, tokenizer, sampling))
     return sampling
 
 

@@ -16,8 +16,8 @@ from test_update import make_rollout
 from transformers import AutoModelForCausalLM
 
 import pspo.evaluate.__main__
-import pspo.run.export
 import pspo.model.linear
+import pspo.run.export
 import pspo.train
 import pspo.update
 from pspo.config import (
@@ -28,14 +28,14 @@ from pspo.config import (
     RolloutConfig,
     TrainConfig,
 )
-from pspo.model.adapters import save_adapters
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
+from pspo.model.adapters import save_adapters
 from pspo.model.device import autocast
 from pspo.model.lora import FusedLora, fuse_adapters
-from pspo.run.optimizers import make_optimizer
-from pspo.run.folders import checkpoints
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.run.folders import checkpoints
+from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
 
 peft = pytest.importorskip("peft")
@@ -304,9 +304,7 @@ def test_a_peft_folder_can_be_trained_further(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--model.lora.name_or_path=x"], "--model.lora.rank must be left out"),
         (["--model.lora.target_modules=[nowhere]"], "--model.lora.target_modules"),
-        (["--model.lora.rank=0", "--model.lora.name_or_path=./x"], "--model.lora.name_or_path ./x"),
         (["--model.lora.rank=-1"], "--model.lora.rank must be at least 0"),
     ],
 )
@@ -339,11 +337,11 @@ def configured(**values) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (configured(r=5), r"--model\.lora\.name_or_path .*other does not fit.* is missing there"),
-        (configured(target_modules=["q_proj"]), r"--model\.lora\.name_or_path .*other does not fit.* says nothing of"),
-        (configured(r="many"), r"--model\.lora\.name_or_path .*other"),
-        (configured(target_modules=7), r"--model\.lora\.name_or_path .*other"),
-        (with_adapters(dict.popitem), r"--model\.lora\.name_or_path .*other does not fit.* is missing there"),
+        (configured(r=5), r"--model\.name_or_path .*other does not fit.* is missing there"),
+        (configured(target_modules=["q_proj"]), r"--model\.name_or_path .*other does not fit.* says nothing of"),
+        (configured(r="many"), r"--model\.name_or_path .*other"),
+        (configured(target_modules=7), r"--model\.name_or_path .*other"),
+        (with_adapters(dict.popitem), r"--model\.name_or_path .*other does not fit.* is missing there"),
         (with_adapters(lambda of: of[min(of)].fill_(torch.nan)), "not all numbers are finite"),
     ],
 )

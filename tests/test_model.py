@@ -29,7 +29,6 @@ from pspo.model import (
     stop_token_ids,
     token_logprobs,
 )
-from pspo.rollout import Sampling, generate
 
 ARCHITECTURES = ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"]  # GPT2 for its absolute positions
 COLUMNS_COUNT = ["Gemma2", "GPTNeo", "Mpt"]  # by a local window or ALiBi: no padding after a common beginning
@@ -357,42 +356,6 @@ def test_gradient_checkpointing_with_shared_prompts_changes_no_bit(
         assert len(visits) == (3 if shared else 2) * (1 + checkpointing)  # passes, each of them recomputed
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
-def test_a_compiled_body_gives_the_same_gradients_and_decodes_uncompiled(tiny_model, model_folder, load, monkeypatch):
-    """By the backend that traces and differentiates but writes no machine code: no C++ compiler needed."""
-    compiling, graphs = torch.nn.Module.compile, []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda body, **options: compiling(body, backend=backend, **options))
-    folder = model_folder(tiny_model())
-    plain, compiled = load(folder), load(folder, compile=True)
-    assert not graphs
-    for rows in (make_rows(), make_groups((9, 7, 8))):
-        results = []
-        for model in (plain, compiled):
-            ones = torch.ones(len(rows[0]), 1)
-            square = (lambda logprobs, *_: logprobs.square(), (None,), ones)
-            _, logprobs, _ = backward_in_one_pass(model, *rows, 0.7, *square)
-            results.append((logprobs, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
-            model.zero_grad()
-        torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
-        assert (results[1][1] - results[0][1]).norm() <= 1e-5 * results[0][1].norm()
-    assert graphs
-    assert compiled.state_dict().keys() == plain.state_dict().keys()
-
-    before = len(graphs)
-    sampling = Sampling(stop_ids=[60], pad_id=0, temperature=0.0, max_completion_tokens=9)
-    texts = [generate(model, load_tokenizer(ModelConfig()), [[5, 6, 7]], sampling) for model in (plain, compiled)]
-    assert texts[0].completion_ids.tolist() == texts[1].completion_ids.tolist()
-    assert len(graphs) == before
-    token_logprobs(compiled, *make_rows())
-    assert compiled.base_model._compiled_call_impl is not None
 
 
 @pytest.mark.parametrize(

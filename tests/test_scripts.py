@@ -84,7 +84,7 @@ def test_tables_of_moves(tmp_path, imported, call):
     for file, found in zip(files, (lines, second), strict=True):
         file.write_text("".join(json.dumps(line) + "\n" for line in found))
     blocks = ("differences", "predictions", "controls", "verdicts")
-    (tmp_path / "README.md").write_text("".join(f"<!-- {name} -->\n<!-- end {name} -->\n" for name in blocks))
+    (tmp_path / "README.md").write_text("".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in blocks))
     call(imported("moves"), tmp_path, *files)
     found = pd.read_csv(tmp_path / "differences.csv").set_index(["surrogate", "lag"])
     for name, base in (("PSPO", "NoClip"), ("GSPO:grpo", "NoClip:grpo"), ("NoClip::shuffled", "NoClip")):
@@ -127,9 +127,9 @@ def test_tables_of_moves(tmp_path, imported, call):
     files.append(tmp_path / "base-rate.jsonl")
     files[-1].write_text("".join(json.dumps(line) + "\n" for line in fourth))
     (tmp_path / "README.md").write_text("".join(
-        f"<!-- {name} -->\n<!-- end {name} -->\n" for name in (*blocks, "rate", "rate verdicts")))  # fmt: skip
+        f"<!-- table: {name} -->\n<!-- /table -->\n" for name in (*blocks, "rate", "rate verdicts")))  # fmt: skip
     call(imported("moves"), tmp_path, *files)
-    page = (tmp_path / "README.md").read_text().partition("<!-- rate -->")[2]
+    page = (tmp_path / "README.md").read_text().partition("<!-- table: rate -->")[2]
     verdicts = [line.split("|")[2].split()[0] for line in page.splitlines() if re.match(r"\| 1[2-6]:", line)]
     assert verdicts == ["held:", "held:", "held", "failed:", "failed:"]
     change, apart, kl = next(line for line in page.splitlines() if line.startswith("| Clip  "))[:-1].split("|")[2:]
@@ -140,10 +140,10 @@ def test_tables_of_moves(tmp_path, imported, call):
     files.append(tmp_path / "smollm2-small.jsonl")
     files[-1].write_text("".join(json.dumps(line) + "\n" for line in sixth))
     (tmp_path / "README.md").write_text("".join(
-        f"<!-- {name} -->\n<!-- end {name} -->\n" for name in
+        f"<!-- table: {name} -->\n<!-- /table -->\n" for name in
         (*blocks, "rate", "rate verdicts", "pretrained", "pretrained verdicts")))  # fmt: skip
     call(imported("moves"), tmp_path, *files)
-    page = (tmp_path / "README.md").read_text().partition("<!-- pretrained -->")[2]
+    page = (tmp_path / "README.md").read_text().partition("<!-- table: pretrained -->")[2]
     assert re.findall(r"\| (?:19|20): .*\| +(\w+: [+-]\d\.\d+) ", page) == ["failed: +0.030", "held: -0.040"]
 
 

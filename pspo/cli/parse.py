@@ -385,7 +385,7 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, OSError) as error:
-        if not (once and dist.under_torchrun()) or os.environ["LOCAL_RANK"] == "0":
+        if not (once and dist.launched_by_torchrun()) or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -7,5 +7,38 @@ are the counts that a loss is divided by: ranks, microbatches and gradient accum
 * fsdp2: weights, gradients and optimizer state are sharded over the ranks.
 """
 
-from pspo.distributed.ranks import *
-from pspo.distributed.shards import *
+from pspo.distributed.ranks import (
+    check_strategy,
+    concat_over_ranks,
+    end_with_parent,
+    gather_columns,
+    gather_objects,
+    gather_on_main,
+    init,
+    is_main,
+    launched_by_torchrun,
+    local_device,
+    max_over_ranks,
+    pad_to_longest,
+    rank,
+    run_main,
+    run_on_main,
+    sum_over_ranks,
+    take_rank_share,
+    visible_gpus,
+    world_size,
+)
+from pspo.distributed.shards import (
+    full_state_dict,
+    full_tensor,
+    gathers_weights,
+    is_sharded,
+    load_shards,
+    local_shard,
+    read_weights,
+    save_shards,
+    set_parameter,
+    shard,
+    sum_gradients,
+    unsharded,
+)

@@ -4,23 +4,24 @@ In a single process every function here returns what it was given.
 """
 
 import atexit
-import ctypes
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.distributed as torch_dist
 from torch import Tensor
 
+from pspo.tasks.workers import end_with_parent
+
+TIMEOUT = 600.0  # seconds that ranks wait for each other
 T = TypeVar("T")
 
 
-def under_torchrun() -> bool:
+def launched_by_torchrun() -> bool:
     """True if torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -29,31 +30,35 @@ def local_device() -> torch.device:
     """This process's GPU, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if under_torchrun() else torch.device("cuda")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if launched_by_torchrun() else torch.device("cuda")
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(gpu) for gpu in range(torch.cuda.device_count())]
     return visible.split(",") if visible else []
 
 
-def init(strategy: str, timeout: float) -> None:
+def init(strategy: str, timeout: float = TIMEOUT) -> None:
     """Join the other ranks, if torchrun started this one; ``timeout`` is how many seconds they wait for each other.
 
     Raises ValueError if strategy and launcher do not fit, or there are too few GPUs.
     """
-    if not under_torchrun():
+    if not launched_by_torchrun():
         if strategy != "none":
             raise ValueError(f"--distributed.strategy {strategy} needs torchrun --nproc-per-node N -m pspo.train ...")
         return
     backend = "gloo"
-    if gpus := torch.cuda.device_count():
-        if (processes := int(os.environ["LOCAL_WORLD_SIZE"])) > gpus:
+    gpus = torch.cuda.device_count()
+    if gpus:
+        processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        if processes > gpus:
             raise ValueError(f"--nproc-per-node {processes}: this machine has {gpus} GPUs")
         torch.cuda.set_device(local_device())
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process lives)
     run_on_main(lambda: check_strategy(strategy))
@@ -65,48 +70,44 @@ def check_strategy(strategy: str) -> None:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def run_main(main: Callable[[], None]) -> None:
     """Run a command; under torchrun, wait for every rank and end the process.
 
     It ends by `os._exit`, because gloo threads can abort the interpreter's shutdown (PyTorch 2.13).
     """
-    if not under_torchrun():
+    if not launched_by_torchrun():
         return main()
-    end_with_parent()  # torchrun
-    code = 0
+    end_with_parent()
+    code: int | str = 0
     try:
         main()
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-    except SystemExit as ended:
-        code = ended.code or 0
+        if torch_dist.is_initialized():
+            torch_dist.barrier()
+            torch_dist.destroy_process_group()
+    except SystemExit as error:
+        code = error.code or 0
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not (isinstance(error, torch_dist.DistError) or "gloo" in str(error)):
             raise
         reason = re.sub(r"^\[.*?\] ", "", str(error)).partition(". ")[0].partition("\n")[0]
         code = f"rank {rank()} lost another one ({reason}): the same command resumes from the last checkpoint"
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    atexit._run_exitfuncs()  # trackers register some
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    atexit._run_exitfuncs()  # trackers register some; `os._exit` would skip them, and Python offers no public way
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    """This process's number among the ranks; 0 in a single process."""
+    return torch_dist.get_rank() if torch_dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Number of ranks; 1 in a single process."""
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
 
 
 def is_main() -> bool:
@@ -116,57 +117,61 @@ def is_main() -> bool:
 
 def run_on_main(function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with code 2."""
-    outcome: list[Any] = [None, False]
+    if world_size() == 1:
+        return function()
+    result, succeeded = None, False
     try:
         if is_main():
-            outcome = [function(), True]
+            result = function()
+            succeeded = True
     finally:
-        if world_size() > 1:
-            dist.broadcast_object_list(outcome)
-    if not outcome[1]:
+        outcome = [result, succeeded]
+        torch_dist.broadcast_object_list(outcome)
+    result, succeeded = outcome
+    if not succeeded:
         raise SystemExit(2)  # rank 0 prints why
-    return outcome[0]
+    return result
 
 
 def gather_objects(value: T) -> list[T]:
     """Every rank's value, in rank order. Tensors must be on the CPU."""
     values: list[Any] = [value] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(values, value)
+        torch_dist.all_gather_object(values, value)
     return values
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum in place over the ranks, and return the tensor."""
-    if world_size() > 1:
-        dist.all_reduce(values)
-    return values
-
-
-def concat_over_ranks(values: Tensor) -> Tensor:
-    """Concatenate the rows of every rank's tensor, of which each may have another number."""
-    return torch.cat(gather_objects(values.cpu())).to(values.device) if world_size() > 1 else values
 
 
 def gather_on_main(value: T) -> list[T]:
     """On rank 0 every rank's value, in rank order; nothing elsewhere. Tensors must be on the CPU."""
     values: list[Any] = [value] * world_size() if is_main() else []
     if world_size() > 1:
-        dist.gather_object(value, values if is_main() else None)
+        torch_dist.gather_object(value, values if is_main() else None)
     return values
 
 
-def gather_columns(values: Tensor) -> Tensor:
-    """On rank 0 the columns of every rank's (m, n), in rank order: (m, N); elsewhere the rank's own."""
-    if world_size() == 1:
-        return values
-    parts = gather_on_main(values.cpu())
-    return torch.cat(parts, dim=1).to(values.device) if parts else values
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum in place over the ranks, and return the tensor."""
+    if world_size() > 1:
+        torch_dist.all_reduce(values)
+    return values
 
 
 def max_over_ranks(value: int) -> int:
     """The largest of the ranks' values; for a flag, whether any rank's is set."""
     return max(gather_objects(value))
+
+
+def concat_over_ranks(values: Tensor) -> Tensor:
+    """Concatenate the rows of every rank's tensor; ranks may have different row counts."""
+    return torch.cat(gather_objects(values.cpu())).to(values.device) if world_size() > 1 else values
+
+
+def gather_columns(values: Tensor) -> Tensor:
+    """On rank 0 the columns of every rank's (m, n), in rank order: (m, N); elsewhere this rank's (m, n)."""
+    if world_size() == 1:
+        return values
+    parts = gather_on_main(values.cpu())
+    return torch.cat(parts, dim=1).to(values.device) if parts else values
 
 
 def pad_to_longest(items: list[T], filler: T) -> list[T]:

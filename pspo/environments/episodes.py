@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from pspo.config import SpecialTokens
 from pspo.environments.tools import Call, parse_calls
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.rollout import Prompts, Rollout, RolloutSampler, Sampling
@@ -56,7 +55,6 @@ class EnvironmentSampler:
 
     sampler: RolloutSampler
     make_environment: MakeEnvironment
-    special_tokens: SpecialTokens = "text"  # what they are in observations
 
     @property
     def sampling(self) -> Sampling:
@@ -97,7 +95,7 @@ class EnvironmentSampler:
                 observation = episode.take_turn(ids[:length], text, ended, *calls)
                 if observation is not None and turns_left:
                     role = getattr(episode.environment, "role", "user")
-                    ids = observation_ids(tokenizer, observation, episode.ids[-1], self.special_tokens, role)
+                    ids = observation_ids(tokenizer, observation, episode.ids[-1], role)
                     if len(episode.ids) + len(ids) < limit:
                         episode.extend(ids, sampled=False)
                         live.append(row)
@@ -110,13 +108,12 @@ def observation_ids(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     after: int,
-    special_tokens: SpecialTokens = "text",
     role: str = "user",
 ) -> list[int]:
     """Encode the text as the role's turn between two of the model; the stop token it follows is not repeated."""
     turns = (("user", "-"), ("assistant", "\0"), (role, text))
     chat = [{"role": role, "content": content} for role, content in turns]
-    (rendered,) = render_prompts(tokenizer, [chat], "", special_tokens)
+    (rendered,) = render_prompts(tokenizer, [chat], system_prompt="")
     (ids,) = encode(tokenizer, [rendered.partition("\0")[2]])
     return ids[1:] if ids[:1] == [after] else ids
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pspo.model.chat import any_of, special_tokens_of
+from pspo.model.chat import pattern_of, special_token_ids
 from pspo.tasks.answers import after_thoughts
 
 Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
@@ -50,6 +50,6 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | No
             continue
         keys = {json.dumps(value): key for key, value in written.items()}
         if json.dumps(name) in keys and json.dumps(arguments) in keys:
-            opening = any_of(special_tokens_of(tokenizer)).sub("", rest[:start]).strip() if content else ""
+            opening = pattern_of(special_token_ids(tokenizer)).sub("", rest[:start]).strip() if content else ""
             return opening, keys[json.dumps(name)], keys[json.dumps(arguments)]
     return None

@@ -13,6 +13,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from pspo.model import load_policy, load_tokenizer, shares_prompts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import Prompts, TransformersSampler, load_prompts, make_sampling
+from pspo.rollout.generate import decode_greedily
 from pspo.run.folders import check_output
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
@@ -63,7 +65,8 @@ def prepare(
     policy = load_policy(config.model, device)
     decoder, rows = "pspo" if shares_prompts(policy) else "hf", config.eval.max_tokens  # which is the limit here
     sampling = make_sampling(policy, tokenizer, config.eval, max_rows=rows, decoder=decoder)
-    check_exactness(policy, tokenizer, prompts.ids, sampling, config.model.autocast)
+    decode = partial(decode_greedily, policy, tokenizer, sampling)
+    check_exactness(policy, prompts.ids, decode, config.model.autocast)
     about = fingerprint(policy, prompts)
     dist.run_on_main(lambda: begin(output, settings, about, device))
     return TransformersSampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
@@ -128,7 +131,7 @@ def cell(name: str, of: dict[str, Any]) -> str:
 def main(args: Sequence[str] | None = None) -> None:
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
-        dist.init("ddp" if dist.under_torchrun() else "none", timeout=3600)
+        dist.init("ddp" if dist.launched_by_torchrun() else "none", timeout=3600)
     device, output = dist.local_device(), Path(config.run.output_dir)
     kept, finished = output / "completions.jsonl", output / "results.json"
     with user_errors("pspo.evaluate"):
@@ -147,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for temperature in config.eval.temperatures:
             sampler = replace(decoder, sampling=replace(decoder.sampling, temperature=temperature))
             if make_environment:
-                sampler = EnvironmentSampler(sampler, make_environment, config.data.special_tokens)
+                sampler = EnvironmentSampler(sampler, make_environment)
             result = evaluate(
                 sampler,
                 prompts,

@@ -42,18 +42,15 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation | Callable,
 
     A minibatch without a single unmasked token has loss 0.
     """
-    return (per_token_loss.where(mask, 0.0) / token_divisors(mask, how, counts)).sum()
-
-
-def token_divisors(mask: Tensor, how: Aggregation | Callable, counts: Counts) -> Tensor:
-    """Number that `aggregate` divides token losses by, (B, 1) float32; a function of one's own may give (B, T)."""
-    if callable(how):
-        return token_values(how(mask, counts), mask, "aggregation", how, above_0=True)
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
-    if how == "dapo":
-        return torch.full_like(lengths, max(counts.tokens, 1))
-    if how == "grpo":
-        return lengths * counts.sequences
-    if how == "dr_grpo":
-        return torch.full_like(lengths, counts.sequences * counts.max_completion_tokens)
-    raise ValueError(f"unknown aggregation {how!r}: choose dapo, grpo or dr_grpo")
+    if callable(how):
+        divisors = token_values(how(mask, counts), mask, "aggregation", how, above_0=True)  # (B, 1) or (B, T)
+    elif how == "dapo":
+        divisors = torch.full_like(lengths, max(counts.tokens, 1))
+    elif how == "grpo":
+        divisors = lengths * counts.sequences
+    elif how == "dr_grpo":
+        divisors = torch.full_like(lengths, counts.sequences * counts.max_completion_tokens)
+    else:
+        raise ValueError(f"unknown aggregation {how!r}: choose dapo, grpo or dr_grpo")
+    return (per_token_loss.where(mask, 0.0) / divisors).sum()

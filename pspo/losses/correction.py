@@ -16,21 +16,16 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @torch.no_grad()
 def correction_weights(
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    mode: Correction | Callable,
-    cap: float,
-    floor: float = 0.0,
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction | Callable, cap: float
 ) -> Tensor:
-    """Importance weights old / sampler, in [floor, cap] (as TRL 1.16, vllm_importance_sampling_mode).
+    """Importance weights old / sampler, at most ``cap`` (as TRL 1.16, vllm_importance_sampling_mode).
 
     Args:
         old_logprobs, sampler_logprobs, mask: (B, T).
         mode: "token_..." takes each token's ratio, "sequence_..." the product over the row's unmasked tokens;
-            "..._truncate" moves ratios out of bounds to the next bound (Yao et al. 2025), "..._mask" sets them to 0.
+            "..._truncate" cuts ratios at the cap (Yao et al. 2025), "..._mask" sets those above it to 0.
             A function of your own gets the three tensors and returns weights, (B,) or (B, T).
-        cap, floor: bounds of the ratios.
+        cap: largest ratio.
 
     Returns:
         (B, T) without gradient, 0 where masked.
@@ -40,37 +35,23 @@ def correction_weights(
     if mode not in get_args(Correction)[1:]:
         raise ValueError(f"unknown correction {mode!r}: choose one of {', '.join(get_args(Correction)[1:])}")
     ratios = correction_ratios(old_logprobs, sampler_logprobs, mask, mode)
-    bounded = ratios.clamp(floor, cap)
-    return masked(bounded if mode.endswith("truncate") else ratios.where(ratios == bounded, 0.0), mask)
+    weights = ratios.clamp(max=cap) if mode.endswith("truncate") else ratios.where(ratios <= cap, 0.0)
+    return masked(weights, mask)
 
 
 def correction_ratios(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction | Callable
 ) -> Tensor:
-    """Weights before the bounds, (B, T): old / sampler of each token, or the product over its row's unmasked ones."""
+    """Weights before the cap, (B, T): old / sampler of each token, or the product over its row's unmasked ones."""
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
-    by_row = not callable(mode) and mode.startswith("sequence")
-    return (log_r.sum(dim=1, keepdim=True).expand_as(mask) if by_row else log_r).exp()
-
-
-@torch.no_grad()
-def on_policy(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """False where A < 0 in a row that the policy has moved away from: DeepSeek-V3.2's off-policy mask (2512.02556).
-
-    Args:
-        logprobs, sampler_logprobs, mask: (B, T); advantages: (B, 1) or (B, T).
-        threshold: in nats, of the row's mean log(sampler / policy).
-
-    Returns:
-        (B, 1) or (B, T) bool.
-    """
-    moved = log_ratio(sampler_logprobs, logprobs, mask).sum(dim=1, keepdim=True)
-    return (advantages >= 0) | (moved <= threshold * mask.sum(dim=1, keepdim=True))
+    if not callable(mode) and mode.startswith("sequence"):
+        log_r = log_r.sum(dim=1, keepdim=True).expand_as(mask)
+    return log_r.exp()
 
 
 def corrected_tokens(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction | Callable, cap: float, floor: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction | Callable, cap: float
 ) -> Tensor:
     """True where the weight is not the ratio itself: truncated or masked, (B, T) bool."""
     ratios = correction_ratios(old_logprobs, sampler_logprobs, mask, mode)
-    return correction_weights(old_logprobs, sampler_logprobs, mask, mode, cap, floor) != ratios
+    return correction_weights(old_logprobs, sampler_logprobs, mask, mode, cap) != ratios

@@ -1,4 +1,4 @@
-"""Statistics of one optimizer step, for every surrogate alike.
+"""Statistics of one optimizer step, the same for every surrogate.
 
 They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the surrogate ignores a token, and
 |w / (A r)| is its slope relative to NoClip's: 1 - alpha for PSPO, 1 or 0 for Clip.
@@ -52,44 +52,60 @@ def diagnose(
 
         All are 0 for an empty mask except the ratios and effective sample sizes, which are 1.
     """
-    if not mask.any():  # an empty step reads like one unchanged token
-        nothing = logprobs.new_zeros(1)
-        return diagnose(nothing, nothing, nothing, nothing, nothing == 0)
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
     if rows is None:
         rows = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1)).expand_as(mask)
-    _, rows = rows[mask].unique(return_inverse=True)
-    advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    logprobs, old_logprobs, weights = (values[mask].to(dtype) for values in (logprobs, old_logprobs, weights))
-    difference = logprobs - old_logprobs
+    if mask.any():
+        _, rows = rows[mask].unique(return_inverse=True)
+        advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on
+        weights = weights[mask].to(dtype)
+        difference = logprobs[mask].to(dtype) - old_logprobs[mask].to(dtype)
+    else:  # an empty step reads like one unchanged token
+        rows = torch.zeros(1, dtype=torch.long, device=mask.device)
+        advantages = weights = difference = torch.zeros(1, dtype=dtype, device=mask.device)
     log_r = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    statistics = _ratio_statistics(log_r, rows) | _weight_statistics(log_r.exp(), advantages, weights)
+    statistics["clamped_share"] = (difference.abs() > MAX_LOG_RATIO).to(dtype).mean()
+    values = torch.stack([value.to(dtype) for value in statistics.values()]).tolist()  # one wait for a GPU
+    return dict(zip(statistics, values, strict=True))
+
+
+def _ratio_statistics(log_r: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Those of `diagnose` that follow from log-ratios (N,) and their rows (N,), numbered from 0, alone."""
     ratio = log_r.exp()
     ordered = ratio.sort().values  # torch.quantile refuses more than 2^24 values
-    percentiles = {f"ratio_p{p}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (1, 50, 99)}
+    last = len(ordered) - 1
     sequences = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)  # (n,)
     sequence_ratio = (sequences - sequences.max()).exp()
-    active, cut = advantages != 0, weights == 0
-    n_active = active.sum().clamp(min=1).to(dtype)
-    cut_shares = {
-        f"zero_weight_share{sign}": (cut & tokens).sum() / tokens.sum().clamp(min=1).to(dtype)
-        for sign, tokens in {"": active, "_positive": advantages > 0, "_negative": advantages < 0}.items()
-    }
-    distance = (ratio - 1).abs()[active]
-    slope = (weights[active] / (advantages[active] * ratio[active])).abs()
-    stats = {
+    return {
         "ratio_mean": ratio.mean(),
         "ratio_min": ratio.min(),
         "ratio_max": ratio.max(),
-        **percentiles,
+        "ratio_p1": ordered[round(0.01 * last)],
+        "ratio_p50": ordered[round(0.5 * last)],
+        "ratio_p99": ordered[round(0.99 * last)],
         "ess": ratio.mean().square() / ratio.square().mean(),
         "ess_sequence": sequence_ratio.mean().square() / sequence_ratio.square().mean(),
         "kl_old_new": (torch.expm1(log_r) - log_r).mean(),
+    }
+
+
+def _weight_statistics(ratio: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Those of `diagnose` over tokens with A != 0, from ratios, advantages and weights (N,)."""
+    active = advantages != 0
+    positive = advantages > 0
+    negative = advantages < 0
+    n_active = active.sum().clamp(min=1).to(ratio.dtype)
+    distance = (ratio - 1).abs()[active]
+    slope = (weights[active] / (advantages[active] * ratio[active])).abs()
+    is_zero = weights == 0
+    return {
         "tv": 0.5 * distance.sum() / n_active,
         "tv_smoothed": 0.5 * (slope * distance).sum() / n_active,
-        **cut_shares,
-        "clamped_share": (difference.abs() > MAX_LOG_RATIO).to(dtype).mean(),
+        "zero_weight_share": (is_zero & active).sum() / n_active,
+        "zero_weight_share_positive": (is_zero & positive).sum() / positive.sum().clamp(min=1).to(ratio.dtype),
+        "zero_weight_share_negative": (is_zero & negative).sum() / negative.sum().clamp(min=1).to(ratio.dtype),
     }
-    return dict(zip(stats, torch.stack([value.to(dtype) for value in stats.values()]).tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -109,6 +125,8 @@ def diagnose_correction(
     if not mask.any():
         return {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)[mask]
-    kl, ratio_max = (torch.expm1(log_r) - log_r).mean(), log_r.max().exp()
-    share = (corrected[mask] != 0).to(log_r.dtype).mean()
-    return {"kl_sampler_old": kl.item(), "sampler_ratio_max": ratio_max.item(), "corrected_share": share.item()}
+    return {
+        "kl_sampler_old": (torch.expm1(log_r) - log_r).mean().item(),
+        "sampler_ratio_max": log_r.max().exp().item(),
+        "corrected_share": (corrected[mask] != 0).to(log_r.dtype).mean().item(),
+    }

@@ -29,7 +29,7 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 class REINFORCE(Surrogate):
     """-A logprob: the policy gradient without importance weights (Williams 1992); biased once the policy has moved."""
 
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         weight = torch.ones_like(log_ratio(logprobs.detach(), old_logprobs, mask))
@@ -49,7 +49,7 @@ class CISPO(Surrogate):
 
     epsilon: float | None = None
     epsilon_high: float = 4.0
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         check(self.epsilon is None or self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
@@ -77,7 +77,9 @@ class GSPO(Surrogate):
     epsilon_high: float = 4e-4
     silent_at_zero_advantage = True
 
-    __post_init__ = CISPO.__post_init__
+    def __post_init__(self) -> None:
+        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
+        check(self.epsilon_high >= 0, self, "epsilon_high must be at least 0", self.epsilon_high)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = row_mean(log_ratio(logprobs, old_logprobs, mask), mask).exp()
@@ -154,7 +156,7 @@ class DPPO(Surrogate):
 
     divergence: Literal["tv", "kl"] = "tv"
     epsilon: float = 0.15
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         check(self.divergence in ("tv", "kl"), self, 'divergence must be "tv" or "kl"', repr(self.divergence))

@@ -30,38 +30,38 @@ class Surrogate(ABC):
     optimizer steps taken.
 
     With ``state_dict`` and ``load_state_dict`` it has a state, which checkpoints hold: rank 0's, or with ``per_rank =
-    True`` each rank's own. Training calls it once for a microbatch, with ``token_local`` for a chunk of its tokens, and
-    again if memory runs out; metrics call a copy.
+    True`` each rank's own. Training calls it once for some whole rows of a microbatch, and again if memory runs out.
     """
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor: ...
 
-    def at(self, step: int) -> Callable[..., Tensor]:
-        """The map from the four tensors to the loss, after ``step`` optimizer steps."""
+    def bind_step(self, step: int) -> Callable[..., Tensor]:
+        """The map from the four tensors to the loss after ``step`` optimizer steps."""
         return partial(self, step=step) if "step" in inspect.signature(self).parameters else self
 
     def __repr__(self) -> str:  # a dataclass has its own
         arguments = (name for name in inspect.signature(type(self)).parameters if hasattr(self, name))
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in arguments)})"
 
-    # Optional hints; leaving them out is always correct. A subclass does not inherit them.
-    silent_at_zero_advantage = False  # loss and gradient are exactly 0 where A = 0: such rows are left out
-    token_local = False  # a token's loss depends on that token's inputs alone: enables the one-pass head
+    # An optional hint; leaving it out is always correct: loss and gradient are exactly 0 where A = 0, so that training
+    # leaves such rows out. A subclass does not inherit it.
+    silent_at_zero_advantage = False
 
     def __init_subclass__(cls) -> None:
-        for promise in ("silent_at_zero_advantage", "token_local"):
-            setattr(cls, promise, vars(cls).get(promise, False))
+        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
 
 
 class SurrogateError(ValueError):
     """A surrogate, or another function of the user's, that does not return what every token needs."""
 
 
-def check_loss(surrogate: Surrogate, loss: Tensor, logprobs: Tensor) -> None:
-    """Raise SurrogateError unless a surrogate's loss has a value per token (B, T), wide enough and with a gradient."""
-    name, shape = f"surrogate {type(surrogate).__name__}", tuple(logprobs.shape)
+def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
+    """Raise SurrogateError unless the loss of a surrogate or term is (B, T), wide enough and with a gradient."""
+    kind = "surrogate" if isinstance(piece, Surrogate) else "term"
+    name = f"{kind} {getattr(piece, '__name__', type(piece).__name__)}"
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
+        shape = tuple(logprobs.shape)
         got = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         rule = f"of every token, shape (B, T) = {shape}; means are taken later, by --algorithm.aggregation"
         raise SurrogateError(f"{name} returned a loss {got}; it must return that {rule}")
@@ -131,7 +131,7 @@ class Clip(Surrogate):
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         high, delta = self.epsilon_high, self.delta
@@ -152,7 +152,7 @@ class Clip(Surrogate):
 class NoClip(Surrogate):
     """-r A: the plain importance-weighted policy gradient."""
 
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         return masked(-log_ratio(logprobs, old_logprobs, mask).exp() * advantages, mask)
@@ -169,7 +169,7 @@ class PSPO(Surrogate):
     """
 
     alpha: float = 0.1
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         check(0 <= self.alpha <= 1, self, "alpha must be in [0, 1]", self.alpha)
@@ -193,7 +193,6 @@ class P3O(Surrogate):
 
     tau: float = 4.0
     kl_coef: float = 0.0
-    token_local = True
 
     def __post_init__(self) -> None:
         check(0 < self.tau < math.inf, self, "tau must be above 0 and finite", self.tau)
@@ -221,7 +220,7 @@ class SAPO(Surrogate):
 
     tau_pos: float = 1.0
     tau_neg: float = 3.0
-    silent_at_zero_advantage = token_local = True
+    silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
         for name, tau in vars(self).items():
@@ -269,7 +268,3 @@ class TOPR(Surrogate):
         ratio = log_r.exp()
         weight = torch.where(advantages > 0, ratio.clamp(self.a_pos, self.b_pos), ratio.clamp(self.a_neg, self.b_neg))
         return policy_gradient(weight, logprobs, advantages, mask)
-
-    @property
-    def token_local(self) -> bool:
-        return self.level == "token"

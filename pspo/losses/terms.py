@@ -1,61 +1,137 @@
-"""Everything of the loss besides the surrogate: factors of its tokens, a KL penalty and an entropy bonus."""
+"""Terms: everything of the loss besides the surrogate, each a small map from losses to losses.
 
+A term is called as ``term(losses, x)`` with the losses (B, T) so far and the `LossInputs`, and returns losses (B, T).
+Those of --algorithm.terms come first, in order; then the correction, the KL penalty and the entropy bonus, if they are
+on.
+"""
+
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from pspo.losses.correction import Correction, correction_weights, on_policy
+from pspo.losses.correction import Correction, correction_weights
 from pspo.losses.kl import KLEstimator, kl_estimate
-from pspo.losses.surrogates import Surrogate, check_loss
+from pspo.losses.surrogates import check, log_ratio
 
 
-class Terms(Protocol):
-    """Fields of `pspo.config.AlgorithmConfig`."""
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may depend on, at the tokens of B rows.
 
-    surrogate: Surrogate
-    correction: Correction | Callable | None
-    correction_cap: float
-    correction_floor: float
-    mask_off_policy: float | None
-    beta: float
-    kl_estimator: KLEstimator
-    entropy_coef: float
+    Attributes:
+        logprobs: (B, T), the policy's, with gradient.
+        old_logprobs: (B, T), what ratios are formed against.
+        advantages: (B, 1) or (B, T).
+        mask: (B, T) bool, the tokens that the loss is about.
+        entropies: (B, T), of the policy's distributions in nats, with gradient.
+        ref_logprobs: (B, T), the reference model's; None without one.
+        sampler_logprobs: (B, T), what the tokens were drawn with; None unless the sampler kept them.
+        step: optimizer steps taken so far.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    entropies: Tensor
+    ref_logprobs: Tensor | None = None
+    sampler_logprobs: Tensor | None = None
+    step: int = 0
 
 
-def add_terms(
-    algorithm: Terms,
-    losses: Tensor,
-    logprobs: Tensor,
-    entropies: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    uncertain: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    sampler_logprobs: Tensor | None = None,
-) -> Tensor:
-    """Check a surrogate's losses, leave tokens out of them or weigh them; add the KL penalty and the entropy bonus.
+Term = Callable[[Tensor, LossInputs], Tensor]
 
-    By default none of these is on, and the losses are returned as they came.
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """losses x w, w = old / sampler probability by `correction_weights`: for tokens of another engine or policy.
 
     Args:
-        losses: (B, T), what ``algorithm.surrogate`` returned; as all others, or (n, 1) of n tokens.
-        uncertain: bool, the tokens in the surrogate's loss under --algorithm.entropy_quantile; None for all.
-        ref_logprobs: None without beta.
+        mode: of `correction_weights`, or a function of old_logprobs, sampler_logprobs and mask.
+        cap: largest weight.
     """
-    check_loss(algorithm.surrogate, losses, logprobs)
-    if uncertain is not None:
-        losses = losses.where(uncertain, 0.0)
-    if algorithm.mask_off_policy is not None:
-        sampler = old_logprobs if sampler_logprobs is None else sampler_logprobs
-        losses = losses.where(on_policy(logprobs, sampler, advantages, mask, algorithm.mask_off_policy), 0.0)
-    if algorithm.correction != "none":
-        how = (algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
-        losses = losses * correction_weights(old_logprobs, sampler_logprobs, mask, *how)
-    if ref_logprobs is not None:
-        kl = kl_estimate(logprobs, ref_logprobs, mask, algorithm.kl_estimator, old_logprobs)
-        losses = losses + algorithm.beta * kl
-    if algorithm.entropy_coef > 0:
-        losses = losses - algorithm.entropy_coef * entropies
-    return losses
+
+    mode: Correction | Callable
+    cap: float = 3.0
+    silent_at_zero_advantage = True
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        return losses * correction_weights(x.old_logprobs, x.sampler_logprobs, x.mask, self.mode, self.cap)
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """losses + beta KL(policy || reference), by `kl_estimate`.
+
+    Args:
+        beta: weight of the penalty.
+        estimator: of `kl_estimate`.
+    """
+
+    beta: float
+    estimator: KLEstimator = "k3"
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        return losses + self.beta * kl_estimate(x.logprobs, x.ref_logprobs, x.mask, self.estimator, x.old_logprobs)
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """losses - coef H: keeps the policy from becoming certain too soon.
+
+    Args:
+        coef: weight of the entropy.
+    """
+
+    coef: float
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        return losses - self.coef * x.entropies
+
+
+@dataclass(frozen=True)
+class OffPolicyMask:
+    """0 where A < 0 in a row that the policy has moved away from: DeepSeek-V3.2's off-policy mask (2512.02556).
+
+    Args:
+        threshold: in nats, of the row's mean log(sampler / policy); the old policy's where the sampler's are not kept.
+    """
+
+    threshold: float
+    silent_at_zero_advantage = True
+
+    def __post_init__(self) -> None:
+        check(self.threshold >= 0, self, "threshold must be at least 0", self.threshold)
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        sampler_logprobs = x.old_logprobs if x.sampler_logprobs is None else x.sampler_logprobs
+        moved = log_ratio(sampler_logprobs, x.logprobs.detach(), x.mask).sum(dim=1, keepdim=True)  # (B, 1)
+        is_near = moved <= self.threshold * x.mask.sum(dim=1, keepdim=True)
+        return losses.where((x.advantages >= 0) | is_near, 0.0)
+
+
+@dataclass(frozen=True)
+class EntropyQuantile:
+    """0 at all but the most uncertain tokens of each row ("Beyond the 80/20 Rule", 2506.01939, by row, not by batch).
+
+    Args:
+        share: of a row's tokens that stay; ties stay, too.
+    """
+
+    share: float
+    silent_at_zero_advantage = True
+
+    def __post_init__(self) -> None:
+        check(0 < self.share <= 1, self, "share must be in (0, 1]", self.share)
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        entropies = x.entropies.detach().masked_fill(~x.mask, -math.inf)
+        lengths = x.mask.sum(dim=1, keepdim=True)  # (B, 1)
+        last = (torch.ceil(self.share * lengths).long() - 1).clamp(min=0)  # rank of the least uncertain one that stays
+        lowest = entropies.sort(dim=1, descending=True).values.gather(1, last)
+        return losses.where(entropies >= lowest, 0.0)

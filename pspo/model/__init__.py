@@ -4,6 +4,12 @@ from pspo.model.adapters import StartingAdapters, fill_adapters, has_adapters
 from pspo.model.device import autocast, casts_to_bf16, is_out_of_memory
 from pspo.model.find import ASSETS, load_model_config, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.load import load_policy
-from pspo.model.logprobs import token_logprobs
-from pspo.model.one_pass import backward_in_one_pass
+from pspo.model.logprobs import (
+    Targets,
+    head_logprobs,
+    hidden_states,
+    row_chunks,
+    token_logprobs,
+    unflatten,
+)
 from pspo.model.shared_prompts import attends_fully, shares_prompts

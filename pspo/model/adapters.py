@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +19,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.cli.files import DAMAGE
-from pspo.config import ModelConfig
+from pspo.config import LoraConfig, ModelConfig
+
+if TYPE_CHECKING:
+    import peft
+
+DAMAGED = (AttributeError, LookupError, TypeError)  # what PEFT raises for a damaged adapter_config.json
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
-    return getattr(policy, "_hf_peft_config_loaded", False)
+    """True if `add_adapters` has put adapters into the model."""
+    return hasattr(policy, "peft_config")
 
 
 class StartingAdapters:
@@ -44,80 +50,108 @@ class StartingAdapters:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the policy's adapters and those it started with."""
-        for adapter, other in zip(self.adapters, self.start, strict=True):
-            own = adapter.clone()
-            adapter.copy_(other)
-            other.copy_(own)
+        for adapter, stored in zip(self.adapters, self.start, strict=True):
+            current = adapter.clone()
+            adapter.copy_(stored)
+            stored.copy_(current)
         torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
 
 
 def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
-    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
-    from peft import LoraConfig
+    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values.
 
-    lora, start = config.lora, config.lora.name_or_path
+    Raises ValueError if a PEFT folder's configuration is none, or names other layers than the model's.
+    """
+    lora = config.lora
+    source = lora.name_or_path
+    switch = f"lora.target_modules {lora.target_modules}" if source is None else f"name_or_path {source}"
     try:
-        new = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.target_modules}
-        made = LoraConfig.from_pretrained(start) if start else LoraConfig(**new)
-        made.task_type, made.revision, made.lora_dropout, made.inference_mode = "CAUSAL_LM", config.revision, 0.0, False
+        adapters = peft_config(lora)
         with torch.random.fork_rng(devices=[]):
-            policy.add_adapter(made)
-    except (ValueError, *DAMAGE) as error:  # no such folder, no such layers, no such file as PEFT writes
-        switch = f"name_or_path {start}" if start else f"target_modules {lora.target_modules}"
-        raise ValueError(f"--model.lora.{switch}: {error}") from error
-    made.base_model_name_or_path = config.name_or_path
-    if not isinstance(made.target_modules, str):
-        made.target_modules = sorted(made.target_modules)  # a set, which is saved in any order
-    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    if unknown := [name for name in trained if not ("lora_A." in name or "lora_B." in name)]:
-        raise ValueError(f"--model.lora: {unknown[0]} is neither A nor B of a linear layer: leave such adapters out")
+            policy.add_adapter(adapters)
+    except (ValueError, *DAMAGED) as error:
+        raise ValueError(f"--model.{switch}: {error}") from error
+    adapters.base_model_name_or_path = config.name_or_path  # `add_adapter` writes the local path
+    adapters.revision = config.revision
+    if not isinstance(adapters.target_modules, str):
+        adapters.target_modules = sorted(adapters.target_modules)  # a set, which is saved in any order
+    trained = trained_parameters(policy)
+    for name in trained:
+        if "lora_A." not in name and "lora_B." not in name:
+            raise ValueError(f"--model.lora: {name} is neither A nor B of a linear layer: leave such adapters out")
     for parameter in trained.values():
         parameter.data = parameter.data.float()
 
 
+def peft_config(lora: LoraConfig) -> peft.LoraConfig:
+    """PEFT's configuration of a folder's adapters, or of new ones."""
+    import peft
+
+    if lora.name_or_path is None:
+        adapters = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
+    else:
+        adapters = peft.LoraConfig.from_pretrained(lora.name_or_path)
+    adapters.task_type = "CAUSAL_LM"
+    adapters.lora_dropout = 0.0
+    adapters.inference_mode = False
+    return adapters
+
+
+def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
-    """Copy adapters from a PEFT folder or hub id into a model's own; without one, A is random and B is 0."""
+    """Set a model's adapters to those of a PEFT folder or hub id; without one, A is random and B is 0.
+
+    Raises ValueError if the folder's adapters are not those of the model.
+    """
+    parameters = {name_in_file(name): parameter for name, parameter in trained_parameters(policy).items()}
+    if source is None:
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        for name, parameter in parameters.items():
+            values = torch.zeros(parameter.shape)
+            if "lora_A" in name:
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)  # as PEFT's
+            dist.set_parameter(parameter, values)
+        return
     from peft.utils import load_peft_weights
 
-    saved = None if source is None else load_peft_weights(source, device="cpu")
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    adapters = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    if unknown := (saved or {}).keys() - map(name_in_file, adapters):
-        what = f"does not fit the model: its adapter_config.json says nothing of {min(unknown)}"
-        raise ValueError(f"--model.lora.name_or_path {source} {what}")
-    for name, parameter in adapters.items():
-        whole = torch.zeros(parameter.shape)
-        if saved is not None:
-            whole = saved.get(name_in_file(name), whole[:0]).float()
-            if whole.shape != parameter.shape:
-                raise ValueError(f"--model.lora.name_or_path {source} does not fit the model: {name} is missing there")
-        elif "lora_A" in name:
-            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)  # as PEFT's
-        dist.assign(parameter, whole)
+    saved = load_peft_weights(source, device="cpu")
+    misfit = f"--model.name_or_path {source} does not fit the model"
+    if unknown := saved.keys() - parameters.keys():
+        raise ValueError(f"{misfit}: its adapter_config.json says nothing of {min(unknown)}")
+    for name, parameter in parameters.items():
+        if name not in saved or saved[name].shape != parameter.shape:
+            raise ValueError(f"{misfit}: {name} is missing there")
+        dist.set_parameter(parameter, saved[name].float())
 
 
 def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the adapters and their base's dtype as a PEFT folder; ``weights`` replaces a sharded model's own."""
+    """Write the adapters and their base's dtype as a PEFT folder; ``weights`` are a sharded model's, gathered."""
     weights = weights or policy.state_dict()
-    saved = {name_in_file(name): weights[name] for name, weight in policy.named_parameters() if weight.requires_grad}
+    adapters = {name_in_file(name): weights[name] for name in trained_parameters(policy)}
     base_dtype = next(str(weight.dtype) for weight in policy.parameters() if not weight.requires_grad)
-    metadata = {"base_dtype": base_dtype.removeprefix("torch.")}  # one: several would come in any order
-    save_file(saved, folder / "adapter_model.safetensors", metadata=metadata)
+    metadata = {"base_dtype": base_dtype.removeprefix("torch.")}  # one entry: several would come in any order
+    save_file(adapters, folder / "adapter_model.safetensors", metadata=metadata)
     policy.peft_config["default"].save_pretrained(folder)
 
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names, weights and buffers of a model, tied ones under each name; with adapters, those of the merged model."""
+    """Names, weights and buffers of a model, tied ones under each name; with adapters, those of the merged model.
+
+    Raises ValueError for adapters of anything but a layer's weight, which are no sum with it.
+    """
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue
-        owner, is_wrapped, kind = name.rpartition(".base_layer.")
+        layer, is_wrapped, kind = name.rpartition(".base_layer.")
         if is_wrapped and kind not in ("weight", "bias"):
             raise ValueError(f"--model.lora: {name} has adapters that cannot be merged")
         if is_wrapped and kind == "weight":
-            weight = weight + policy.get_submodule(owner).get_delta_weight("default").to(weight.dtype)
+            weight = weight + policy.get_submodule(layer).get_delta_weight("default").to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -125,7 +159,10 @@ def weights_of_files(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say."""
     from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
 
-    for _, layer in groupby(merged_weights(policy), lambda named: re.match(r"(.*?\.\d+\.)?", named[0])[0]):
+    def layer_prefix(named_weight: tuple[str, Tensor]) -> str:
+        return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
+
+    for _, layer in groupby(merged_weights(policy), layer_prefix):
         weights = {name: dist.full_tensor(weight) for name, weight in layer}
         yield from revert_weight_conversion(policy, weights).items()
 

@@ -6,106 +6,101 @@ after the output embedding, or decode otherwise than they train.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import chain, cycle, islice
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from pspo.model import autocast, is_out_of_memory, token_logprobs
-from pspo.rollout import Prompts, Sampling, generate, inference, left_pad
-from pspo.rollout.engine import EngineError, EngineSampler
+from pspo.model.device import autocast, is_out_of_memory
+from pspo.model.logprobs import token_logprobs
 
 TokenIds = Sequence[Sequence[int]]
+Row = tuple[list[int], list[int]]  # token ids of a prompt and of its completion
 
 HEAD = "does more to its logits than its output embedding and softcapping, which `pspo.model.logprobs.head_logits` does"
 GROUPS = "gives a row other log-probs in a padded batch than alone"
-DECODING = "decodes (--rollout.decoder {}) other tokens than its forward pass finds likeliest"
+DECODING = "decodes (--rollout.decoder) other tokens than its forward pass finds likeliest"
 
 
 @torch.no_grad()
 def check_exactness(
-    policy: PreTrainedModel, tokenizer: Tokenizer, prompts: TokenIds, sampling: Sampling, autocast_mode: str = "none"
+    policy: PreTrainedModel, prompts: TokenIds, decode: Callable[[TokenIds], TokenIds], autocast_mode: str = "none"
 ) -> None:
     """Compare log-probs in padded groups, and greedy decoding, with the model's own logits of each row alone.
 
-    Rows are made of the tokens of ``prompts``. Raises ValueError for a model that differs by more than rounding, or
-    that needs more to run than token ids. Flash attention takes 16 bits alone: only with it is there autocast.
+    Args:
+        prompts: token ids, of which rows are made.
+        decode: maps prompts to the first tokens of two greedy completions of each, adjacent.
+        autocast_mode: --model.autocast; used with flash attention alone, which takes 16 bits alone.
+
+    Raises ValueError for a model that differs by more than rounding, or that needs more to run than token ids.
     """
-    name, flash = type(policy).__name__, "flash" in (policy.config._attn_implementation or "")
+    name = type(policy).__name__
+    flash = "flash" in (policy.config._attn_implementation or "")
     try:
-        with inference(policy), autocast(autocast_mode if flash else "none", policy.device):
-            in_16_bits, by_check = differences(policy, tokenizer, prompts, sampling)
+        with autocast(autocast_mode if flash else "none", policy.device):
+            differences = measure_differences(policy, prompts, decode)
     except Exception as error:  # the library raises anything if a model needs more than token ids
         if is_out_of_memory(error):
             raise
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise ValueError(f"--model.name_or_path: {name} fails on a small batch: {reason}") from error
-    for what, nats in by_check:
-        size = (nats.mean() if in_16_bits else nats.max()).item()
-        if not size <= (0.25 if in_16_bits else 1e-3):  # NaN is refused, too
-            raise ValueError(f"--model.name_or_path: {name} {what}: off by {size:.2g} nats")
+    for fault, nats, dtype in differences:
+        size, limit = (nats.mean().item(), 0.25) if dtype.itemsize == 2 else (nats.max().item(), 1e-3)
+        if not size <= limit:  # NaN is refused, too
+            raise ValueError(f"--model.name_or_path: {name} {fault}: off by {size:.2g} nats")
 
 
-@torch.no_grad()
-def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float]:
-    """Mean and largest difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
-
-    Raises ValueError if they are not of one model at one temperature.
-    """
-    sampling, policy, name = sampler.sampling, sampler.learner.policy, type(sampler.engine).__name__
-    limits = {"max_completion_tokens": min(sampling.max_completion_tokens, 32), "min_completion_tokens": 0}
-    few = replace(sampler, sampling=replace(sampling, logprobs=True, **limits))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            drawn = few.draw(prompts, group_size=2)
-    except EngineError as error:
-        raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
-    error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
-    mean, largest = error.mean().item(), error.max().item()
-    if not mean <= sampler.engine.tolerance:
-        raise ValueError(
-            f"--rollout.engine {name}: its log-probs differ from the policy's by {mean:.2g} nats on average, "
-            f"{largest:.2g} at most: they are not of one model. Use --rollout.engine transformers for this model"
-        )
-    return mean, largest
-
-
-def differences(
-    policy: PreTrainedModel, tokenizer: Tokenizer, prompts: TokenIds, sampling: Sampling
-) -> tuple[bool, list[tuple[str, Tensor]]]:
-    """True for logits of 16 bits; and ways in which a model may differ from itself, with the nats at n tokens, (n,)."""
-    text = list(islice(cycle(chain.from_iterable(prompts)), 52))
-    short, long, alike = text[:3], text[3:27], text[3:23] + text[27:30]
-    rows = [(short, text[30:38]), (short, text[38:41]), (long, text[41:46]), (alike, text[46:52])]
-    alone, by_check = [logits_alone(policy, *row) for row in rows], []
-    for what, part in ((HEAD, slice(2, 3)), (GROUPS, slice(3)), (GROUPS, slice(1, 3)), (GROUPS, slice(2, 4))):
-        completions = [torch.tensor(completion) for _, completion in rows[part]]
-        ids = pad_sequence(completions, batch_first=True, padding_value=-1)
-        batch = *left_pad([prompt for prompt, _ in rows[part]], sampling.pad_id), ids.clamp(min=0), ids >= 0
-        prompt_ids, prompt_mask, ids, mask = (tensor.to(policy.device) for tensor in batch)
-        expected = torch.cat([pick_logprobs(*of_row) for of_row in zip(alone[part], completions, strict=True)])
-        by_check.append((what, (token_logprobs(policy, prompt_ids, prompt_mask, ids, mask)[mask] - expected).abs()))
-    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
-    drawn = generate(policy, tokenizer, [short, long], greedy, group_size=2).completion_ids
-    for prompt, completion in ((short, drawn[0]), (long, drawn[3])):
-        logits = logits_alone(policy, prompt, completion.tolist())
-        likeliest = pick_logprobs(logits, logits.argmax(dim=1))
-        by_check.append((DECODING.format(sampling.decoder), likeliest - pick_logprobs(logits, completion)))
-    return alone[0].dtype.itemsize == 2, by_check
+def measure_differences(
+    policy: PreTrainedModel, prompts: TokenIds, decode: Callable[[TokenIds], TokenIds]
+) -> list[tuple[str, Tensor, torch.dtype]]:
+    """Ways in which a model may differ from itself: the fault, nats at n tokens, (n,), and the dtype of the logits."""
+    tokens = list(islice(cycle(chain.from_iterable(prompts)), 52))
+    short = tokens[:3]
+    long = tokens[3:27]
+    related = long[:20] + tokens[27:30]  # to the long prompt: a shared beginning
+    rows = [
+        (short, tokens[30:38]),
+        (short, tokens[38:41]),
+        (long, tokens[41:46]),
+        (related, tokens[46:52]),
+    ]
+    differences = []
+    for fault, batch in ((HEAD, rows[2:3]), (GROUPS, rows[:3]), (GROUPS, rows[1:3]), (GROUPS, rows[2:4])):
+        alone = [single_row_logits(policy, row) for row in batch]
+        expected = [pick_logprobs(logits, row[1]) for logits, row in zip(alone, batch, strict=True)]
+        error = padded_logprobs(policy, batch) - torch.cat(expected)
+        differences.append((fault, error.abs(), alone[0].dtype))
+    decoded = decode([short, long])
+    for row in ((short, list(decoded[0])), (long, list(decoded[3]))):
+        logits = single_row_logits(policy, row)
+        regret = pick_logprobs(logits, logits.argmax(dim=1).tolist()) - pick_logprobs(logits, row[1])
+        differences.append((DECODING, regret, logits.dtype))
+    return differences
 
 
-def logits_alone(policy: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+def padded_logprobs(policy: PreTrainedModel, rows: list[Row]) -> Tensor:
+    """Log-probs (n,) of the completions' tokens, row after row, by `token_logprobs` of one padded batch."""
+    prompts = [torch.tensor(prompt) for prompt, _ in rows]
+    completions = [torch.tensor(completion) for _, completion in rows]
+    prompt_ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
+    completion_ids = pad_sequence(completions, batch_first=True, padding_value=-1).to(policy.device)
+    prompt_mask = prompt_ids >= 0
+    mask = completion_ids >= 0
+    return token_logprobs(policy, prompt_ids.clamp(min=0), prompt_mask, completion_ids.clamp(min=0), mask)[mask]
+
+
+def single_row_logits(policy: PreTrainedModel, row: Row) -> Tensor:
     """(t, V) logits at a completion's t tokens, from the model's own forward pass of one row."""
+    prompt, completion = row
     ids = torch.tensor([prompt + completion], device=policy.device)
     return policy(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
 
 
-def pick_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """(t,) float32 log-probs of tokens (t,) by logits (t, V)."""
-    return logits.float().log_softmax(dim=1).gather(1, tokens.to(logits.device)[:, None]).squeeze(1)
+def pick_logprobs(logits: Tensor, tokens: list[int]) -> Tensor:
+    """(t,) float32 log-probs of t tokens by logits (t, V)."""
+    targets = torch.tensor(tokens, device=logits.device)[:, None]
+    return logits.float().log_softmax(dim=1).gather(1, targets).squeeze(1)

@@ -39,59 +39,65 @@ def embedded_models() -> list[str]:
     return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
-def from_pretrained(auto_class: Any, model: ModelConfig, /, **options: Any) -> Any:
+def load_pretrained(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
     """Load with one of transformers' Auto classes; raises ValueError naming the switch to mend."""
-    source, how = locate(model.name_or_path), {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    source = locate(model.name_or_path)
     with load_errors(model):
-        return auto_class.from_pretrained(source, **how, **options)
+        return auto_class.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
+        )
 
 
 def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of --data.chat_template or of the adapters, and its arguments in it.
+    """The tokenizer, with the chat template that --data.chat_template or a PEFT folder brings.
 
     Raises ValueError if the model cannot be found, or lacks what prompts and stopping need.
     """
-    model, data = config.resolved(), data or DataConfig()
-    tokenizer, file = from_pretrained(AutoTokenizer, model), Path(model.lora.name_or_path or "", "chat_template.jinja")
-    template = data.chat_template
-    if isinstance(template, str):
-        file = Path(template).expanduser()
-        require(file.is_file(), "data.chat_template", "must be a file, or arguments of the model's", template)
-    if isinstance(template, str) or (model.lora.name_or_path and file.is_file()):
+    model = config.resolved()
+    wanted = None if data is None else data.chat_template
+    tokenizer = load_pretrained(AutoTokenizer, model)
+    adapter_template = Path(model.lora.name_or_path or "", "chat_template.jinja")
+    if isinstance(wanted, str):
+        file = Path(wanted).expanduser()
+        require(file.is_file(), "data.chat_template", "must be a mapping of arguments, or a Jinja file", wanted)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
-    for there, fix in (
-        (tokenizer("0")["input_ids"], "no tokenizer: add its files to the folder"),  # transformers makes an empty one
-        (tokenizer.chat_template, "no chat template: add a chat_template.jinja, or use an instruct model"),
-        (tokenizer.eos_token_id is not None, "no eos token to end completions with: use another model"),
-    ):
-        if not there:
-            raise ValueError(f"--model.name_or_path {config.name_or_path} has {fix}")
+    elif model.lora.name_or_path is not None and adapter_template.is_file():
+        tokenizer.chat_template = adapter_template.read_text(encoding="utf-8")
+    missing = None
+    if not tokenizer("0")["input_ids"]:  # transformers makes an empty one
+        missing = "tokenizer: add its files to the folder"
+    elif not tokenizer.chat_template:
+        missing = "chat template: add a chat_template.jinja, or use an instruct model"
+    elif tokenizer.eos_token_id is None:
+        missing = "eos token to end completions with: use another model"
+    if missing:
+        raise ValueError(f"--model.name_or_path {config.name_or_path} has no {missing}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
-    if isinstance(template, dict):
-        tokenizer.chat_template = with_arguments(tokenizer.get_chat_template(), template)
+    if isinstance(wanted, dict):
+        tokenizer.chat_template = set_template_defaults(tokenizer.get_chat_template(), wanted)
     return tokenizer
 
 
-def with_arguments(template: str, arguments: dict[str, Any]) -> str:
+def set_template_defaults(template: str, arguments: dict[str, Any]) -> str:
     """The chat template with defaults for its arguments, so that the saved model has them; ValueError for unknown ones.
 
-    Who calls `apply_chat_template` with one of them still has the last word.
+    An argument of `apply_chat_template` still overrides its default.
     """
     for name, value in arguments.items():
-        known = re.search(rf"\b{re.escape(str(name))}\b", template)
-        require(known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
+        is_known = re.search(rf"\b{re.escape(str(name))}\b", template)
+        require(is_known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
         template = f"{{%- set {name} = {name} | default({value!r}) %}}{template}"
     return template
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's own configuration, without its weights; raises ValueError for a model that cannot be found."""
-    return from_pretrained(AutoConfig, config.resolved())
+    return load_pretrained(AutoConfig, config.resolved())
 
 
 def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:
-    """Prompt tokens that fit the model's positions beside a completion; infinite without such a limit.
+    """Prompt tokens that fit the model's positions before a completion; infinite without such a limit.
 
     LongRoPE's positions end where it would switch to other frequencies, for all rows of a batch at once. Raises
     ValueError, naming the switch, if none fit.
@@ -106,7 +112,7 @@ def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: st
     return math.inf if positions is None else positions - max_completion_tokens
 
 
-def without_dropout(config: ModelConfig) -> PretrainedConfig:
+def config_without_dropout(config: ModelConfig) -> PretrainedConfig:
     """The model's own configuration, with every dropout at 0."""
     model_config = load_model_config(config)
     for part in (model_config, model_config.get_text_config()):
@@ -120,11 +126,11 @@ def token_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], switch: str = "rollout.stop_tokens"
 ) -> list[int]:
     """Ids of tokens by their texts; raises ValueError naming the switch for one that the tokenizer does not have."""
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     for token in tokens:
-        if token not in known:
+        if token not in vocabulary:
             raise ValueError(f"--{switch}: the tokenizer has no {token!r}; stop_strings takes any text")
-    return sorted(known[token] for token in tokens)
+    return sorted(vocabulary[token] for token in tokens)
 
 
 def stop_token_ids(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -132,10 +138,11 @@ def stop_token_ids(model: transformers.PreTrainedModel, tokenizer: PreTrainedTok
 
     They differ for a base model such as Qwen2.5's: its eos ends a document, its template ends a turn by <|im_end|>.
     """
-    stops = model.generation_config.eos_token_id
-    stops = [*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
-    if wrong := [stop for stop in stops if type(stop) not in (int, type(None))]:
-        raise ValueError(f"--model.name_or_path {model.name_or_path}: its eos_token_id {wrong[0]!r} is no integer")
+    eos = model.generation_config.eos_token_id
+    stops = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    for stop in stops:
+        if stop is not None and not isinstance(stop, int):
+            raise ValueError(f"--model.name_or_path {model.name_or_path}: its eos_token_id {stop!r} is no integer")
     return sorted({*stops} - {None})
 
 
@@ -143,20 +150,22 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template writes after the assistant's words; None if it writes none."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\0"}]
     try:
-        _, words, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("\0")
+        _, words, ending = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("\0")
     except jinja2.TemplateError:  # a template for single questions
         return None
-    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if words else []
+    ids = tokenizer(ending.lstrip(), add_special_tokens=False)["input_ids"] if words else []
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
 def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that prompts are padded with; raises ValueError if the tokenizer has a token that the model has not."""
-    size, known = model.config.get_text_config().vocab_size, tokenizer.get_vocab()
-    last = max(known, key=known.get)
-    if known[last] >= size:
-        what = f"the tokenizer's token {last!r} ({known[last]}) is none of the model's {size:,}"
-        raise ValueError(f"--model.name_or_path: {what}; take it out of the tokenizer's files, or use the model's own")
+    size = model.config.get_text_config().vocab_size
+    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if token_id >= size:
+        raise ValueError(
+            f"--model.name_or_path: the tokenizer's token {token!r} ({token_id}) is none of the model's {size:,}; "
+            "take it out of the tokenizer's files, or use the model's own"
+        )
     return tokenizer.pad_token_id
 
 

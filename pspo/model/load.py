@@ -1,4 +1,4 @@
-"""Load a policy and its tokenizer, ready to train, and check that both are what the trainer needs."""
+"""Load a policy, ready to train, and check that its weights are those its configuration describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
 from pspo.model.adapters import add_adapters, fill_adapters
 from pspo.model.device import casts_to_bf16
-from pspo.model.find import from_pretrained, load_errors, weight_folder, without_dropout
+from pspo.model.find import config_without_dropout, load_errors, load_pretrained, weight_folder
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -36,82 +36,92 @@ def load_policy(
     Raises ValueError for a model that cannot be found, for weights that are not those its config.json describes, or not
     finite. Whether it computes what the trainer takes it to compute, is for `pspo.model.exactness` to check.
     """
-    device, config = device or dist.local_device(), config.resolved()
-    sharded = distributed is not None and distributed.sharded
-    policy = _sharded_policy(config, device, distributed.shard) if sharded else _whole_policy(config, device)
+    config = config.resolved()
+    device = device or dist.local_device()
+    if distributed is not None and distributed.strategy == "fsdp2":
+        policy = load_sharded(config, device)
+    else:
+        policy = load_whole(config, device)
     if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
-    sums = {name: dist.local_shard(weight).sum() for name, weight in policy.named_parameters()}  # NaN and inf stay
-    broken = [name for name, total in sums.items() if not total.isfinite()]
-    refuse("not all numbers are finite in its weights", broken, config)
-    if config.compile:
-        policy.base_model.compile(dynamic=True)
+    broken = []
+    for name, weight in policy.named_parameters():
+        if not dist.local_shard(weight).sum().isfinite():  # NaN and inf stay in a sum
+            broken.append(name)
+    require_none(broken, "not all numbers are finite in its weights", config)
     return policy
 
 
-def _whole_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
-    options = {"attn_implementation": config.attn_implementation, "output_loading_info": True}
-    options |= {"dtype": weights_dtype(config, device), "config": without_dropout(config)}
-    policy, loading = from_pretrained(AutoModelForCausalLM, config, ignore_mismatched_sizes=True, **options)
-    refuse("its weights lack", loading["missing_keys"], config)  # they would be random
-    refuse("its config.json describes other shapes of", [name for name, *_ in loading["mismatched_keys"]], config)
-    refuse(UNEXPECTED, loading["unexpected_keys"], config)  # a layer, say
-    return ready(policy.to(device), config)
+def load_whole(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
+    """Load a model whose weights this process holds all."""
+    policy, loading = load_pretrained(
+        AutoModelForCausalLM,
+        config,
+        config=config_without_dropout(config),
+        dtype=weights_dtype(config, device),
+        attn_implementation=config.attn_implementation,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
+    misshapen = [name for name, *_ in loading["mismatched_keys"]]
+    require_none(misshapen, "its config.json describes other shapes of", config)
+    require_none(loading["unexpected_keys"], UNEXPECTED, config)  # a layer, say
+    return prepare_policy(policy.to(device), config)
 
 
-def refuse(what: str, names: Iterable[str], config: ModelConfig, fix: str = "") -> None:
-    """Raise ValueError if there are such weights."""
-    if names := sorted(names):
-        listed = ", ".join(names[:3]) + " ..." * (len(names) > 3)
-        raise ValueError(f"--model.name_or_path {config.name_or_path}: {what} {listed}{fix}")
+def load_sharded(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
+    """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
+    dist.run_on_main(lambda: weight_folder(config))  # downloads once, before the other ranks look
+    folder = weight_folder(config)
+    policy = empty_policy(config, device)
+    with load_errors(config):
+        if (folder / "generation_config.json").exists():
+            policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
+    missing, unexpected = dist.read_weights(policy, folder, device)
+    missing = [name for name in missing if "lora_" not in name]
+    require_none(missing, "its files lack", config, "; load it in one process and save it with save_pretrained")
+    loading = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
+    policy._adjust_missing_and_unexpected_keys(loading)  # as `from_pretrained`'s loading info; transformers 5.23
+    require_none(loading.unexpected_keys, UNEXPECTED, config)
+    return policy
+
+
+def require_none(weights: Iterable[str], fault: str, config: ModelConfig, fix: str = "") -> None:
+    """Raise ValueError if there are weights with this fault."""
+    names = sorted(weights)
+    if names:
+        listed = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {listed}{fix}")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype of the weights; of the frozen ones under LoRA."""
-    auto = "bfloat16" if config.has_adapters and casts_to_bf16(config.autocast, device) else "float32"
-    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return torch.bfloat16 if config.has_adapters and casts_to_bf16(config.autocast, device) else torch.float32
 
 
-def _sharded_policy(config: ModelConfig, device: torch.device, ranks: int | None) -> transformers.PreTrainedModel:
-    """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
-    dist.run_on_main(lambda: weight_folder(config))  # downloads once, before the other ranks look
-    folder, policy = weight_folder(config), empty_policy(config, device)
-    with load_errors(config):
-        if (folder / "generation_config.json").exists():
-            policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None, ranks)
-    missing, unexpected = dist.fill(policy, folder, device)
-    fix = "; load it in one process and save it with save_pretrained"
-    refuse("its files lack", [name for name in missing if "lora_" not in name], config, fix)
-    loading = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
-    policy._adjust_missing_and_unexpected_keys(loading)  # as `from_pretrained`'s loading info; transformers 5.23
-    refuse(UNEXPECTED, loading.unexpected_keys, config)
-    return policy
-
-
-def empty_policy(config: ModelConfig, device: torch.device, layers: int = 0) -> transformers.PreTrainedModel:
-    """The policy without memory, on the meta device; or random on the device, with so many layers and 8 tokens."""
-    model_config = without_dropout(config)
-    if layers:
-        text = model_config.get_text_config()
-        text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, 8, None
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-    options = {"dtype": weights_dtype(config, device), "attn_implementation": config.attn_implementation}
-    with torch.device(device if layers else "meta"), torch.random.fork_rng(devices=[]):
+def empty_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
+    """The policy without memory, on the meta device, in the dtype that it has on ``device``."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
         with load_errors(config):
-            model = AutoModelForCausalLM.from_config(
-                model_config, trust_remote_code=config.trust_remote_code, **options
+            policy = AutoModelForCausalLM.from_config(
+                config_without_dropout(config),
+                trust_remote_code=config.trust_remote_code,
+                dtype=weights_dtype(config, device),
+                attn_implementation=config.attn_implementation,
             )
-        return ready(model, config)
+        return prepare_policy(policy, config)
 
 
-def ready(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
+def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
     """Prepare a model for training in place: adapters, evaluation mode, oneDNN's products, checkpointed layers."""
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
-        what = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
-        raise ValueError(f"--model.attn_implementation sdpa {what}: set it to eager")
+        fault = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
+        raise ValueError(f"--model.attn_implementation sdpa {fault}: set it to eager")
     if config.has_adapters:
         add_adapters(policy, config)
     policy.eval()
@@ -136,10 +146,11 @@ def checkpoint_activations(policy: transformers.PreTrainedModel) -> None:
     if not layers:
         raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward)
+        layer.forward = partial(checkpointed, layer.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's ``forward``, without keeping activations for the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

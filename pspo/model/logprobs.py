@@ -1,8 +1,12 @@
-"""Log-probs of completions: the one source of old, new and reference log-probs."""
+"""Log-probs of completions: the one source of old, new and reference log-probs.
+
+One pass through the model's body gives hidden states; the output embedding makes logits of a few rows at a time, and
+`TokenLogprobs` log-probs and entropies of those. No (B, T, V) tensor ever exists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -10,11 +14,29 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pspo import distributed as dist
-from pspo.losses import token_entropies
 from pspo.model.shared_prompts import hidden_states_of_shared_prompts
 
 CHUNK_BYTES = 2**24  # of float32 logits held at a time,
 CHUNK_TOKENS = 256  # but at least these tokens': each chunk costs a pass over the output embedding's gradient
+CACHED_LOGITS = 2**16  # that stay in a CPU's cache
+
+
+class Targets(NamedTuple):
+    """Completion tokens (n,) int64, and the nucleus that each was drawn from: log-probs are renormalised over it.
+
+    ``nucleus`` holds ids (m,), one token's after the other's, and how many are each token's, (n,); None for all tokens.
+    """
+
+    ids: Tensor
+    nucleus: tuple[Tensor, Tensor] | None = None
+
+    def select(self, tokens: slice) -> Targets:
+        """Some of the tokens."""
+        if self.nucleus is None:
+            return Targets(self.ids[tokens])
+        ids, counts = self.nucleus
+        ends = torch.nn.functional.pad(counts.cumsum(dim=0), (1, 0)).tolist()
+        return Targets(self.ids[tokens], (ids[ends[tokens.start] : ends[tokens.stop]], counts[tokens]))
 
 
 @dist.gathers_weights
@@ -27,35 +49,36 @@ def token_logprobs(
     temperature: float = 1.0,
     nucleus_ids: tuple[Tensor, Tensor] | None = None,
     with_entropies: bool = False,
-    entropy_gradient: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(completion token | everything before it).
 
-    Logits are computed at unmasked completion positions only, in chunks of tokens that are recomputed in the
-    backward pass, so that no (B, T, V) tensor ever exists.
+    Logits are computed at unmasked completion positions only, of some whole rows at a time; where there are more rows,
+    they are computed again in the backward pass.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
         completion_ids, completion_mask: (B, T), right-padded; masked positions get 0.
         temperature: divides the logits, as in the sampling.
-        nucleus_ids: tokens (M,), one unmasked token's after the other, and how many are each's, (N,): log-probs are
-            renormalised over them, the nucleus that the token was drawn from. None for all tokens.
+        nucleus_ids: the nucleus of each unmasked token, as in `Targets`.
         with_entropies: also return the entropies of the distributions that the log-probs are of.
-        entropy_gradient: these have a gradient, too.
 
     Returns:
         (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these.
     """
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
-    chunk = chunk_tokens(model)
-    states, targets = hidden.split(chunk), completion_ids[completion_mask].split(chunk)
-    how = (with_entropies, entropy_gradient)
-    pieces = [
-        checkpoint(_chunk_logprobs, model, h, target, temperature, nucleus, *how, use_reentrant=False)
-        for h, target, nucleus in zip(states, targets, nucleus_by_chunk(nucleus_ids, chunk, len(states)), strict=True)
-    ]
-    logprobs, *entropies = (unflatten(torch.cat(parts), completion_mask) for parts in zip(*pieces, strict=True))
-    return (logprobs, *entropies) if with_entropies else logprobs
+    targets = Targets(completion_ids[completion_mask], nucleus_ids)
+    chunks = row_chunks(model, completion_mask)
+    parts = []
+    for _, tokens in chunks:
+        inputs = (model, hidden[tokens], targets.select(tokens), temperature)
+        if len(chunks) > 1:
+            parts.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
+        else:
+            parts.append(head_logprobs(*inputs))
+    logprobs = unflatten(torch.cat([part[0] for part in parts]), completion_mask)
+    if not with_entropies:
+        return logprobs
+    return logprobs, unflatten(torch.cat([part[1] for part in parts]), completion_mask)
 
 
 def hidden_states(
@@ -77,24 +100,96 @@ def hidden_states(
     return body.last_hidden_state[:, width - 1 :]
 
 
-def _chunk_logprobs(
-    model: transformers.PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    temperature: float,
-    nucleus_ids: tuple[Tensor, Tensor] | None,
-    with_entropies: bool,
-    entropy_gradient: bool,
-) -> tuple[Tensor, ...]:
-    """log pi(target) from hidden states (n, H) and targets (n,), and on request entropies: (n,), float32 or wider."""
+def row_chunks(model: transformers.PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]]:
+    """Whole rows of a mask (B, T) whose logits are held at a time, and their places among the N unmasked tokens.
+
+    A row whose own logits are too many stands alone; `head_logprobs` divides it.
+    """
+    most = chunk_tokens(model)
+    chunks = []
+    first_row = first_token = token = 0
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        if token + length - first_token > most and row > first_row:
+            chunks.append((slice(first_row, row), slice(first_token, token)))
+            first_row = row
+            first_token = token
+        token += length
+    return [*chunks, (slice(first_row, len(mask)), slice(first_token, token))]
+
+
+def head_logprobs(
+    model: transformers.PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
+
+    More than `chunk_tokens`, of one long row, are computed in pieces, and again in the backward pass.
+    """
+    most = chunk_tokens(model)
+    if len(hidden) > most:
+        pieces = []
+        for start in range(0, len(hidden), most):
+            tokens = slice(start, min(start + most, len(hidden)))
+            inputs = (model, hidden[tokens], targets.select(tokens), temperature)
+            pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
+        return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
     logits = head_logits(model, hidden, temperature)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if nucleus_ids is not None:
-        logits = logits.masked_fill(outside(*nucleus_ids, logits), -torch.inf)
-    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-    if not with_entropies:
-        return (logprobs,)
-    return logprobs, token_entropies(logits if entropy_gradient else logits.detach())
+    if targets.nucleus is not None:
+        logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)
+    return TokenLogprobs.apply(logits, targets.ids)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Logits (n, V), which are overwritten, and targets (n,) to log-probs and entropies (n,), float32 or wider.
+
+    Entropies are of the whole distribution, H = -sum_v p_v log p_v. On a CPU it goes through some rows at a time, which
+    stay in the cache.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        logprobs = probs.new_empty(len(probs))
+        entropies = probs.new_empty(len(probs))
+        for rows in _cached_rows(probs):
+            shifted = probs[rows]  # (k, V), logits yet
+            shifted -= shifted.amax(dim=1, keepdim=True)
+            target = shifted.gather(1, targets[rows, None]).squeeze(1)
+            shifted.clamp_(min=torch.finfo(shifted.dtype).min)  # of -inf the product below would be NaN
+            exp = shifted.exp()
+            total = exp.sum(dim=1)
+            log_total = total.log()
+            logprobs[rows] = target - log_total
+            entropies[rows] = log_total - torch.linalg.vecdot(exp, shifted) / total
+            torch.div(exp, total[:, None], out=shifted)  # now probabilities
+        ctx.set_materialize_grads(False)
+        ctx.probs = probs
+        ctx.logits_dtype = logits.dtype
+        ctx.save_for_backward(targets, entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, slopes: Tensor | None, entropy_slopes: Tensor | None) -> tuple[Tensor, None]:
+        """dlogprob / dlogits = one-hot - p, dH / dlogits = -p (log p + H); probabilities are overwritten."""
+        targets, entropies = ctx.saved_tensors
+        gradient = ctx.probs
+        ctx.probs = None
+        slopes = torch.zeros_like(entropies) if slopes is None else slopes
+        for rows in _cached_rows(gradient):
+            p = gradient[rows]
+            if entropy_slopes is None:
+                p *= -slopes[rows, None]
+            else:
+                log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # finite where p is 0
+                p *= -(log_p.add_(entropies[rows, None]).mul_(entropy_slopes[rows, None]).add_(slopes[rows, None]))
+            p.scatter_add_(1, targets[rows, None], slopes[rows, None])
+        return gradient.to(ctx.logits_dtype), None
+
+
+def _cached_rows(logits: Tensor) -> list[slice]:
+    """Rows of logits (n, V) that stay in a CPU's cache together; on a GPU all of them."""
+    n = len(logits)
+    at_a_time = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, n)
+    return [slice(start, min(start + at_a_time, n)) for start in range(0, n, at_a_time)]
 
 
 def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -107,18 +202,8 @@ def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature
     return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 
-def nucleus_by_chunk(
-    nucleus_ids: tuple[Tensor, Tensor] | None, chunk: int, chunks: int
-) -> Sequence[tuple[Tensor, Tensor] | None]:
-    """``nucleus_ids`` of `token_logprobs` for each chunk of tokens: ids (m,) and counts (n,), or None."""
-    if nucleus_ids is None:
-        return [None] * chunks
-    ids, counts = nucleus_ids[0], nucleus_ids[1].split(chunk)
-    return list(zip(ids.split([int(part.sum()) for part in counts]), counts, strict=True))
-
-
-def outside(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
-    """(n, V) bool, true but at the kept tokens ``ids`` (m,), of which each row of logits (n, V) has ``counts`` (n,)."""
+def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
+    """(n, V) bool, true outside the nucleus of each row of logits (n, V), whose ids (m,) and counts (n,) are given."""
     mask = torch.ones_like(logits, dtype=torch.bool)
     mask[torch.arange(len(counts), device=ids.device).repeat_interleave(counts), ids] = False
     return mask

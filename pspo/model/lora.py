@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
@@ -13,21 +15,25 @@ def fuse_adapters(model: nn.Module) -> None:
     """Make PEFT's plain adapters of linear layers add their output in place; all others stay as they are."""
     for module in model.modules():
         if type(module) is Linear and not module.lora_variant and isinstance(module.base_layer, nn.Linear):
-            module.__class__ = FusedLora
+            module.forward = partial(fused_forward, module)
 
 
-class FusedLora(Linear):
+def fused_forward(module: Linear, x: Tensor) -> Tensor:
     """x W^T + bias + s (x A^T) B^T of a frozen W, in the dtype of autocast, or of W."""
+    base = module.base_layer
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
+    return LoraProduct.apply(
+        x.to(dtype),
+        base.weight.to(dtype),
+        None if base.bias is None else base.bias.to(dtype),
+        module.lora_A["default"].weight.to(dtype),
+        module.lora_B["default"].weight.to(dtype),
+        module.scaling["default"],
+    )
 
-    def forward(self, x: Tensor) -> Tensor:
-        base, scale, device = self.base_layer, self.scaling["default"], x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
-        a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
-        x, weight, bias, a, b = (t if t is None else t.to(dtype) for t in (x, base.weight, base.bias, a, b))
-        return _LoraProduct.apply(x, weight, bias, a, b, scale)
 
-
-class _LoraProduct(torch.autograd.Function):
+class LoraProduct(torch.autograd.Function):
     """x (..., I), weight (O, I), bias (O,), a (R, I) and b (O, R) to (..., O); no gradient of weight and bias."""
 
     @staticmethod

@@ -2,12 +2,11 @@
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -16,105 +15,119 @@ from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory, shares_prompts
 from pspo.rollout.types import Batch, Rollout, to_device
-from pspo.run.learner import Learner
-
-T = TypeVar("T")
 
 
-class Minibatch(NamedTuple):
+@dataclass
+class Minibatch:
     """One optimizer step: this rank's microbatches, and tokens and sequences counted over all ranks."""
 
     counts: Counts
     batches: list[Batch]
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Prompt and completion tokens of each row; rows of one prompt are adjacent, ``group_size`` of them."""
+
+    prompts: list[int]
+    completions: list[int]
+    group_size: int
+    shares_prompts: bool  # a forward pass computes a prompt once for its rows
+
+    def padded_tokens(self, rows: list[int]) -> int:
+        """Tokens of a forward pass over some rows, padding included."""
+        prompts = len({row // self.group_size for row in rows}) if self.shares_prompts else len(rows)
+        prompt_width = max(self.prompts[row] for row in rows)
+        completion_width = max(self.completions[row] for row in rows)
+        return prompts * prompt_width + len(rows) * completion_width
+
+
 def split_minibatches(
-    rollout: Rollout, advantages: Tensor, config: TrainConfig, learner: Learner | None = None
+    rollout: Rollout,
+    advantages: Tensor,
+    config: TrainConfig,
+    policy: transformers.PreTrainedModel,
+    limit: float | None = None,
 ) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
-    Rows with zero gradient (no unmasked token; A = 0 if the surrogate is silent then, without a KL or entropy term) are
-    left out but counted: the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a
-    minibatch are sorted by length, so that microbatches hold little padding; a group is split only if it alone exceeds
-    --optimizer.microbatch_tokens, or the learner's limit. A prompt counts once if its rows share it.
+    Rows with zero gradient are left out but counted: the denominators are the full minibatch's, so loss and gradient
+    stay the same. The groups of a minibatch are sorted by length, so that microbatches hold little padding; a group is
+    split only if it alone exceeds --optimizer.microbatch_tokens, or ``limit``.
     """
-    algorithm, group_size, sharded = config.algorithm, config.rollout.group_size, config.sharded
+    algorithm = config.algorithm
+    if algorithm.correction != "none" and rollout.sampler_logprobs is None:
+        raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
+    if algorithm.mask_truncated:
+        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     advantages = advantages.reshape(len(rollout), -1)  # (B, 1) or (B, T)
-    whole = Batch(prepare_rollout(rollout, algorithm), advantages)
-    rollout, limit = whole.rollout, config.optimizer.microbatch_tokens
-    if learner is not None:
-        limit = min(limit, learner.microbatch_limit or math.inf)
-    shared = not sharded and (learner is None or shares_prompts(learner.policy))
-    silent = algorithm.surrogate.silent_at_zero_advantage and not algorithm.needs_every_row
-    contributes = (rollout.loss_mask.any(dim=1) & (advantages.any(dim=1) | (not silent))).tolist()  # by row
-    masks = (rollout.prompt_mask, rollout.completion_mask, rollout.loss_mask)
-    prompt_lengths, lengths, loss_tokens = (mask.sum(dim=1).tolist() for mask in masks)
-
-    def tokens(rows: list[int]) -> int:
-        """Tokens of the forward pass, padding included; a group's prompt once if it is shared."""
-        prompts = {row // group_size for row in rows} if shared else rows
-        return len(prompts) * max(prompt_lengths[row] for row in rows) + len(rows) * max(lengths[row] for row in rows)
+    whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
+    limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
+    group_size = config.rollout.group_size
+    is_sharded = dist.is_sharded(policy)
+    lengths = Lengths(
+        rollout.prompt_mask.sum(dim=1).tolist(),
+        rollout.completion_mask.sum(dim=1).tolist(),
+        group_size,
+        shares_prompts=shares_prompts(policy) and not is_sharded,
+    )
+    loss_tokens = rollout.loss_mask.sum(dim=1).tolist()
+    has_gradient = rows_with_gradient(rollout, advantages, algorithm)
 
     minibatches = []
     for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), algorithm.minibatches):
         sizes = torch.tensor([sum(loss_tokens[row] for row in groups.flat), groups.size], device=advantages.device)
-        counts = Counts(*dist.sum_over_ranks(sizes).tolist(), config.rollout.max_completion_tokens)
-        trained = [[row for row in group if contributes[row]] for group in groups.tolist()]
-        trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
-        trained = trained or [[groups[0, 0]]]  # of zero gradient: with no row at all AdamW would skip its update
-        indices = [to_device(torch.tensor(rows), advantages.device) for rows in pack(trained, tokens, limit)]
-        batches = [whole.rows(rows) for rows in indices]
-        if sharded:  # every rank must run the same number of passes
+        tokens, sequences = dist.sum_over_ranks(sizes).tolist()
+        trained = [[row for row in group if has_gradient[row]] for group in groups.tolist()]
+        trained = [group for group in trained if group]
+        trained.sort(key=lambda group: -max(lengths.completions[row] for row in group))
+        if not trained:
+            trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
+        batches = []
+        for rows in pack(trained, lengths, limit):
+            batches.append(whole.rows(to_device(torch.tensor(rows), advantages.device)))
+        if is_sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
+        counts = Counts(tokens, sequences, config.rollout.max_completion_tokens)
         minibatches.append(Minibatch(counts, batches))
     return minibatches
 
 
-def prepare_rollout(rollout: Rollout, algorithm: AlgorithmConfig) -> Rollout:
-    """Remove what --algorithm leaves out of the loss; ValueError if the rollout lacks what the loss needs."""
-    if algorithm.correction != "none" and rollout.sampler_logprobs is None:
-        raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
-    if algorithm.nucleus == "replay" and rollout.nucleus is None:
-        raise ValueError("--algorithm.nucleus replay needs the sampler's nucleus: sample with Sampling(nucleus=True)")
-    if algorithm.mask_truncated:
-        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    return replace(rollout, nucleus=None) if algorithm.nucleus == "ignore" else rollout
+def rows_with_gradient(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> list[bool]:
+    """By row, False if its loss has no gradient: no unmasked token; or A = 0, where surrogate and terms are silent."""
+    has_tokens = rollout.loss_mask.any(dim=1)
+    if algorithm.silent_at_zero_advantage:
+        has_tokens = has_tokens & advantages.any(dim=1)
+    return has_tokens.tolist()
 
 
-def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: float) -> list[list[int]]:
+def pack(groups: list[list[int]], lengths: Lengths, limit: float) -> list[list[int]]:
     """Fill microbatches with groups of rows, in order, up to ``limit`` tokens; only a larger group is split."""
     microbatches: list[list[int]] = [[]]
-    for rows in groups:
-        for part in [rows] if tokens(rows) <= limit else [[row] for row in rows]:
-            if microbatches[-1] and tokens(microbatches[-1] + part) > limit:
+    for group in groups:
+        fits = lengths.padded_tokens(group) <= limit
+        for part in [group] if fits else [[row] for row in group]:
+            if microbatches[-1] and lengths.padded_tokens(microbatches[-1] + part) > limit:
                 microbatches.append([])
             microbatches[-1] += part
     return microbatches
 
 
-def retry_in_halves(
-    learner: Learner, minibatches: list[Minibatch], config: TrainConfig, work: Callable[..., T], *args: Any
-) -> T:
-    """Return ``work(*args)``; if memory runs out, halve the microbatches and start over.
+def can_halve(error: RuntimeError, policy: transformers.PreTrainedModel, minibatch: Minibatch) -> bool:
+    """True if memory ran out and smaller microbatches may help; sharded, ranks must run equally many passes."""
+    is_divisible = max(len(batch.rollout) for batch in minibatch.batches) > 1
+    return is_out_of_memory(error) and is_divisible and not dist.is_sharded(policy)
 
-    The denominators are the minibatch's, so the gradient is the same to rounding. Log-probs that microbatches already
-    have stay.
+
+def halve(policy: transformers.PreTrainedModel, minibatch: Minibatch) -> int:
+    """Divide each microbatch into halves; returns the limit in tokens for those of later rollouts, and says so.
+
+    The denominators are the minibatch's, so the gradient is the same to rounding.
     """
-    while True:
-        try:
-            return work(*args)
-        except RuntimeError as error:
-            batches = [batch for minibatch in minibatches for batch in minibatch.batches]
-            halvable = config.optimizer.halve_on_oom and max(len(batch.rollout) for batch in batches) > 1
-            # sharded: ranks must run equally many passes
-            if not (is_out_of_memory(error) and halvable) or dist.is_sharded(learner.policy):
-                raise
-        # Outside the except block, whose error holds the tensors of the failed pass.
-        learner.optimizer.zero_grad()
-        shared = shares_prompts(learner.policy)
-        learner.microbatch_limit = max(1, max(batch.padded_tokens(shared) for batch in batches) // 2)
-        for minibatch in minibatches:
-            minibatch.batches[:] = [half for batch in minibatch.batches for half in batch.halves()]
-        torch.cuda.empty_cache()  # does nothing without a GPU
-        limit = f"{learner.microbatch_limit:,} tokens from here on (--optimizer.microbatch_tokens)"
-        tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {limit}", file=sys.stderr)
+    is_shared = shares_prompts(policy)
+    limit = max(1, max(batch.padded_tokens(is_shared) for batch in minibatch.batches) // 2)
+    minibatch.batches = [half for batch in minibatch.batches for half in batch.halves()]
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    advice = f"{limit:,} tokens from here on (--optimizer.microbatch_tokens)"
+    tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)
+    return limit

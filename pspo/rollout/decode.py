@@ -204,7 +204,7 @@ def decode(
     if sampling.nucleus:
         owners, ids = (torch.cat(parts) for parts in zip(*kept_tokens, strict=True))
         ids = ids[owners.argsort(stable=True)].split(counts.sum(dim=1).tolist())
-        nucleus = Nucleus(list(ids), counts[:, :width], mass[:, :width])
+        nucleus = Nucleus(list(ids), counts[:, :width])
     return rows[:, prompt_length : end + 1], None if logprobs is None else logprobs[:, :width], nucleus
 
 

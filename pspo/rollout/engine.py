@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pspo.config import RolloutConfig
+from pspo.model import token_logprobs
 from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
 from pspo.rollout.types import Nucleus
 from pspo.run.learner import Learner
@@ -80,6 +82,31 @@ class EngineSampler:
         padded = left_pad(prompts.ids, self.sampling.pad_id)
         prompt_ids, prompt_mask = (to_device(part, self.learner.policy.device) for part in padded)
         return as_rollout(self.tokenizer, prompt_ids, prompt_mask, *drawn, self.sampling)
+
+
+@torch.no_grad()
+def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float]:
+    """Mean and largest difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
+
+    Raises ValueError if they are not of one model at one temperature.
+    """
+    sampling, policy, name = sampler.sampling, sampler.learner.policy, type(sampler.engine).__name__
+    limits = {"max_completion_tokens": min(sampling.max_completion_tokens, 32), "min_completion_tokens": 0}
+    few = replace(sampler, sampling=replace(sampling, logprobs=True, **limits))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            drawn = few.draw(prompts, group_size=2)
+    except EngineError as error:
+        raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
+    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
+    error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
+    mean, largest = error.mean().item(), error.max().item()
+    if not mean <= sampler.engine.tolerance:
+        raise ValueError(
+            f"--rollout.engine {name}: its log-probs differ from the policy's by {mean:.2g} nats on average, "
+            f"{largest:.2g} at most: they are not of one model. Use --rollout.engine transformers for this model"
+        )
+    return mean, largest
 
 
 def find_engine(config: RolloutConfig) -> type[Engine]:

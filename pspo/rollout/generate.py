@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -74,6 +74,17 @@ def generate(
     return join(parts, sampling.pad_id)
 
 
+def decode_greedily(
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """The first four tokens of two greedy completions of each prompt, whatever would end them."""
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
+    return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
+
+
 def as_rollout(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
@@ -140,17 +151,16 @@ class StopStrings(StopStringCriteria):
 
 @contextlib.contextmanager
 def inference(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """Hide the model's generation config, training mode and compiled body, and restore them.
+    """Hide the model's generation config and training mode, and restore them.
 
     transformers fills unset fields from the model's generation config, and refuses a KV cache in training mode with
-    gradient checkpointing. A body compiled for training would be compiled again for decoding.
+    gradient checkpointing.
     """
-    config, training, body = model.generation_config, model.training, model.base_model
-    compiled, body._compiled_call_impl = body._compiled_call_impl, None
+    config, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     model.eval()
     try:
         yield
     finally:
-        model.generation_config, body._compiled_call_impl = config, compiled
+        model.generation_config = config
         model.train(training)

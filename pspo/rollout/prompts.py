@@ -10,8 +10,8 @@ from itertools import count
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pspo.config import DataConfig, SpecialTokens
-from pspo.model.chat import MARK, encode, most_tokens, render_prompts
+from pspo.config import DataConfig
+from pspo.model.chat import MARK, encode, max_token_counts, render_prompts
 from pspo.tasks import Problem, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
@@ -82,18 +82,15 @@ def load_prompts(
         limit=config.limit if limit is None else limit,
         seed=config.seed,
         answer_kind=config.answer_kind,
-        prompt_column=config.columns["prompt"],
-        answer_column=config.columns["answer"],
-        config=config.hub.get("config"),
-        revision=config.hub.get("revision"),
-        splits=config.hub.get("splits"),
+        columns=config.columns,
+        hub=config.hub,
         holdout=config.holdout,
     )
     prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
     tools = getattr(environment(), "tools", None) if environment else None
-    texts = render_prompts(tokenizer, prompts, config.system_text, config.special_tokens, tools)
+    texts = render_prompts(tokenizer, prompts, config.system_text, tools)
     longest = min(config.max_prompt_tokens, room)
-    lengths = most_tokens(tokenizer, texts)
+    lengths = max_token_counts(tokenizer, texts)
     unknown = [i for i, length in enumerate(lengths) if length > longest]
     for i, ids in zip(unknown, encode(tokenizer, [texts[i] for i in unknown]), strict=True):
         lengths[i] = len(ids)
@@ -108,8 +105,7 @@ def load_prompts(
         too_long = len(texts) - len(kept)
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
     if as_text := sum(MARK in texts[i] for i in kept):
-        advice = "--data.special_tokens allow keeps them"
-        print(f"{config.name} {split}: special tokens in {as_text:,} of {len(kept):,} prompts are text; {advice}")
+        print(f"{config.name} {split}: special tokens in {as_text:,} of {len(kept):,} prompts are text")
     return Prompts([problems[i] for i in kept], EncodedTexts(tokenizer, [texts[i] for i in kept]))
 
 
@@ -117,10 +113,9 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Messages],
     system_prompt: str = SYSTEM_PROMPT,
-    special_tokens: SpecialTokens = "text",
 ) -> list[list[int]]:
     """Render and encode prompts, see `render_prompts`."""
-    return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt, special_tokens))
+    return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt))
 
 
 def prompt_order(n: int, seed: int) -> Iterator[int]:

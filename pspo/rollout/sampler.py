@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import transformers
@@ -36,7 +36,6 @@ class TransformersSampler:
 
     Attributes:
         autocast: --model.autocast.
-        weights: --distributed.rollout: sample from gathered weights of a sharded model, or layer by layer (synced).
         generators: entered to draw; those of `pspo.rollout.generators` are advanced by sampling alone.
     """
 
@@ -44,14 +43,13 @@ class TransformersSampler:
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     autocast: str = "none"
-    weights: str = "gathered"
     generators: AbstractContextManager = field(default_factory=nullcontext)
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        with self.generators, dist.unsharded(self.policy, self.weights), autocast(self.autocast, self.policy.device):
+        with self.generators, dist.unsharded(self.policy), autocast(self.autocast, self.policy.device):
             return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
 
     @contextmanager
     def holding_weights(self) -> Iterator[TransformersSampler]:
-        with dist.unsharded(self.policy, self.weights):
-            yield replace(self, weights="synced")  # gathered already: its passes need no communication
+        with dist.unsharded(self.policy):
+            yield self

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from pspo.config import Decoder
+from pspo.losses import LossInputs
+from pspo.model import Targets, token_logprobs, unflatten
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -82,26 +84,24 @@ class Nucleus:
     Attributes:
         ids: B tensors int64: the kept tokens of a row's columns, one column after the other.
         counts: (B, T) int64, how many are a column's; 0 after the stop token.
-        mass: (B, T) float32, their probability before the cut; 0 after the stop token.
     """
 
     ids: list[Tensor]
     counts: Tensor
-    mass: Tensor
 
     def rows(self, indices: Tensor, width: int) -> "Nucleus":
         """The first ``width`` columns of the rows at ``indices`` (b,) int64."""
         counts = self.counts[indices, :width]
         ids = [self.ids[i][:n] for i, n in zip(indices.tolist(), counts.sum(dim=1).tolist(), strict=True)]
-        return Nucleus(ids, counts, self.mass[indices, :width])
+        return Nucleus(ids, counts)
 
     @staticmethod
     def join(parts: Sequence["Nucleus"]) -> "Nucleus":
         """The rows of all, one part after the other."""
         ids = [row for part in parts for row in part.ids]
-        return Nucleus(ids, cat_padded([part.counts for part in parts]), cat_padded([part.mass for part in parts]))
+        return Nucleus(ids, cat_padded([part.counts for part in parts]))
 
-    def kept(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (M,) in the nuclei of the N unmasked tokens, one token's after the other, and their counts (N,)."""
         chosen = mask.flatten().repeat_interleave(self.counts.flatten())
         return torch.cat(self.ids)[chosen], self.counts[mask]
@@ -173,9 +173,15 @@ class Rollout:
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
     @property
-    def nucleus_ids(self) -> tuple[Tensor, Tensor] | None:
-        """Nucleus ids (M,) and counts (N,) of the N completion tokens; None without: log-probs are over all tokens."""
-        return None if self.nucleus is None else self.nucleus.kept(self.completion_mask)
+    def targets(self) -> Targets:
+        """The N completion tokens; if their nuclei were kept, log-probs are renormalised over those."""
+        nucleus = None if self.nucleus is None else self.nucleus.select(self.completion_mask)
+        return Targets(self.completion_ids[self.completion_mask], nucleus)
+
+    def logprobs(self, model: PreTrainedModel, temperature: float) -> Tensor:
+        """(B, T) log-probs of the completions by a model, see `token_logprobs`; without gradient."""
+        with torch.no_grad():
+            return token_logprobs(model, *self.token_ids, temperature, self.targets.nucleus)
 
     @property
     def reward_inputs(self) -> dict[str, list]:
@@ -216,7 +222,6 @@ class Batch:
         advantages: (B, 1) or (B, T) float32.
         old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until the first visit.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
-        uncertain: (B, T) bool, the tokens in the surrogate's loss under --algorithm.entropy_quantile; None for all.
         indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
     """
 
@@ -224,22 +229,37 @@ class Batch:
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    uncertain: Tensor | None = None
     indices: Tensor | None = None
 
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
-        parts = (self.advantages, self.old_logprobs, self.ref_logprobs, self.uncertain)
-        parts = (None if part is None else part[indices, :width] for part in parts)
-        return Batch(rollout, *parts, indices if self.indices is None else self.indices[indices])
+        return Batch(
+            rollout,
+            self.advantages[indices, :width],
+            None if self.old_logprobs is None else self.old_logprobs[indices, :width],
+            None if self.ref_logprobs is None else self.ref_logprobs[indices, :width],
+            indices if self.indices is None else self.indices[indices],
+        )
 
-    @property
-    def loss_inputs(self) -> tuple[Tensor | None, ...]:
-        """What the loss takes besides the policy's log-probs and entropies, in the order of `pspo.losses.add_terms`."""
-        others = (self.uncertain, self.ref_logprobs, self.rollout.sampler_logprobs)
-        return (self.old_logprobs, self.advantages, self.rollout.loss_mask, *others)
+    def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
+        """What the loss takes of some whole rows, from log-probs and entropies (n,) of their completion tokens.
+
+        Before the first optimizer step of the rows the old log-probs are the policy's own: then all ratios are 1.
+        """
+        completion_mask = self.rollout.completion_mask[rows]
+        logprobs = unflatten(logprobs, completion_mask)
+        return LossInputs(
+            logprobs,
+            logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows],
+            self.advantages[rows],
+            self.rollout.loss_mask[rows],
+            unflatten(entropies, completion_mask),
+            None if self.ref_logprobs is None else self.ref_logprobs[rows],
+            None if self.rollout.sampler_logprobs is None else self.rollout.sampler_logprobs[rows],
+            step,
+        )
 
     def masked_row(self) -> "Batch":
         """One row without an unmasked token: a microbatch whose gradient is 0."""

@@ -1,7 +1,8 @@
 """Merge adapters into their model: ``pspo export --model.name_or_path runs/mine/best --output_dir merged``.
 
-Training saves adapters alone, as PEFT folders; a merged model is one that every library loads. The adapters are added
-in float32 to the weights beside which they were trained, of bfloat16, say; --model.dtype names another dtype for both.
+Training saves adapters alone, as PEFT folders; a merged model is one that every library loads. What can be merged are
+LoRA's matrices A and B of linear layers, in any PEFT folder, of this trainer's or not. They are added in float32 to the
+weights beside which they were trained, of bfloat16, say; --model.dtype names another dtype for both.
 """
 
 import tempfile
@@ -12,14 +13,17 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
+from transformers import PreTrainedModel
 
 from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig, require
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights
 from pspo.model.load import empty_policy
-from pspo.model.save import save_pretrained
+from pspo.model.save import save_whole
 from pspo.run.folders import settle
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,37 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> None:
-    model, output = config.model.resolved(), Path(config.output_dir)
-    found = model.lora.name_or_path is not None
-    require(found, "model.name_or_path", "must be a PEFT folder: other models are whole", model.name_or_path)
+    """Merge, save and print where; raises ValueError for a model without adapters, or adapters that do not fit it."""
+    model = config.model.resolved()
+    output = Path(config.output_dir)
+    has_adapters = model.lora.name_or_path is not None
+    require(has_adapters, "model.name_or_path", "must be a PEFT folder: other models are whole", model.name_or_path)
     require(not output.exists(), "output_dir", "must not exist yet", config.output_dir)
-    tokenizer, adapters = load_tokenizer(model), adapter_folder(model.lora.name_or_path)
-    trained, cpu = base_dtype(adapters) if model.dtype == "auto" else model.dtype, torch.device("cpu")
-    policy = load_policy(replace(model, dtype=trained), cpu).float()  # rounded as in the run; the sum is not
-    merged = empty_policy(replace(model, lora=LoraConfig()), cpu).to_empty(device=cpu)
-    merged.tie_weights()
-    merged.load_state_dict(dict(merged_weights(policy)))
-    merged.generation_config = policy.generation_config
-    how = f"adapters merged into {trained} weights, saved in {str(merged.dtype).removeprefix('torch.')}"
+    adapters = adapter_folder(model.lora.name_or_path)
+    tokenizer = load_tokenizer(config.model)
+    dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
+    merged = merge(replace(model, dtype=dtype), model)
+    saved_dtype = str(merged.dtype).removeprefix("torch.")
+    summary = f"adapters merged into {dtype} weights, saved in {saved_dtype}"
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as temporary:  # on the same disk
-        save_pretrained(merged, Path(temporary, "merged"))
-        tokenizer.save_pretrained(f"{temporary}/merged")
-        merged_card(adapters, how).save(f"{temporary}/merged/README.md")
-        settle(Path(temporary, "merged"))
-        Path(temporary, "merged").rename(output)
-    print(f"{how}: {output}")
+        folder = Path(temporary, "merged")
+        save_whole(merged, folder)
+        tokenizer.save_pretrained(folder)
+        merged_card(adapters, summary).save(folder / "README.md")
+        settle(folder)
+        folder.rename(output)
+    print(f"{summary}: {output}")
+
+
+def merge(adapted: ModelConfig, merged: ModelConfig) -> PreTrainedModel:
+    """The model of ``merged``, without adapters, with the weights of ``adapted`` and its adapters added in float32."""
+    policy = load_policy(adapted, CPU).float()  # rounded as in the run; the sum is not
+    model = empty_policy(replace(merged, lora=LoraConfig()), CPU).to_empty(device=CPU)
+    model.tie_weights()
+    model.load_state_dict(dict(merged_weights(policy)))
+    model.generation_config = policy.generation_config
+    return model
 
 
 def adapter_folder(source: str) -> Path:
@@ -66,18 +81,19 @@ def adapter_folder(source: str) -> Path:
 
 def base_dtype(adapters: Path) -> str:
     """The dtype of the weights beside which adapters were trained; float32 of adapters that do not say."""
-    if not (file := adapters / "adapter_model.safetensors").is_file():
+    file = adapters / "adapter_model.safetensors"
+    if not file.is_file():
         return "float32"
     with safe_open(file, framework="pt") as weights:
         return (weights.metadata() or {}).get("base_dtype", "float32")
 
 
-def merged_card(adapters: Path, how: str) -> ModelCard:
+def merged_card(adapters: Path, summary: str) -> ModelCard:
     """The adapters' card, if they have one, as the merged model's."""
     file = adapters / "README.md"
     card = ModelCard(file.read_text(encoding="utf-8") if file.is_file() else "---\n{}\n---\n# Merged model\n")
     card.data.library_name = "transformers"
-    card.text += f"\n## Merged\n\n{how[0].upper()}{how[1:]}.\n"
+    card.text += f"\n## Merged\n\n{summary[0].upper()}{summary[1:]}.\n"
     return card
 
 

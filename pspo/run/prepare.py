@@ -23,6 +23,7 @@ from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import Prompts, load_prompts
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine
+from pspo.rollout.generate import decode_greedily
 from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, checkpoints, claim
@@ -67,8 +68,9 @@ def prepare(config: TrainConfig, settings: records.Settings) -> Run:
         with generators:
             learner = make_learner(config, device)
         sampler = Sampler(config, learner, tokenizer, generators, make_environment, output)
-        with dist.unsharded(learner.policy, config.distributed.rollout):
-            check_exactness(learner.policy, tokenizer, prompts["train"].ids, sampler.sampling, config.model.autocast)
+        with dist.unsharded(learner.policy):
+            decode = partial(decode_greedily, learner.policy, tokenizer, sampler.sampling)
+            check_exactness(learner.policy, prompts["train"].ids, decode, config.model.autocast)
         if config.rollout.external:
             sampler.start_engine(prompts, resources)
 
@@ -120,7 +122,7 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    return Learner(policy, optimizer, scheduler, reference, config.optimizer.one_pass)
+    return Learner(policy, optimizer, scheduler, reference)
 
 
 def find_output(

@@ -14,7 +14,6 @@ from pspo.cli.files import read_config, read_jsonl, write_json, write_text
 from pspo.cli.signals import Stopped, StopSignals
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
-from pspo.model.save import save_model
 from pspo.rollout import Experience
 from pspo.rollout.delay import Delay
 from pspo.rollout.generators import Generators
@@ -24,6 +23,7 @@ from pspo.run.learner import Learner
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
+from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, end_forks

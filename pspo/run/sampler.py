@@ -16,9 +16,8 @@ from pspo import distributed as dist
 from pspo.cli.signals import interruptible
 from pspo.config import TrainConfig
 from pspo.environments import EnvironmentSampler
-from pspo.model.exactness import check_engine
 from pspo.rollout import Prompts, Rollout, RolloutSampler, TransformersSampler, check_decoder, make_sampling
-from pspo.rollout.engine import EngineError, EngineSampler, find_engine
+from pspo.rollout.engine import EngineError, EngineSampler, check_engine, find_engine
 from pspo.rollout.generators import Generators
 from pspo.run.folders import RunFailed
 from pspo.run.learner import Learner
@@ -51,8 +50,7 @@ class Sampler:
         asked = {"logprobs": config.algorithm.correction != "none" or config.ratios_to_engine}
         asked |= {"nucleus": config.algorithm.nucleus == "replay", "synced": config.distributed.rollout == "synced"}
         self.sampling = make_sampling(learner.policy, tokenizer, config.rollout, **asked)
-        precision, weights = config.model.autocast, config.distributed.rollout
-        self.decoder = StoppableSampler(learner.policy, tokenizer, self.sampling, precision, weights)
+        self.decoder = StoppableSampler(learner.policy, tokenizer, self.sampling, config.model.autocast)
         self.engine: EngineSampler | None = None
 
     def start_engine(self, prompts: dict[str, Prompts], resources: contextlib.ExitStack) -> None:
@@ -89,7 +87,7 @@ class Sampler:
     def _in_environment(self, sampler: RolloutSampler) -> RolloutSampler:
         if self.make_environment is None:
             return sampler
-        return EnvironmentSampler(sampler, self.make_environment, self.config.data.special_tokens)
+        return EnvironmentSampler(sampler, self.make_environment)
 
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:

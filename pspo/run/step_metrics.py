@@ -1,87 +1,80 @@
-"""Metrics of one optimizer step (`pspo.losses.diagnostics`), collected over microbatches and reduced over ranks."""
+"""Metrics of one optimizer step, from what its microbatches computed, over all ranks (`pspo.losses.diagnostics`)."""
 
-from copy import deepcopy
+from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
-from pspo.losses import Counts, corrected_tokens, diagnose, diagnose_correction, kl_estimate, token_weights
-from pspo.rollout.types import Batch, Rollout
+from pspo.losses import Counts, LossInputs, corrected_tokens, diagnose, diagnose_correction, kl_estimate
 
 
-class StepMetrics:
-    """What one optimizer step measures: every rank adds its microbatches, then all call `reduce`.
+@dataclass(frozen=True)
+class Visit:
+    """What an optimizer step computed of b rows, without gradient.
 
     Attributes:
-        loss, kl_reference: scalars, sums over the microbatches so far.
+        inputs: of the loss, (b, t).
+        loss: scalar, their share of the minibatch's loss.
+        weights: (b, t), d surrogate's loss / d logprob of each token, before terms and aggregation.
+        rows: (b,) int64, their numbers in the rollout.
     """
 
-    def __init__(
-        self,
-        algorithm: AlgorithmConfig,
-        step: int,
-        counts: Counts,
-        device: torch.device,
-    ) -> None:
-        self.algorithm, self.step, self.counts = algorithm, step, counts
-        self.loss, self.kl_reference = torch.zeros(2, device=device)
-        self.parts: list[dict[str, Tensor]] = []
+    inputs: LossInputs
+    loss: Tensor
+    weights: Tensor
+    rows: Tensor
 
-    def add(self, batch: Batch, loss: Tensor, logprobs: Tensor, entropies: Tensor) -> None:
-        """Add a microbatch, without gradients: its share of the loss, the policy's log-probs and entropies (b, t)."""
-        algorithm, mask, old = self.algorithm, batch.rollout.loss_mask, batch.old_logprobs  # (b, t)
-        self.loss += loss
-        if batch.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, batch.ref_logprobs, mask, algorithm.kl_estimator, old)
-            self.kl_reference += kl.sum() / max(self.counts.tokens, 1)
-        surrogate = deepcopy(algorithm.surrogate).at(self.step)  # metrics change no state
-        weights = token_weights(surrogate, logprobs, old, batch.advantages, mask)
-        sampler, position = batch.rollout.sampler_logprobs, torch.arange(mask.shape[1], device=mask.device)
-        values = {"logprob": logprobs, "old_logprob": old, "advantage": batch.advantages, "weight": weights,
-                  "entropy": entropies, "sampler_logprob": sampler, "reference_logprob": batch.ref_logprobs,
-                  "row": batch.indices[:, None], "position": position}  # fmt: skip
+
+def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, Tensor]:
+    """By name the values (n,) at this rank's unmasked tokens, with the names of `pspo.run.tokens`."""
+    columns = defaultdict(list)
+    for visit in visits:
+        x = visit.inputs
+        values = {
+            "logprob": x.logprobs,
+            "old_logprob": x.old_logprobs,
+            "advantage": x.advantages,
+            "weight": visit.weights,
+            "entropy": x.entropies,
+            "sampler_logprob": x.sampler_logprobs,
+            "reference_logprob": x.ref_logprobs,
+            "row": visit.rows[:, None],
+            "position": torch.arange(x.mask.shape[1], device=x.mask.device),
+        }
         if algorithm.correction != "none":
-            how = (algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
-            values["corrected"] = corrected_tokens(old, sampler, mask, *how).to(old.dtype)
-        self.parts.append({name: value.expand_as(mask)[mask] for name, value in values.items() if value is not None})
-
-    def tokens(self) -> dict[str, Tensor]:
-        """By name the values (n,) at this rank's unmasked tokens, as `pspo.run.tokens` takes them."""
-        return {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
-
-    def reduce(self) -> tuple[dict[str, float], bool]:
-        """Metrics over all ranks' tokens, and whether loss and log-probs are finite. To be called before the step.
-
-        Metrics are those of `diagnose` and `diagnose_correction` over tokens with A != 0, the entropy over all.
-        """
-        corrected = self.algorithm.correction != "none"
-        names = ["logprob", "old_logprob", "advantage", "weight", "row", "entropy"]
-        names += ["sampler_logprob", "corrected"] if corrected else []
-        tokens = self.tokens()
-        tokens["row"] = tokens["row"] * dist.world_size() + dist.rank()  # of all ranks' rows
-        values = dist.gather_columns(torch.stack([tokens[name] for name in names]))  # on rank 0 all ranks'
-        loss, kl_reference = dist.sum_over_ranks(torch.stack([self.loss, self.kl_reference]))
-
-        def on_main() -> tuple[dict[str, float], bool]:
-            logprobs, old, advantages, weights, rows, entropies, *correction = values
-            active = advantages != 0
-            metrics = diagnose(logprobs, old, advantages, weights, active, rows)
-            metrics["entropy"] = (entropies.sum() / max(len(entropies), 1)).item()
-            if corrected:
-                metrics |= diagnose_correction(old, *correction, active)
-            return metrics, bool(torch.isfinite(loss + logprobs.sum()))
-
-        metrics, finite = dist.run_on_main(on_main)
-        kl = {"kl_reference": kl_reference.item()} if self.algorithm.beta > 0 else {}
-        return {"loss": loss.item()} | kl | metrics, finite
+            corrected = corrected_tokens(
+                x.old_logprobs, x.sampler_logprobs, x.mask, algorithm.correction, algorithm.correction_cap
+            )
+            values["corrected"] = corrected.to(x.old_logprobs.dtype)
+        for name, value in values.items():
+            if value is not None:
+                columns[name].append(value.expand_as(x.mask)[x.mask])
+    return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
-def nucleus_mass(rollout: Rollout) -> dict[str, float]:
-    """Mean probability, before the cut, of the nuclei that tokens were drawn from; {} if they were not kept."""
-    if rollout.nucleus is None:
-        return {}
-    mass = rollout.nucleus.mass
-    total, tokens = dist.sum_over_ranks(torch.stack([mass.sum(), mass.count_nonzero()]))
-    return {"nucleus_mass": (total / tokens).item()}
+def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Statistics of `diagnose` and `diagnose_correction` over all ranks' tokens with A != 0, and those over all tokens.
+
+    Args:
+        tokens: `token_columns` of this rank.
+        counts: of the whole minibatch.
+    """
+    names = [name for name in tokens if name != "position"]
+    rows = tokens["row"] * dist.world_size() + dist.rank()  # numbers among all ranks' rows
+    values = torch.stack([rows if name == "row" else tokens[name] for name in names], dim=1)  # (n, m)
+    columns = dict(zip(names, dist.concat_over_ranks(values).unbind(dim=1), strict=True))  # of all ranks' tokens
+    logprobs = columns["logprob"]
+    old_logprobs = columns["old_logprob"]
+    is_active = columns["advantage"] != 0
+    metrics = diagnose(logprobs, old_logprobs, columns["advantage"], columns["weight"], is_active, columns["row"])
+    metrics["entropy"] = columns["entropy"].sum().item() / max(len(logprobs), 1)
+    if algorithm.beta > 0:
+        everywhere = torch.ones_like(is_active)
+        kl = kl_estimate(logprobs, columns["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
+        metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
+    if algorithm.correction != "none":
+        metrics |= diagnose_correction(old_logprobs, columns["sampler_logprob"], columns["corrected"], is_active)
+    return metrics

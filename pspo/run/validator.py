@@ -16,13 +16,13 @@ from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.model.save import save_model
 from pspo.rollout import Prompts, RolloutSampler
 from pspo.run.card import model_card
 from pspo.run.folders import writing
 from pspo.run.metrics import validation_status
 from pspo.run.recorder import Recorder
 from pspo.run.sampler import Sampler
+from pspo.run.save import save_model
 
 T = TypeVar("T")
 STATE = ("before", "untrained", "validated", "best", "best_trained")

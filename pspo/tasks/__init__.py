@@ -12,4 +12,3 @@ from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.verifiers import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
-from pspo_lab.code import CodeReward

@@ -13,13 +13,13 @@ of GSM8K, otherwise 5% and at most 500.
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from pspo.tasks import arithmetic, calculator, letters
 from pspo.tasks.answers import MAX_DIGITS, parse_number
@@ -27,7 +27,6 @@ from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.files import READERS, Row, data_files, file_rows, is_saved
 from pspo.tasks.problem import AnswerKind, Problem
 
-T = TypeVar("T")
 _SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
 _MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
                   "prealgebra", "precalculus")  # fmt: skip
@@ -40,7 +39,7 @@ class Source:
     """Data set: how to read one of its rows, and where the hub has it."""
 
     prompt: tuple[str, ...]  # columns
-    read: Callable[[Row, AnswerKind], Gold]
+    read_gold: Callable[[Row, AnswerKind], Gold]
     hub_id: str = ""
     revision: str | None = None  # of the hub's, so that everybody has the same problems
     configs: tuple[str | None, ...] = ()
@@ -75,14 +74,24 @@ def _asdiv(row: Row, kind: AnswerKind) -> Gold:
     return answer, {"category": row.optional("solution_type"), "level": row.optional("grade")}
 
 
-def _own(row: Row, kind: AnswerKind, answer_column: str, on_hub: bool) -> Gold:
+def _user_gold(row: Row, kind: AnswerKind, column: str, on_hub: bool) -> Gold:
     required = kind == "number" and not on_hub  # a record of a file can be mended, one of the hub is left out
-    gold = "" if kind == "none" else row.text(answer_column, required)
-    return gold, {name: row.optional(name) for name in ("category", "level")}
+    gold = "" if kind == "none" else row.text(column, required)
+    return gold, {"category": row.optional("category"), "level": row.optional("level")}
 
 
-GSM8K, MATH = "740312add88f781978c0658806c59bc2815b9866", "21a5633873b6a120296cce3e2df9d5550074f4a3"  # revisions
-SVAMP, ASDIV = "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef", "8f95807222d87b4c688c3c22a6ba2801e1fa03e2"
+def user_source(name: str, columns: dict[str, str], hub: dict[str, Any], on_hub: bool) -> Source:
+    """A user's own file, or a data set of the hub that `SOURCES` does not name."""
+    read_gold = partial(_user_gold, column=columns["answer"], on_hub=on_hub)
+    return Source(
+        (columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits")
+    )
+
+
+GSM8K = "740312add88f781978c0658806c59bc2815b9866"  # revisions
+MATH = "21a5633873b6a120296cce3e2df9d5550074f4a3"
+SVAMP = "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef"
+ASDIV = "8f95807222d87b4c688c3c22a6ba2801e1fa03e2"
 
 SOURCES = {
     "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic"),
@@ -120,17 +129,11 @@ def load_problems(
     path: str | Path | None = None,
     *,
     limit: int | None = None,
-    sample: bool = True,
     seed: int = 0,
     answer_kind: AnswerKind | None = None,
-    prompt_column: str = "prompt",
-    answer_column: str = "answer",
-    config: str | None = None,
-    revision: str | None = None,
-    splits: dict[str, str] | None = None,
-    fractions: bool = True,
+    columns: dict[str, str] | None = None,
+    hub: dict[str, Any] | None = None,
     holdout: float = 0.0,
-    deduplicate: bool = False,
 ) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
@@ -140,66 +143,79 @@ def load_problems(
     Args:
         split: train, validation or test.
         path: in a source's own format; mixtures need a folder with one folder per source.
-        limit: of a generated source, how many problems to generate; None for 10,000 of train, 500 of the others.
-        prompt_column, answer_column: `category` and `level` are read besides, if present. Prompts are text or lists of
-            turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
-        fractions: keep answers that are written as fractions, integers aside.
-        deduplicate: train has each prompt once, and none that is in the validation or test split.
-        holdout: a hash of a problem's words and the seed decides: problems of the same words are on one side.
+        limit: of a generated source, how many problems to generate; None for 10,000 of train, 500 of the others. Of a
+            test split it takes a sample by the seed.
+        columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. `category` and `level` are read
+            besides, if present. Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are
+            `Problem.fields`.
+        hub: of a data set of the hub, its configuration, revision and the names of our splits {"train": ...}: a mapping
+            with any of the keys "config", "revision", "splits".
+        holdout: share of a single split that becomes test. A hash of a problem's words and the seed decides: problems of
+            the same words are on one side.
     """
+    columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
+    hub = hub or {}
+    check_arguments(name, split, path, columns, hub)
     names = name.split("+")
-    if unknown := [part for part in names if part not in NAMES and ("/" not in part or Path(part).exists())]:
-        raise ValueError(
-            f"--data.name {unknown[0]!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
-            "or join some by +; for a local file or folder set --data.name file and --data.path"
-        )
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if revision is not None and (path is not None or len(names) > 1 or name in GENERATED):
-        raise ValueError("--data.revision is that of a single data set of the hub: unset it")
-    if name in GENERATED and path is not None:
-        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
-
-    problems, held_out = [], []
+    problems = []
     for part in names:
         kind = answer_kind or own_kind(part)
+        place: Path | str = part  # for messages
         if part in GENERATED:
-            made = islice(GENERATED[part].problems(split, seed), limit or GENERATED[part].sizes[split])
-            drafts, where = [replace(problem, answer=str(problem.answer)) for problem in made], part
+            count = limit or GENERATED[part].sizes[split]
+            generated = islice(GENERATED[part].problems(split, seed), count)
+            drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
         else:
-            read = partial(_own, answer_column=answer_column, on_hub=path is None)
-            source = SOURCES.get(part) or Source((prompt_column,), read, part, None, (config,), splits)
-            source = replace(source, revision=revision or source.revision)
-            place = _source_path(part, path, mixture=len(names) > 1)
-            make = partial(_draft, source=source, name=part, kind=kind)
-            read = partial(_split, source, make, path=place, seed=seed, holdout=holdout)
-            drafts, where = read(split), place or source.hub_id
-            if deduplicate and split == "train":
-                held_out += [*read("validation"), *read("test", required=False)]
-        problems += _with_answers(drafts, kind, part, split, fractions, where)
+            source = SOURCES.get(part) or user_source(part, columns, hub, on_hub=path is None)
+            source = replace(source, revision=hub.get("revision", source.revision))
+            source_path = find_source(part, path, mixture=len(names) > 1)
+            place = source_path or source.hub_id
+            drafts = read_split(source, part, kind, split, source_path, seed, holdout)
+        if not drafts:
+            raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
+        answered = parse_answers(drafts, kind)
+        what = "a numeric answer" if kind == "number" else "an answer"
+        if not answered:
+            fix = "check --data.columns"
+            if kind == "number":
+                fix = "such as 42, 1,234.5 or 3/4; for answers of another kind set --data.answer_kind text, or none"
+            raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
+        if len(answered) < len(drafts):
+            print(f"{part} {split}: {len(answered):,} of {len(drafts):,} problems have {what}")
+        problems += answered
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
-    if deduplicate and split == "train":
-        problems = without_duplicates(problems, held_out)
-        if not problems:
-            raise ValueError(f"--data.deduplicate: every training prompt of {name} is in its validation or test split")
-    if split == "test" and sample and limit and limit < len(problems):
-        problems = [problems[i] for i in sorted(random.Random(seed).sample(range(len(problems)), limit))]
+    if split == "test" and limit and limit < len(problems):
+        sample = random.Random(seed).sample(range(len(problems)), limit)
+        problems = [problems[i] for i in sorted(sample)]
     return problems[:limit]
 
 
-def without_duplicates(problems: Iterable[Problem], held_out: Iterable[Problem] = ()) -> list[Problem]:
-    """Leave out problems whose prompts have come before, or are held out."""
-    seen, kept = {repr(problem.prompt) for problem in held_out}, []
-    for problem in problems:
-        if (prompt := repr(problem.prompt)) not in seen:
-            seen.add(prompt)
-            kept.append(problem)
-    return kept
+def check_arguments(
+    name: str, split: str, path: str | Path | None, columns: dict[str, str], hub: dict[str, Any]
+) -> None:
+    """Raise ValueError for arguments of `load_problems` that name nothing, or do not fit each other."""
+    names = name.split("+")
+    for part in names:
+        if part not in NAMES and ("/" not in part or Path(part).exists()):
+            raise ValueError(
+                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
+                "or join some by +; for a local file or folder set --data.name file and --data.path"
+            )
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
+    if unknown := columns.keys() - {"prompt", "answer"}:
+        raise ValueError(f"--data.columns {unknown.pop()!r} is unknown; it names the columns of prompt and answer")
+    if unknown := hub.keys() - {"config", "revision", "splits"}:
+        raise ValueError(f"--data.hub {unknown.pop()!r} is unknown; choose from config, revision, splits")
+    if "revision" in hub and (path is not None or len(names) > 1 or name in GENERATED):
+        raise ValueError("the revision in --data.hub is that of a single data set of the hub: unset it")
+    if name in GENERATED and path is not None:
+        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
 
 
-def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | None:
-    """Return the file or folder of one source."""
+def find_source(name: str, path: str | Path | None, mixture: bool) -> Path | None:
+    """Return the local file or folder of one source; None for the hub's."""
     if path is None:
         if name == "file":
             raise ValueError("data name 'file' needs --data.path: your .jsonl, .json, .parquet or .csv file or folder")
@@ -209,54 +225,47 @@ def _source_path(name: str, path: str | Path | None, mixture: bool) -> Path | No
         raise ValueError(f"{path} does not exist; check --data.path")
     if path.is_file() and path.suffix not in READERS:
         raise ValueError(f"{path} is none of {', '.join(READERS)}; check --data.path")
-    if mixture and not (path / name).is_dir():
+    if (path / name).is_dir():
+        return path / name
+    if mixture:
         raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
-    return path / name if (path / name).is_dir() else path
+    return path
 
 
-def _draft(row: Row, source: Source, name: str, kind: AnswerKind) -> Problem:
-    """Make a problem of a row, its answer still as text."""
-    gold, attributes = source.read(row, kind)
-    return Problem(row.prompt(source.prompt), gold.strip(), row.fields(source.prompt), name, **attributes)
-
-
-def _split(
-    source: Source,
-    make: Callable[[Row], Problem],
-    split: str,
-    path: Path | None,
-    seed: int,
-    holdout: float,
-    required: bool = True,
+def read_split(
+    source: Source, name: str, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
 ) -> list[Problem]:
-    """Read one split; divide a single split by `holdout`, and train into train and validation, as needed.
-
-    One that does not exist is empty, if it is not required.
+    """Read one split, gold answers still as text; divide a single split by `holdout`, and train into train and
+    validation, as needed.
     """
     if path is None:
-        load = _hub_rows(source)
+        tables = load_hub(source)
+        parts = hub_splits(source, tables)
     else:
-        load = {ours: partial(file_rows, files) for ours, files in _files_by_split(path, source.skip).items()}
-    divide = len(load) == 1 and holdout > 0
-    if divide:
-        load = dict.fromkeys(("train", "test"), *load.values())
-    published = "train" if split == "validation" and split not in load else split
-    if published not in load and not required:
-        return []
-    if published not in load:
-        name = f"name a file {split}.jsonl" if path else "name it with --data.splits"
-        raise ValueError(
-            f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(load))}; {name}, or divide a "
-            "single split with --data.holdout 0.3"
-            + ("; --run.test_limit 0 trains without a test" if split == "test" else "")
-        )
-    drafts = [make(row) for row in load[published]()]
-    if divide:
-        drafts = [draft for draft in drafts if _is_held_out(draft, seed, holdout) == (split == "test")]
+        parts = files_by_split(path, source.skip)
+    divided = len(parts) == 1 and holdout > 0
+    splits = ["test", "train"] if divided else sorted(parts)
+    published = "train" if split == "validation" and split not in splits else split
+    if published not in splits:
+        fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
+        fix += ", or divide a single split with --data.holdout 0.3"
+        if split == "test":
+            fix += "; --run.test_limit 0 trains without a test"
+        raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(splits)}; {fix}")
+    (part,) = parts.values() if divided else [parts[published]]
+    rows = hub_rows(source, tables, part) if path is None else file_rows(part)
+
+    drafts = []
+    for row in rows:
+        gold, attributes = source.read_gold(row, kind)
+        fields = row.fields(source.prompt)
+        drafts.append(Problem(row.prompt(source.prompt), gold.strip(), fields, name, **attributes))
+    if divided:
+        drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
     if published != "train":
         return drafts
     random.Random(seed).shuffle(drafts)
-    if "validation" in load:
+    if "validation" in splits:
         return drafts
     if len(drafts) < 2:
         raise ValueError(
@@ -269,7 +278,7 @@ def _split(
     return drafts[:-held_out] if split == "train" else drafts[-held_out:]
 
 
-def _is_held_out(problem: Problem, seed: int, share: float) -> bool:
+def is_held_out(problem: Problem, seed: int, share: float) -> bool:
     """Decide by the hash of the prompt's words, without case and punctuation."""
     chat = problem.prompt
     text = chat if isinstance(chat, str) else " ".join(turn["content"] for turn in chat)
@@ -277,35 +286,18 @@ def _is_held_out(problem: Problem, seed: int, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
 
 
-def _with_answers(
-    drafts: list[Problem], kind: AnswerKind, name: str, split: str, fractions: bool, where: Path | str
-) -> list[Problem]:
-    """Turn gold answers from text into the kind asked for; leave out problems that have none, and print how many."""
-    if not drafts:
-        raise ValueError(f"{where}: too few problems for a {split} split; add some, or change --data.holdout")
+def parse_answers(drafts: list[Problem], kind: AnswerKind) -> list[Problem]:
+    """Turn gold answers from text into the kind asked for; leave out problems that have none."""
     if kind == "none":
         return [replace(draft, answer=None) for draft in drafts]
     if kind == "text":
-        problems, what, fix = [draft for draft in drafts if draft.answer], "an answer", "check --data.answer_column"
-    else:
-        answers = [_number(draft.answer, fractions) for draft in drafts]
-        pairs = zip(drafts, answers, strict=True)
-        problems = [replace(draft, answer=answer) for draft, answer in pairs if answer is not None]
-        what = "a numeric answer" if fractions else "a numeric answer that is not a fraction"
-        fix = "such as 42, 1,234.5 or 3/4; for answers of another kind set --data.answer_kind text, or none"
-    if not problems:
-        raise ValueError(f"{where}: none of {len(drafts):,} {split} problems has {what}; {fix}")
-    if len(problems) < len(drafts):
-        print(f"{name} {split}: {len(problems):,} of {len(drafts):,} problems have {what}")
+        return [draft for draft in drafts if draft.answer]
+    problems = []
+    for draft in drafts:
+        answer = parse_gold(draft.answer)
+        if answer is not None and max(abs(answer.numerator), answer.denominator) < 10**MAX_DIGITS:  # not 1e5000
+            problems.append(replace(draft, answer=answer))
     return problems
-
-
-def _number(gold: str, fractions: bool) -> Fraction | None:
-    answer = parse_gold(gold)
-    if answer is not None and max(abs(answer.numerator), answer.denominator) >= 10**MAX_DIGITS:  # 1e5000
-        return None
-    as_fraction = answer is not None and answer.denominator > 1 and ("/" in gold or "frac" in gold)
-    return None if as_fraction and not fractions else answer
 
 
 def parse_gold(text: str) -> Fraction | None:
@@ -320,10 +312,12 @@ def parse_gold(text: str) -> Fraction | None:
 
 def boxed(solution: str) -> list[str]:
     r"""Return the contents of each outermost `\boxed{...}`, in order; "" for a last one that is never closed."""
-    contents, end = [], 0
+    contents = []
+    end = 0
     while (start := solution.find(r"\boxed{", end)) >= 0:
         start += len(r"\boxed{")
-        depth, end = 1, start
+        depth = 1
+        end = start
         while depth and end < len(solution):
             depth += {"{": 1, "}": -1}.get(solution[end], 0)
             end += 1
@@ -331,39 +325,51 @@ def boxed(solution: str) -> list[str]:
     return contents
 
 
-def _hub_rows(source: Source) -> dict[str, Callable[[], list[Row]]]:
-    """Load a data set of the hub; return, by split, what makes its rows."""
+def load_hub(source: Source) -> dict[str | None, Any]:
+    """Load a data set of the hub: by configuration, its splits by their names."""
     import datasets  # slow to import
 
     try:
-        tables = {config: datasets.load_dataset(source.hub_id, config, revision=source.revision)
-                  for config in source.configs}  # fmt: skip
+        return {
+            config: datasets.load_dataset(source.hub_id, config, revision=source.revision) for config in source.configs
+        }
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        fix = "check --data.name, --data.config and --data.revision, or load local files with --data.path"
+        fix = "check --data.name and --data.hub, or load local files with --data.path"
         raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
+
+
+def hub_splits(source: Source, tables: dict[str | None, Any]) -> dict[str, list[str]]:
+    """The hub's names of splits, by ours."""
     names = list(next(iter(tables.values())))
-    splits = {ours: [theirs] for ours, theirs in (source.splits or {}).items()} or _by_split({n: n for n in names})
-    if unknown := {name for theirs in splits.values() for name in theirs} - {*names}:
-        raise ValueError(f"{source.hub_id} has no {unknown.pop()} split, only {', '.join(names)}; check --data.splits")
-
-    def rows(theirs: list[str]) -> list[Row]:
-        return [
-            Row(" ".join(filter(None, (source.hub_id, config, split, f"record {number}"))), record)
-            for config, table in tables.items()
-            for split in theirs
-            for number, record in enumerate(table[split], 1)
-        ]
-
-    return {ours: partial(rows, theirs) for ours, theirs in splits.items()}
+    if not source.splits:
+        return group_by_split({name: name for name in names})
+    for name in source.splits.values():
+        if name not in names:
+            raise ValueError(f"{source.hub_id} has no {name} split, only {', '.join(names)}; check --data.hub")
+    return {split: [name] for split, name in source.splits.items()}
 
 
-def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
+def hub_rows(source: Source, tables: dict[str | None, Any], splits: list[str]) -> list[Row]:
+    """Rows of some of the hub's splits, of all configurations."""
+    rows = []
+    for config, table in tables.items():
+        for split in splits:
+            place = " ".join(filter(None, (source.hub_id, config, split)))
+            rows += [Row(f"{place} record {number}", record) for number, record in enumerate(table[split], 1)]
+    return rows
+
+
+def files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
     """Find the data files at path, by the split that their names say; all are test if none says one."""
     if path.is_file() or is_saved(path):
-        return _by_split({path.name: path})
-    hidden = re.compile(rf"(^|/)\.{f'|{skip}' if skip else ''}")
-    files = {str(file.relative_to(path)): file for file in data_files(path)}
-    by_split = _by_split({inside: file for inside, file in files.items() if not hidden.search(inside)})
+        return group_by_split({path.name: path})
+    files = {}
+    for file in data_files(path):
+        inner_path = str(file.relative_to(path))
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if not hidden and not (skip and skip in inner_path):
+            files[inner_path] = file
+    by_split = group_by_split(files)
     for split, paths in by_split.items():
         if not paths:
             raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
@@ -372,11 +378,12 @@ def _files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
     return by_split
 
 
-def _by_split(items: dict[str, T]) -> dict[str, list[T]]:
+def group_by_split(items: dict[str, Any]) -> dict[str, list[Any]]:
     """Group by the one split that each name says; all are test if no name says one."""
-    by_split: dict[str | None, list[T]] = {}
+    groups: dict[str, list[Any]] = {}
     for name, item in items.items():
-        splits = {_SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in _SPLIT_WORDS}
-        by_split.setdefault(splits.pop() if len(splits) == 1 else None, []).append(item)
-    unnamed = by_split.pop(None, [])
-    return by_split or {"test": unnamed}
+        words = re.split("[^a-z]+", name.lower())
+        splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+        if len(splits) == 1:
+            groups.setdefault(splits.pop(), []).append(item)
+    return groups or {"test": list(items.values())}

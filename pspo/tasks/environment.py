@@ -1,20 +1,23 @@
-"""Environment: what answers the model's turns, where an episode has several."""
+"""Environment: what answers the model's turns, where an episode has several; and how a switch names a class."""
 
 import importlib
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from pspo.tasks.problem import Messages, Problem
 
 
 class Environment(Protocol):
-    """One object for each row of a rollout, made without arguments; `pspo.tasks.calculator.Calculator` is an example.
+    """One object for each row of a rollout; `pspo.tasks.calculator.Calculator` is an example.
 
     Model output is hostile: an environment must not run what the model writes. What it raises ends the training.
 
     With an attribute ``tools``, functions or JSON schemas, the chat template shows these to the model, and ``step``
     gets the calls, [(name, arguments), ...], as its second argument. An attribute ``role`` says whose turns the
-    observations are: "user" without it, "tool" for a tool's answers.
+    observations are: "user" without it, "tool" for a tool's answers. ``max_turns`` limits the model's turns: 4
+    without it.
     """
 
     def reset(self, problem: Problem) -> str | Messages:
@@ -41,17 +44,31 @@ def import_for(switch: str, path: str, rule: str) -> Any:
         raise ValueError(f"--{switch} {path} cannot be imported ({error}): {rule}") from error
 
 
-def load_environment(path: str | None) -> MakeEnvironment | None:
-    """Import a class, or a function that makes environments; raises ValueError if there is none."""
-    if path is None:
-        return None
-    rule = "give the import path of a class, such as pspo.tasks.calculator.Calculator"
-    environment = import_for("rollout.environment", path, rule)
+def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
+    """Import the class, or the function that makes objects, that a switch names; returns what makes one.
+
+    Args:
+        value: import path, or {"class_path": import path, "init_args": {argument: value}}.
+        switch: such as "rollout.environment", for messages; ValueError if there is no such class, or the arguments do
+            not fit it.
+    """
+    named = {"class_path": value} if isinstance(value, str) else value
+    arguments = named.get("init_args") or {}
     try:
-        example = environment()
-    except TypeError as error:
-        rule = "must be a class, or a function that makes an environment, and take no arguments"
-        raise ValueError(f"--rollout.environment {path} {rule} ({error})") from error
+        cls = import_path(named["class_path"])
+        inspect.signature(cls).bind(**arguments)
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        rule = "give the import path of a class, or class_path and init_args with its arguments"
+        raise ValueError(f"--{switch} {value} cannot be imported ({error}): {rule}") from error
+    return partial(cls, **arguments)
+
+
+def load_environment(value: str | dict[str, Any] | None) -> MakeEnvironment | None:
+    """Import the environment of --rollout.environment; raises ValueError if there is none."""
+    if value is None:
+        return None
+    make_environment = load_class(value, "rollout.environment")
+    example = make_environment()
     if not (hasattr(example, "reset") and hasattr(example, "step")):
-        raise ValueError(f"--rollout.environment {path} must make objects with the methods reset and step")
-    return environment
+        raise ValueError(f"--rollout.environment {value} must make objects with the methods reset and step")
+    return make_environment

@@ -55,8 +55,8 @@ def end_forks() -> Iterator[None]:
             os._exit(1)
 
 
-def note_failure(name: str, error: Exception) -> None:
-    """Show a reward's first failure on stderr."""
+def report_failure(name: str, error: Exception) -> None:
+    """Show the first failure of a reward on stderr, and keep it in `FIRST_FAILURES`."""
     if name not in FIRST_FAILURES:
         FIRST_FAILURES[name] = traceback.format_exception_only(error)[-1].strip()
         tqdm.write(f"reward {name} failed (shown once):\n{user_traceback(error)}", file=sys.stderr)

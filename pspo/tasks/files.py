@@ -1,6 +1,7 @@
 """Readers of local files: JSON lines, JSON, CSV, parquet, `save_to_disk` folders and ASDiv's XML, as rows.
 
-Gold answers keep their decimal digits: 0.1 in a JSON file is read as Decimal("0.1"), never as a binary float.
+Gold answers keep their decimal digits: 0.1 in a JSON file is read as Decimal("0.1"), never as a binary float. That is
+why `datasets`, whose columns are of one binary type, reads only what it wrote.
 """
 
 import csv
@@ -28,7 +29,7 @@ class Row:
         if column not in self.record:
             raise ValueError(
                 f"{self.where}: no column {column!r}, only {', '.join(map(str, self.record))}; "
-                "check --data.name, --data.prompt_column and --data.answer_column (--data.answer_kind none needs none)"
+                "check --data.name and --data.columns (--data.answer_kind none needs no answers)"
             )
         value = self.record[column]
         if not isinstance(value, str | int | float | Decimal | None):
@@ -90,7 +91,7 @@ def check_characters(record: dict[str, Any], where: str) -> None:
     try:
         json.dumps(record, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a character ({error.reason}); mend it") from error
+        raise ValueError(f"{where} contains an unpaired surrogate ({error.reason})") from error
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -114,17 +115,12 @@ def _read_saved(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"state.json or dataset_info.json is not what datasets writes ({error!r})") from error
 
 
-def _record(columns: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of columns; ValueError if one comes twice."""
-    record = dict(columns)
-    if len(record) < len(columns):
-        raise ValueError(f"a column comes twice: {', '.join(name for name, _ in columns)}")
-    return record
+def _null(constant: str) -> None:
+    """Read NaN and infinities, which JSON has not, as empty."""
 
 
 def _parse_json(text: str) -> Any:
-    empty = {"parse_constant": lambda _: None}  # NaN
-    return json.loads(text, parse_float=Decimal, object_pairs_hook=_record, **empty)
+    return json.loads(text, parse_float=Decimal, parse_constant=_null)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -145,7 +141,6 @@ def _read_json(path: Path) -> list[Any]:
 def _read_csv(path: Path) -> Iterator[dict[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        _record([(name, None) for name in reader.fieldnames or ()])
         for record in reader:
             if None in record:  # DictReader's key of surplus cells
                 raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")
@@ -155,9 +150,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, str]]:
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet  # slow to import
 
-    table = pyarrow.parquet.ParquetFile(path).read()
-    _record([(name, None) for name in table.column_names])
-    return table.to_pylist()
+    return pyarrow.parquet.ParquetFile(path).read().to_pylist()
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[dict[str, str]]:

@@ -4,15 +4,13 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-import regex
-
 from pspo.tasks.answers import after_thoughts, extract_text
 from pspo.tasks.failures import RewardError, WorkerError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.workers import worker_pool
 
-MATH_MEMORY = 4 * 2**30  # bytes of each process's address space
+WORKER_MEMORY = 4 * 2**30  # bytes of each process's address space
 
 
 @dataclass(frozen=True)
@@ -28,19 +26,32 @@ class ExactMatch(Reward):
     ignore_case: bool = False
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        def normal(text: str) -> str:
-            return " ".join((text.casefold() if self.ignore_case else text).split())
+        values: list[float | None] = []
+        for completion, problem in zip(completions, problems, strict=True):
+            if problem.answer is None:
+                values.append(None)
+                continue
+            text = extract_text(completion)
+            gold = " ".join(str(problem.answer).split())
+            if self.ignore_case:
+                text = text.casefold()
+                gold = gold.casefold()
+            values.append(float(text == gold))
+        return values
 
-        pairs = zip(map(extract_text, completions), (problem.answer for problem in problems), strict=True)
-        return [None if gold is None else float(normal(text) == normal(str(gold))) for text, gold in pairs]
+
+def regex_matches(pattern: str, full: bool, text: str) -> bool:
+    """True if the expression matches in the text, or all of it; called in worker processes."""
+    match = re.fullmatch if full else re.search
+    return match(pattern, text) is not None
 
 
 @dataclass(frozen=True)
 class RegexMatch(Reward):
-    """1 if a regular expression (of the library `regex`, a superset of `re`) matches in the completion, else 0.
+    """1 if a regular expression (of Python's `re`) matches in the completion, else 0.
 
-    A completion on which the search takes longer than ``seconds`` counts as no match: patterns such as `(a+)+b` take
-    exponential time on texts that a model will find.
+    Patterns such as `(a+)+b` take exponential time on texts that a model will find, so the search runs in a process of
+    its own: a completion on which it takes longer than ``seconds`` counts as no match.
 
     Attributes:
         pattern: the expression; flags inside, as in `(?is)<think>.*</think>`.
@@ -54,19 +65,14 @@ class RegexMatch(Reward):
 
     def __post_init__(self) -> None:
         try:
-            regex.compile(self.pattern)
-        except regex.error as error:
+            re.compile(self.pattern)
+        except re.error as error:
             raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
 
     def __call__(self, completions: list[str]) -> list[float]:
-        return [float(self.matches(completion)) for completion in completions]
-
-    def matches(self, completion: str) -> bool:
-        match = regex.fullmatch if self.full else regex.search
-        try:
-            return match(self.pattern, completion, timeout=self.seconds) is not None
-        except TimeoutError:
-            return False
+        calls = [(self.pattern, self.full, completion) for completion in completions]
+        results = worker_pool(1, WORKER_MEMORY).map(regex_matches, calls, self.seconds, TimeoutError())
+        return [float(result is True) for result in results]  # not a TimeoutError or WorkerError
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,15 @@ class MultipleChoice(Reward):
     letters: str = "ABCDE"
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        values = []
-        for completion, answer in zip(completions, (problem.answer for problem in problems), strict=True):
-            gold = None if answer is None else self.choice(str(answer))
-            if answer is not None and gold is None:
-                raise RewardError(f"MultipleChoice needs answers from {self.letters}, not {answer!r}")
-            values.append(None if gold is None else float(self.choice(completion) == gold))
+        values: list[float | None] = []
+        for completion, problem in zip(completions, problems, strict=True):
+            if problem.answer is None:
+                values.append(None)
+                continue
+            gold = self.choice(str(problem.answer))
+            if gold is None:
+                raise RewardError(f"MultipleChoice needs answers from {self.letters}, not {problem.answer!r}")
+            values.append(float(self.choice(completion) == gold))
         return values
 
     def choice(self, completion: str) -> str | None:
@@ -103,8 +112,8 @@ class MultipleChoice(Reward):
             (completion, rf"(?<![A-Za-z]){one}\)"),
             (completion.strip(" .*\n"), rf"\A{one}\Z"),
         ):
-            if found := re.findall(pattern, text):
-                return found[-1]
+            if choices := re.findall(pattern, text):
+                return choices[-1]
         return None
 
 
@@ -157,8 +166,13 @@ class MathVerifyReward(Reward):
         from pspo.tasks.math_verifier import verify  # needs the extra
 
         golds = [problem.answer for problem in problems]
-        pairs = zip(map(after_thoughts, completions), golds, strict=True)
-        calls = [{"completion": answer, "gold": str(gold)} for answer, gold in pairs if gold is not None]
-        results = iter(worker_pool(self.processes, MATH_MEMORY).map(verify, calls, self.seconds, TimeoutError()))
-        values = [None if gold is None else next(results) for gold in golds]
-        return [0.0 if isinstance(v, WorkerError | TimeoutError) else None if v is None else float(v) for v in values]
+        answers = map(after_thoughts, completions)
+        calls = [(answer, str(gold)) for answer, gold in zip(answers, golds, strict=True) if gold is not None]
+        pool = worker_pool(self.processes, WORKER_MEMORY)
+        results = iter(pool.map(verify, calls, self.seconds, TimeoutError()))
+        values: list[float | None] = []
+        for gold in golds:
+            result = None if gold is None else next(results)
+            failed = isinstance(result, WorkerError | TimeoutError)
+            values.append(0.0 if failed else None if result is None else float(result))
+        return values

@@ -1,4 +1,8 @@
-"""Functions called in processes of their own: in parallel, and killed if they take too long."""
+"""Functions called in processes of their own: in parallel, with limits on memory and time.
+
+By hand, because neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call hangs, limits
+its memory, or starts processes without the trainer's memory and ``__main__`` (its "spawn" imports that again).
+"""
 
 import ctypes
 import inspect
@@ -15,33 +19,44 @@ from typing import Any
 
 from pspo.tasks.failures import WorkerError, user_traceback
 
+START = """\
+from pspo.tasks.workers import Connection, end_with_parent, ignore_signals
+ignore_signals()
+end_with_parent()
+from {module} import serve
+serve(Connection({descriptor}), *{arguments})
+"""  # the module may take long to import, so signals come first
+
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
-    """A process that calls ``serve(connection, *arguments)`` of a module, and our end of the connection.
+    """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process.
 
     It is no fork: it starts with none of this process's memory, and without its ``__main__``. ``variables`` are of the
     environment.
     """
-    ours, theirs = Pipe()
-    call = ", ".join(map(str, (f"Connection({theirs.fileno()})", *arguments)))
-    tie = "from pspo.tasks.workers import Connection, tie_to_parent; tie_to_parent()"  # before imports that take long
+    parent_end, child_end = Pipe()
+    python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{tie}; from {module} import serve; serve({call})"],
-        pass_fds=[theirs.fileno()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} | variables,
+        [sys.executable, "-c", START.format(module=module, descriptor=child_end.fileno(), arguments=arguments)],
+        pass_fds=[child_end.fileno()],
+        env=os.environ | {"PYTHONPATH": python_path} | variables,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the trainer's
     )
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
-def tie_to_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends (Linux only), and no scheduler before."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # which it may send to all; the trainer saves first
-        signal.signal(number, signal.SIG_IGN)
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however that ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def ignore_signals() -> None:
+    """Ignore what a scheduler may send to all processes of a job: the trainer saves first."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Worker:
@@ -56,40 +71,46 @@ class Worker:
         self.process.wait()
         self.connection.close()
 
-    def receive(self, timeout: float, too_late: TimeoutError) -> tuple[bool, Any]:
+    def receive(self, timeout: float, late: TimeoutError) -> tuple[bool, Any]:
         """Read the next message: whether the call has ended, and its result; a worker that is late is killed."""
+        self.deadline = float("inf")
         try:
             if not self.connection.poll():
                 self.kill()
-                return True, too_late
+                return True, late
             kind, value = self.connection.recv()
         except (EOFError, OSError):
             self.kill()
             return True, WorkerError(f"the worker process died (exit code {self.process.returncode})")
-        self.deadline = time.monotonic() + timeout if timeout and kind == "began" else float("inf")
-        return kind != "began", WorkerError(value) if kind == "failed" else value
+        if kind == "began":
+            if timeout:
+                self.deadline = time.monotonic() + timeout
+            return False, None
+        return True, WorkerError(value) if kind == "failed" else value
 
 
 class Workers:
     """Up to ``number`` worker processes, kept between calls; ``memory`` limits each one's address space, in bytes."""
 
     def __init__(self, number: int, memory: int) -> None:
-        self.number, self.memory, self.idle = number, memory, []
+        self.number = number
+        self.memory = memory
+        self.idle: list[Worker] = []
 
     def map(
-        self, function: Callable[..., Any], calls: Sequence[dict[str, Any]], timeout: float, too_late: TimeoutError
+        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float, late: TimeoutError
     ) -> list[Any]:
-        """Results of ``function(**call)``, in order; in place of one that failed, its WorkerError or ``too_late``.
+        """Results of ``function(*call)``, in order; in place of one that failed, its WorkerError or ``late``.
 
         A call that takes longer than ``timeout`` seconds (0: no limit) is killed with its process.
         """
         results: list[Any] = [None] * len(calls)
-        waiting, busy = list(enumerate(calls)), {}
+        waiting = list(enumerate(calls))
+        busy: dict[Connection, tuple[Worker, int]] = {}  # with the index of its call
         try:
             while waiting or busy:
                 while waiting and len(busy) < self.number:
-                    self.idle = [worker for worker in self.idle if worker.process.poll() is None]
-                    worker = self.idle.pop() if self.idle else Worker(self.memory)
+                    worker = self.take()
                     index, call = waiting.pop(0)
                     busy[worker.connection] = worker, index
                     worker.connection.send((function, call))
@@ -97,14 +118,19 @@ class Workers:
                 wait(list(busy), min(max(nearest - time.monotonic(), 0.0), 60.0))
                 for worker, index in list(busy.values()):
                     if worker.connection.poll() or time.monotonic() >= worker.deadline:
-                        done, results[index] = worker.receive(timeout, too_late)
-                        if done:
+                        ended, results[index] = worker.receive(timeout, late)
+                        if ended:
                             del busy[worker.connection]
-                            self.idle += [] if worker.connection.closed else [worker]
+                            self.idle.append(worker)
         finally:
             for worker, _ in busy.values():
                 worker.kill()
         return results
+
+    def take(self) -> Worker:
+        """A worker that waits, or a new one; those that have died are dropped."""
+        self.idle = [worker for worker in self.idle if worker.process.poll() is None]
+        return self.idle.pop() if self.idle else Worker(self.memory)
 
 
 @cache
@@ -120,11 +146,11 @@ def serve(connection: Connection, memory: int) -> None:
         try:
             function, call = connection.recv()  # imports the function's module
             connection.send(("began", None))
-            result = "returned", function(**call)
+            message = "returned", function(*call)
         except Exception as error:  # a user's code may raise anything
-            result = "failed", user_traceback(error)
+            message = "failed", user_traceback(error)
         try:
-            connection.send(result)
+            connection.send(message)
         except OSError:  # the trainer is gone
             return
 

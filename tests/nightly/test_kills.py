@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.model.save import save_model
+from pspo.run.save import save_model
 from pspo.run.folders import damage
 from pspo.run.prepare import prepare
 from pspo.run.resume import find_checkpoint

@@ -1,0 +1,233 @@
+"""The off-policy schedule of an update: which passes it makes, where it stops, what it does when a step fails."""
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from batches import SURROGATES
+from naive import (
+    OFF_POLICY,
+    G,
+    assert_equals_naive,
+    make_config,
+    make_learner,
+    make_rollout,
+    naive_update,
+    name,
+    run,
+    weights,
+)
+from processes import one_layer
+
+import pspo.rollout.types
+import pspo.update
+from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.losses import PSPO, TOPR, NoClip, Surrogate, log_ratio
+from pspo.run.prepare import prepare
+from pspo.update import update
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return tiny_model(dtype=torch.float64, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("mode", ["none", "bf16"])
+def test_ratios_are_exactly_1_while_the_weights_stand_still(tiny_model, mode):
+    """Old and new log-probs come from identical shapes, with and without gradient."""
+    config = make_config(epochs=2, minibatches=3, beta=0.1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=mode))
+    _, metrics = run(tiny_model(), *make_rollout(), config, sgd=0.0)
+    assert len(metrics) == 6
+    for step in metrics:
+        assert step["ratio_min"] == step["ratio_max"] == 1.0
+        assert step["kl_old_new"] == step["tv"] == step["kl_reference"] == 0.0
+
+
+@pytest.mark.parametrize("surrogate", [NoClip(), TOPR()], ids=name)
+@pytest.mark.parametrize(("epochs", "minibatches", "beta"), [(1, 1, 0.0), (3, 1, 0.0), (2, 4, 0.0), (2, 2, 0.3)])
+def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatches, beta, surrogate):
+    rollout, advantages = make_rollout()
+    advantages[advantages == 0] = 0.1
+    passes = {"train": 0, "old": 0, "reference": 0}
+    config = make_config(surrogate, epochs=epochs, minibatches=minibatches, beta=beta)
+    learner = make_learner(policy, config)
+
+    def counted(original):
+        def count(model, prompt_ids, *args):
+            grad = torch.is_grad_enabled()
+            passes["reference" if model is learner.reference else "train" if grad else "old"] += len(prompt_ids)
+            assert not (grad and model is learner.reference)
+            return original(model, prompt_ids, *args)
+
+        return count
+
+    monkeypatch.setattr(pspo.update, "hidden_states", counted(pspo.update.hidden_states))
+    monkeypatch.setattr(pspo.rollout.types, "token_logprobs", counted(pspo.rollout.types.token_logprobs))
+    update(learner, rollout, advantages, config)
+    B = len(rollout)
+    assert passes == {
+        "train": epochs * B,
+        "old": B - B // minibatches,  # all rows but the first minibatch's
+        "reference": B if beta else 0,
+    }
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_minibatch_without_signal_still_steps(policy, truncate):
+    """AdamW's momentum moves the weights on; the second minibatch is all zeros (or all truncated)."""
+    rollout, advantages = make_rollout(groups=2, seed=1)
+    if truncate:
+        rollout = dataclasses.replace(rollout, terminated=torch.arange(2 * G) < G)
+        advantages = advantages + 0.3
+    config = make_config(mask_truncated=truncate, **OFF_POLICY)
+    metrics = assert_equals_naive(policy, rollout, advantages, config)
+    assert metrics[1]["grad_norm"] == metrics[3]["grad_norm"] == 0.0
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+
+
+def test_max_steps_stops_in_the_middle_of_a_rollout(policy):
+    rollout, advantages = make_rollout()
+    config = make_config(epochs=3, minibatches=2, max_steps=7, optimizer={"lr": 3e-3})
+    learner = make_learner(policy, config)
+    learner.steps = 4
+    metrics = update(learner, rollout, advantages, config)
+    assert (len(metrics), learner.steps) == (3, 7)
+    expected = naive_update(policy, rollout, advantages, config, limit=3)[0]
+    torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=1e-6)
+
+
+def test_the_gradients_are_cleared_and_the_inputs_untouched(policy):
+    rollout, advantages = make_rollout()
+    before = copy.deepcopy((rollout, advantages))
+    learner = make_learner(policy, make_config())
+    update(learner, rollout, advantages, make_config(epochs=2, mask_truncated=True))
+    assert all(parameter.grad is None for parameter in learner.policy.parameters())
+    assert torch.equal(advantages, before[1])
+    assert all(torch.equal(getattr(rollout, n), getattr(before[0], n)) for n in ("prompt_ids", "completion_mask"))
+
+
+@dataclass(frozen=True)
+class Broken(Surrogate):
+    """NoClip that goes wrong at one optimizer step, in the loss or in its gradient only."""
+
+    learner: list
+    step: int
+    kind: str
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        loss = torch.where(mask, -log_ratio(logprobs, old_logprobs, mask).exp() * advantages, 0.0)
+        if self.learner[0].steps != self.step:
+            return loss
+        if self.kind == "gradient":  # the square root's slope at 0 is infinite, and 0 times that is NaN
+            return loss + torch.where(mask, ((logprobs - logprobs.detach()) * 0.0).sqrt(), 0.0)
+        return loss * float(self.kind)
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
+    """What is left is as if that epoch had not been: the same weights as one epoch less, to the bit."""
+    rollout, advantages = make_rollout()
+    holder = []
+    config = make_config(Broken(holder, step, kind), epochs=3, optimizer={"lr": 3e-3})
+    holder.append(make_learner(policy, config))
+    metrics = update(holder[0], rollout, advantages, config)
+    assert [metric["step_skipped"] for metric in metrics] == [float(i == step) for i in range(3)]
+    assert not math.isfinite(metrics[step]["loss"] + metrics[step]["grad_norm"])
+    assert holder[0].steps == 3
+
+    shorter = make_config(Broken([holder[0]], -1, kind), epochs=2, optimizer={"lr": 3e-3})
+    expected, _ = run(policy, rollout, advantages, shorter)
+    assert torch.isfinite(expected).all()
+    assert torch.equal(weights(holder[0].policy), expected)
+
+
+def fails_above(function, rows: int, calls: list[int]):
+    """A pass that works, gradient and all, and only then finds no memory, where its batch has more rows."""
+
+    def wrapper(first, batch, *args):
+        result = function(first, batch, *args)
+        calls.append(len(batch.rollout))
+        if calls[-1] > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return result
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "rows"),
+    [
+        pytest.param(surrogate, 1 + i % 3, marks=[] if i < 6 else pytest.mark.nightly)
+        for i, surrogate in enumerate(SURROGATES)
+    ],
+    ids=name,
+)
+def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy, monkeypatch, capsys, surrogate, rows):
+    rollout, advantages = make_rollout()
+    config = make_config(surrogate, beta=0.1, **OFF_POLICY)
+    expected, expected_metrics = run(policy, rollout, advantages, config)
+    calls: list[int] = []
+    monkeypatch.setattr(pspo.update, "backward", fails_above(pspo.update.backward, rows, calls))
+    learner = make_learner(policy, config)
+    metrics = update(learner, rollout, advantages, config)
+    torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=2e-6)
+    assert len(metrics) == len(expected_metrics) == 4
+    for step, expected_step in zip(metrics, expected_metrics, strict=True):
+        assert step == pytest.approx(expected_step, abs=1e-4)
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 8  # of two minibatches
+    assert all(line.startswith("out of memory: the step is repeated, with microbatches of at most") for line in lines)
+    assert calls[-1] <= rows < max(calls)
+
+    limit, tried = learner.microbatch_limit, len(calls)
+    update(learner, rollout, advantages, config)
+    if rows > 1:  # the smaller microbatches stay; they are limited by tokens, of which two short rows may have as few
+        assert learner.microbatch_limit == limit
+        assert max(calls[tried:]) <= rows
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, error):
+    """Another error, and memory that is too small for a single row."""
+    monkeypatch.setattr(pspo.update, "backward", mock.Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        run(policy, *make_rollout(), make_config())
+
+
+def test_a_loss_without_gradient_leaves_the_weights(policy):
+    end, metrics = run(policy, *make_rollout(), make_config(PSPO(1.0), epochs=2))
+    assert torch.equal(end, weights(policy))
+    assert [step["step_skipped"] for step in metrics] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
+    steps, peak = 12, 1e-3
+    config = TrainConfig(
+        model=ModelConfig(one_layer()),
+        data=DataConfig(limit=2),
+        algorithm=AlgorithmConfig(epochs=steps),
+        rollout=RolloutConfig(prompts=1, group_size=4),
+        optimizer=OptimizerConfig(lr=peak, schedule=schedule, warmup_steps=warmup),
+        run=RunConfig(output_dir=str(tmp_path / "run"), max_steps=steps, validate_every=0, test_limit=0),
+    )
+    learner = prepare(config, {}).learner
+    used = []
+    learner.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    metrics = update(learner, *make_rollout(groups=1), config)
+    expected = []
+    for step in range(steps):
+        progress = (step - warmup) / (steps - warmup)
+        after = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        expected.append(peak * (step / warmup if step < warmup else after[schedule]))
+    assert used == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert [step["lr"] for step in metrics] == used
