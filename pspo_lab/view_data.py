@@ -205,7 +205,7 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
     table["sequence"] = begins.cumsum()
     for name, surrogate in surrogates.items():
-        steps = [surrogate_weights(surrogate.at(step - 1), visit) for step, visit in table.groupby("step")]
+        steps = [surrogate_weights(surrogate.bind_step(step - 1), visit) for step, visit in table.groupby("step")]
         table[f"weight {name}"] = pd.concat(steps)
     sequences = table.groupby("sequence")[keys].first()
     table["copy"] = table["sequence"].map(sequences.groupby(keys).cumcount())  # a problem may come twice in a rollout
@@ -263,7 +263,7 @@ def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float) ->
     """(B, T) `token_weights` at log-ratios (B, T)."""
     advantages = torch.full_like(log_ratios, advantage)
     mask = torch.ones_like(log_ratios, dtype=torch.bool)
-    return token_weights(surrogate.at(0), log_ratios, torch.zeros_like(log_ratios), advantages, mask)
+    return token_weights(surrogate.bind_step(0), log_ratios, torch.zeros_like(log_ratios), advantages, mask)
 
 
 def make_surrogate(text: str) -> Surrogate:

@@ -1,16 +1,16 @@
 """Tables and picture of the gradient-bias study: python scripts/bias_tables.py FOLDER --moves MOVES.csv
 
-FOLDER has base.jsonl, math.jsonl and smollm2.jsonl: lines of scripts/gradient_bias.py of commit f6aff6e, of SmolLM2 those of NoClip and
-Clip. MOVES.csv is what scripts/moves.py writes of forks from the same checkpoints. Writes base.svg, math.svg, and in
-FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
+FOLDER has base.jsonl, math.jsonl and smollm2.jsonl: lines of scripts/gradient_bias.py of commit f6aff6e, of SmolLM2
+those of NoClip and Clip. MOVES.csv is what scripts/moves.py writes of forks from the same checkpoints. Writes base.svg,
+math.svg, and in FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from gradient_bias import derived
 from moves import AIMS, FOUR, as_text, draw_intervals, intervals, judge
 from off_policy import fill
 
@@ -24,6 +24,23 @@ SIZES = {"length": "norm2", "noise": "variance"}  # squared, of a gradient's mea
 GROUPS = [FOUR, ["P3O", "VESPO"]]  # that gain alike, and less than the others: seen afterwards
 METRICS, LAG = ["adam", "plain"], 8  # the first is the primary one
 SHOWN = {"tiny-base": "adam", "tiny-math": "plain"}  # in the tables: tiny-math has intervals of +-1 in adam
+
+
+def derived(target2: Any, dot: Any, norm2: Any, second: Any) -> dict[str, Any]:
+    """What a line says, from its four unbiased estimates, numbers or columns; NaN where a square is not above 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {
+            "target2": target2,
+            "dot": dot,
+            "norm2": norm2,
+            "second": second,
+            "bias2": norm2 - 2 * dot + target2,
+            "variance": second - norm2,
+            "mse": second - 2 * dot + target2,
+            "cosine": dot / np.sqrt(norm2 * target2),
+            "signal": np.divide(norm2, second),  # NaN also for two floats: a loss may leave no token with weight
+            "rho": dot / np.sqrt(second * target2),
+        }
 
 
 def by_run(found: pd.DataFrame) -> pd.DataFrame:
