@@ -25,9 +25,9 @@ from pspo.losses import (
     Surrogate,
     Term,
 )
-from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
+from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
@@ -212,7 +212,7 @@ class DataConfig(Section, name="data"):
     @property
     def numeric(self) -> bool:
         """True if all gold answers are numbers."""
-        return all((self.answer_kind or own_kind(name)) == "number" for name in self.name.split("+"))
+        return all((self.answer_kind or default_answer_kind(name)) == "number" for name in self.name.split("+"))
 
     @property
     def system_text(self) -> str:
