@@ -1,4 +1,4 @@
-"""Rules over the source: imports point down, never in a circle; methods have no names outside losses; nothing unsafe."""
+"""Rules over the source: imports point down, never in a circle; methods have no names outside losses."""
 
 import ast
 import graphlib

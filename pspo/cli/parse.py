@@ -56,7 +56,7 @@ def parse_settings(config_class: type[C], settings: Settings, file: str | Path |
     switches = switch_types(config_class)
     with parser_errors(switches):
         base = parser.parse_args(prepare_words(words, switches))
-        namespace = parser.parse_object(settings, cfg_base=base)
+        namespace = parser.parse_object(settings, namespace=base)
     return make_config(config_class, parser, namespace)
 
 
