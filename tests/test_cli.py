@@ -112,7 +112,7 @@ def test_what_a_run_says_and_writes(run):
     final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()
     assert {path.name for path in folder.iterdir()} == final | {
         ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
-        "starts.jsonl", "summary.json", "test-after.jsonl", "test-before.jsonl", "tokens.parquet",
+        "summary.json", "test-after.jsonl", "test-before.jsonl", "tokens.parquet",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
     for model in (folder / "best", folder / "final", *(folder / "checkpoints").iterdir()):

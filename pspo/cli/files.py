@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
@@ -107,16 +107,6 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
         raise ValueError(f"{path} is damaged (a record without a step); choose another folder")
     return records
-
-
-def describe_changes(run: Path, besides: Collection[str] = ()) -> str:
-    """The changes of a run on its way, from its ``changes.jsonl``; "" if there were none besides these switches."""
-    return ", ".join(
-        ("forked" if change["switch"] == "run.fork_from" else "{switch} {old} -> {new}".format_map(change))
-        + f" at step {change['step']}"
-        for change in read_jsonl(run / "changes.jsonl")
-        if change["switch"] not in besides
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
