@@ -136,7 +136,6 @@ class ModelConfig(Section, name="model"):
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
-    compile = False  # TODO: no field any more, goes with its last use
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
