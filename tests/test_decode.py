@@ -287,9 +287,7 @@ def test_rows_with_narrow_and_wide_nuclei_keep_apart():
 
 
 @pytest.mark.parametrize("decoder", OWN_LOOP)
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 5}, {"max_rows": 4}, {"temperature": 0.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"max_rows": 4}, {"temperature": 0.0}], ids=str)
 def test_log_probs_of_sampled_tokens_are_the_models_own(tiny_model, tokenizer, options, decoder):
     """At the temperature, and before nucleus and top_k take anything away."""
     model, sampling = (
