@@ -101,27 +101,6 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         assert not kept.behaviour_logprobs[left_out].any()
 
 
-@pytest.mark.nightly
-def test_a_fork_keeps_what_waits_if_it_can_use_it():
-    assert train("parent", "--rollout.lag=2", "--run.max_steps=4") == 0
-    for name, args in {
-        "same": ("--rollout.lag=2",), "on time": ("--rollout.lag=0",),
-        "other": ("--rollout.lag=2", "--rollout.group_size=5"), "fresher": ("--rollout.lag=1",),
-        "decoupled": ("--rollout.lag=2", "--algorithm.ratio_to=proximal", "--algorithm.correction=token_truncate",
-                      "--algorithm.nucleus=replay"),
-    }.items():  # fmt: skip
-        assert train(name, "--run.fork_from=parent", *args) == 0
-    assert train("whole", "--rollout.lag=2") == 0
-    names = ("whole", "same", "on time", "fresher")
-    whole, same, on_time, fresher = (read_jsonl(Path(name) / "metrics.jsonl") for name in names)
-    numbers = ("reward", "loss", "grad_norm", "ratio_max", "kl_old_new")
-    assert [[line[n] for n in numbers] for line in same] == [[line[n] for n in numbers] for line in whole[2:]]
-    assert on_time[0]["completion_tokens"] != same[0]["completion_tokens"]  # the two that waited are gone
-    assert fresher[0]["completion_tokens"] == same[1]["completion_tokens"] != same[0]["completion_tokens"]  # the older
-    other = read_jsonl(Path("other/metrics.jsonl"))
-    assert [line["step"] for line in other] == [6, 8, 10]
-
-
 def test_a_run_that_is_stopped_while_its_lag_fills_ends_as_if_nothing_had_happened(monkeypatch):
     complete = pspo.train.draw_prompts
     assert train("whole", "--rollout.lag=3") == 0
