@@ -301,10 +301,10 @@ def usual(configs: pd.DataFrame) -> dict[str, Any]:
 @functools.cache
 def defaults() -> Row:
     """The default of every switch, as `Runs.configs` has it."""
-    from pspo.cli.parse import read_config  # slow to import: torch
+    from pspo.cli.parse import parse_settings  # slow to import: torch
     from pspo.config import TrainConfig
 
-    return _as_row(flat(read_config(TrainConfig, "pspo report", {})[1]))
+    return _as_row(flat(parse_settings(TrainConfig, {})[1]))
 
 
 def in_sentences(configs: pd.DataFrame) -> Iterator[str]:

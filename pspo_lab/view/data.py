@@ -3,6 +3,7 @@
 import ast
 import base64
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -17,8 +18,8 @@ from scipy.stats import t
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pspo import losses
 from pspo.cli.files import read_json, read_jsonl
-from pspo.cli.parse import resolve, subclasses
 from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
 from pspo.run.tokens import COLUMNS, FOLDER
@@ -265,7 +266,7 @@ def make_surrogate(text: str) -> Surrogate:
     try:
         call = ast.parse(text, mode="eval").body
         name, words = (call.func, call.keywords) if isinstance(call, ast.Call) else (call, [])
-        path = resolve(ast.unparse(name), Surrogate, "surrogates")
+        path = ast.unparse(name)
         arguments = {word.arg: ast.literal_eval(word.value) for word in words}
         return import_path(path if "." in path else f"pspo.losses.{path}")(**arguments)
     except (SyntaxError, TypeError) as error:
@@ -284,4 +285,5 @@ def own_curve(switches: pd.Series) -> Record | None:
 
 def built_in_surrogates() -> dict[str, Surrogate]:
     """Those of `pspo.losses` with their defaults, by name."""
-    return {cls.__name__: cls() for cls in subclasses(Surrogate) if cls.__module__.startswith("pspo.losses")}
+    classes = [value for value in vars(losses).values() if isinstance(value, type) and issubclass(value, Surrogate)]
+    return {cls.__name__: cls() for cls in classes if not inspect.isabstract(cls)}
