@@ -25,9 +25,9 @@ from pspo.losses import (
     Surrogate,
     Term,
 )
-from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
+from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
@@ -212,7 +212,7 @@ class DataConfig(Section, name="data"):
     @property
     def numeric(self) -> bool:
         """True if all gold answers are numbers."""
-        return all((self.answer_kind or own_kind(name)) == "number" for name in self.name.split("+"))
+        return all((self.answer_kind or default_answer_kind(name)) == "number" for name in self.name.split("+"))
 
     @property
     def system_text(self) -> str:
@@ -355,10 +355,13 @@ class AlgorithmConfig(Section, name="algorithm"):
         check_call("advantages", self.advantages, ["rewards", "group_size"], ADVANTAGE_INPUTS)
         check_call("aggregation", self.aggregation, ["mask", "counts"])
         check_call("correction", self.correction, ["old_logprobs", "sampler_logprobs", "mask"])
+        loss_terms = self.active_terms()
+        is_silent = all(getattr(piece, "silent_at_zero_advantage", False) for piece in (self.surrogate, *loss_terms))
+        object.__setattr__(self, "loss_terms", loss_terms)  # those that are on, in the order in which they are called
+        object.__setattr__(self, "silent_at_zero_advantage", is_silent)  # no loss where A = 0: rows may be left out
 
-    @property
-    def loss_terms(self) -> list[Term]:
-        """The terms that are on, in the order in which they are called."""
+    def active_terms(self) -> list[Term]:
+        """Terms of the loss that are on: those of --algorithm.terms, then correction, KL penalty and entropy bonus."""
         terms = list(self.terms)
         if self.correction not in (None, "none"):
             terms.append(SamplerCorrection(self.correction, self.correction_cap))
@@ -367,12 +370,6 @@ class AlgorithmConfig(Section, name="algorithm"):
         if self.entropy_coef > 0:
             terms.append(EntropyBonus(self.entropy_coef))
         return terms
-
-    @property
-    def silent_at_zero_advantage(self) -> bool:
-        """True if surrogate and terms have no loss where A = 0: training leaves such rows out."""
-        pieces = [self.surrogate, *self.loss_terms]
-        return all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
 
 
 def check_call(switch: str, value: Any, inputs: Sequence[str], optional: Sequence[str] = ()) -> None:
