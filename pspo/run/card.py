@@ -131,7 +131,9 @@ def changed_settings(config: TrainConfig, sections: Iterable[str], left_out: Col
 def describe_value(value: Any) -> str:
     if isinstance(value, list):
         return " + ".join(describe_value(item) for item in value)
-    return getattr(value, "__name__", str(value))
+    if callable(value) and not is_dataclass(value):
+        return reward_name(value)
+    return str(value)
 
 
 def describe_rewards(config: RewardConfig) -> str:
