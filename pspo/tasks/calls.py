@@ -128,6 +128,13 @@ def call_in_time(
         return error
 
 
+def slice_rows(arguments: dict[str, Any], rows: range) -> dict[str, Any]:
+    """A reward's arguments for some rows of the batch; what is no list is for all."""
+    return {
+        name: value[rows.start : rows.stop] if isinstance(value, list) else value for name, value in arguments.items()
+    }
+
+
 def guarded_values(
     function: Callable[..., Any],
     name: str,
@@ -150,13 +157,7 @@ def guarded_values(
     late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
     while parts:
         retries = []
-        calls = [
-            {
-                key: value[part.start : part.stop] if isinstance(value, list) else value
-                for key, value in arguments.items()
-            }
-            for part in parts
-        ]
+        calls = [slice_rows(arguments, part) for part in parts]
         if workers:
             results = worker_pool(workers).map(call_reward, [(function, call) for call in calls], timeout, late)
         else:
