@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.workloads import parser
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED
 from pspo.run.folders import checkpoints
-from pspo.run.folders import damage as damage_of
+from pspo.run.folders import find_damage as damage_of
 
 MEAN_SECONDS = 12  # from a start to a fault
 FAULTS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "second run")

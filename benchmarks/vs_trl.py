@@ -48,9 +48,9 @@ import torch
 
 from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
 from pspo.config import SYSTEM_PROMPT
-from pspo.model import token_logprobs
-from pspo.rollout import Prompts, TransformersSampler
 from pspo.rollout.engine import EngineSampler
+from pspo.model import token_logprobs
+from pspo.rollout import Prompts, Sampler
 from pspo.update import update
 
 SIDES, VLLM_SIDES = ("trl", "pspo"), ("trl-vllm", "pspo", "pspo-vllm")
@@ -105,7 +105,7 @@ def run_pspo(
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
         engine = VLLM(config, PROMPT + workload.tokens, device)
     learner, records, loaded = s.learner(), [], resident_mb()
-    sampler = TransformersSampler(s.policy, s.tokenizer, sampling, config.model.autocast)
+    sampler = Sampler(s.policy, s.tokenizer, sampling, config.model.autocast)
     if engine is not None:
         sampler = EngineSampler(engine, learner, s.tokenizer, sampling)
     torch.manual_seed(0)

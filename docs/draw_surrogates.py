@@ -1,9 +1,8 @@
-"""Draw the paper's Figure 1, and PSPO and Clip against NoClip, into docs/figures: ``python docs/draw_surrogates.py``.
+"""Draw the paper's Figure 1, and the losses of other papers, into docs/figures: ``python docs/draw_surrogates.py``.
 
 Surrogate and gradient over the importance ratio, by autograd.
 """
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -57,14 +56,8 @@ def surrogate_and_slope(
 
 
 def draw_surrogates(folder: Path) -> list[Path]:
-    """Draw surrogates.svg, the paper's Figure 1, PSPO and Clip at their defaults beside NoClip, and others.svg."""
-    pictures = {"surrogates": FIGURE1}
-    for loss in (PSPO, Clip):
-        values = {field.name: field.default for field in fields(loss) if field.default is not None}
-        label = ", ".join([loss.__name__, *(f"{field}={value}" for field, value in values.items())])
-        pictures[loss.__name__.lower()] = {"NoClip": NoClip(), label: loss()}
-    files = [_draw(surrogates, folder / f"{name}.svg") for name, surrogates in pictures.items()]
-    return [*files, _draw(OTHERS, folder / "others.svg", old_prob=0.5)]
+    """Draw surrogates.svg, the paper's Figure 1, and others.svg."""
+    return [_draw(FIGURE1, folder / "surrogates.svg"), _draw(OTHERS, folder / "others.svg", old_prob=0.5)]
 
 
 def _draw(surrogates: dict[str, Surrogate], path: Path, old_prob: float = 1.0) -> Path:

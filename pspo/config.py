@@ -136,7 +136,6 @@ class ModelConfig(Section, name="model"):
     autocast: Literal["auto", "bf16", "none"] = "auto"
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
-    compile = False  # TODO: no field any more, goes with its last use
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -362,7 +361,7 @@ class AlgorithmConfig(Section, name="algorithm"):
         super().__post_init__()
         for switch, function, inputs, offered in (
             ("surrogate", self.surrogate.bind_step(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
-            *(("terms", term, ("losses", "inputs"), ()) for term in self.terms),
+            *(("terms", term, ("losses", "x"), ()) for term in self.terms),
             ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
             ("aggregation", self.aggregation, ("mask", "counts"), ()),
             ("correction", self.correction, ("old_logprobs", "sampler_logprobs", "mask"), ()),

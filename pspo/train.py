@@ -1,4 +1,4 @@
-"""Train a model: ``python -m pspo.train``; ``pspo.train(...)`` from Python, see ``help(pspo.train.__call__)``.
+"""Train a model: ``python -m pspo.train``, or `pspo.train(...)` from Python.
 
     problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
@@ -7,7 +7,6 @@
 around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 
 from pspo import distributed as dist
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, estimate_advantages
-from pspo.run.command import CallableModule, train_command
+from pspo.rollout import Drawing, Experience, estimate_advantages, refill
+from pspo.run.command import train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
 from pspo.update import keep_logprobs, update
@@ -31,58 +30,79 @@ def train(run: Run) -> dict[str, Any]:
     """
     run.start()
     while not run.ended():
-        experience = run.delay.push(draw(run))  # returns the one drawn --rollout.lag rollouts ago; with 0 this one
-        if experience is None:
-            continue
+        experience = draw(run)
+        if run.delay is not None:
+            with run.phase("generate"):  # an engine may begin to draw ahead
+                experience = run.delay.push(experience)  # returns the one drawn --rollout.lag rollouts ago
+            if experience is None:
+                continue
         with run.phase("train"):
             steps = update(run.learner, experience.rollout, experience.advantages, run.config)  # epochs x minibatches
-        run.delay.collect_prefetched()
-        run.recorder.begin_line(experience, steps)
-        run.conclude_rollout()  # validate, write, save
-        run.tell(experience, steps)
+        run.conclude_rollout(experience, steps)  # record, validate, save
     return run.finish()
 
 
 def draw(run: Run) -> Experience:
-    """Draw, score and resample a rollout; with a lag it keeps the log-probs of the policy that drew it."""
+    """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
     config = run.config
-    experience = score(run, run.delay.take_prefetched() or draw_prompts(run, config.rollout.prompts))
-    run.require_some_reward(experience.rewards)
-    experience = resample(run, experience)
-    if config.rollout.lag == 0 or config.algorithm.ratio_to != "behaviour":
-        return experience
-    with run.phase("train"):
-        rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
-    return replace(experience, rollout=rollout)
+    experience = score(run, draw_prompts(run, config.rollout.prompts))
+    if config.rollout.resample > 0:
+        experience = resample(run, experience)
+    if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
+        with run.phase("train"):
+            rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
+        experience = replace(experience, rollout=rollout)
+    return experience
 
 
 def draw_prompts(run: Run, n: int) -> Drawing:
     """Draw a group of completions for each of the next n prompts, all ranks' together."""
     indices, prompts = run.stream.next(n)
     with run.phase("generate"):
-        return Drawing(indices, run.sampler.draw(prompts, run.config.rollout.group_size))
+        rollout = run.sampler.draw(prompts, run.config.rollout.group_size)
+    return Drawing(indices, rollout)
 
 
 def score(run: Run, drawing: Drawing) -> Experience:
-    """Rewards of a rollout, NaN if unknown (--reward.on_error none), and its advantages."""
-    config, rollout, logged = run.config, drawing.rollout, {}
-    problems, limit = run.stream.problems(drawing.prompts), config.rollout.max_completion_tokens
+    """Rewards of a rollout, NaN where unknown (--reward.on_error none), and its advantages."""
+    reward, rollout = run.config.reward, drawing.rollout
+    inputs = rollout.reward_inputs
+    logged: dict[str, list[Any]] = {}
     with run.phase("reward"):
-        totals, by_name = total_rewards(
-            completions=rollout.texts, problems=problems, step=run.learner.steps, max_completion_tokens=limit,
-            logged=logged, **vars(config.reward), **rollout.reward_inputs,
-        )  # fmt: skip
+        totals, rewards_by_name = total_rewards(
+            reward.functions,
+            reward.weights,
+            rollout.texts,
+            run.stream.problems(drawing.prompts),
+            timeout=reward.timeout,
+            on_error=reward.on_error,
+            workers=reward.workers,
+            completion_ids=inputs["completion_ids"],
+            truncated=inputs["truncated"],
+            step=run.learner.steps,
+            max_completion_tokens=run.config.rollout.max_completion_tokens,
+            environment_rewards=inputs.get("environment_rewards"),
+            logged=logged,
+        )
     rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
-    scored = Experience(drawing.prompts, rollout, rewards, by_name, totals, rollout.tokens, logged)
-    return with_advantages(run, scored)
+    if dist.max_over_ranks(bool(rewards.isnan().any())):
+        run.require_some_reward(rewards)
+    experience = Experience(drawing.prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)
+    return with_advantages(run, experience)
 
 
 def with_advantages(run: Run, experience: Experience) -> Experience:
     """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
-    config, problems = run.config, run.stream.problems(experience.prompts)
-    how = (config.algorithm.advantages, config.rollout.group_size, problems, config.reward.weights)
+    config = run.config
     with run.phase("reward"):
-        return replace(experience, advantages=estimate_advantages(experience, *how))
+        advantages = estimate_advantages(
+            experience,
+            config.algorithm.advantages,
+            config.rollout.group_size,
+            run.stream.problems(experience.prompts),
+            config.reward.weights,
+        )
+    return replace(experience, advantages=advantages)
 
 
 def resample(run: Run, experience: Experience) -> Experience:
@@ -92,11 +112,8 @@ def resample(run: Run, experience: Experience) -> Experience:
         if missing == 0:
             break
         fresh = score(run, draw_prompts(run, missing * dist.world_size()))
-        experience = with_advantages(run, experience.refill(fresh))
+        experience = with_advantages(run, refill(experience, fresh))
     return experience
-
-
-sys.modules[__name__].__class__ = CallableModule  # pspo.train("tiny-base", data=problems, reward=my_reward)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Weights to a vLLM server by NCCL, from GPU to GPU, with vLLM's own classes on both sides.
 
-It has not been run: it takes two GPUs. The tests hold it to vLLM's interfaces.
+It has never been run: it takes two GPUs. The tests only hold it to vLLM's interfaces.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from pspo.model.adapters import weights_of_files
 
 
 @dataclass(frozen=True)
-class Weights:
+class PolicyWeights:
     """The policy's weights as a file would hold them: a WeightSource of vLLM."""
 
     policy: transformers.PreTrainedModel
@@ -30,11 +30,11 @@ class Weights:
         return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self]
 
 
-def send(policy: transformers.PreTrainedModel, url: str, workers: int, timeout: float) -> None:
-    """Send the weights to a server with so many GPUs, in a group of this push alone; all ranks gather them in step."""
-    group = NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + workers, rank=dist.rank())
+def send(policy: transformers.PreTrainedModel, url: str, gpus: int, timeout: float) -> None:
+    """Send the weights to a server with so many GPUs, in a group of this push alone; every rank must call it."""
+    group = NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + gpus, rank=dist.rank())
     client = HTTPVLLMWeightSyncClient(url, timeout)
-    trainer = NCCLTrainerWeightTransferEngine.trainer_init(group, client=client, source=Weights(policy))
+    trainer = NCCLTrainerWeightTransferEngine.trainer_init(group, client=client, source=PolicyWeights(policy))
     trainer.send_weights()
     trainer.shutdown()
     if trainer.is_sender:

@@ -23,15 +23,17 @@ from pspo.distributed import end_with_parent
 
 
 def register() -> None:
-    if "pspo" in (envs.VLLM_PLUGINS or ()):
-        if parent_process() is not None:  # not the server itself: it may outlive its shell
-            end_with_parent()
-        WeightTransferEngineFactory.register_engine("http", HTTPWeightTransfer)
-        tell_logprobs_at_temperature()
+    """Prepare one of vLLM's processes, if VLLM_PLUGINS names pspo."""
+    if "pspo" not in (envs.VLLM_PLUGINS or ()):
+        return
+    if parent_process() is not None:  # not the server itself: it may outlive its shell
+        end_with_parent()
+    WeightTransferEngineFactory.register_engine("http", HTTPWeightTransfer)
+    return_logprobs_at_temperature()
 
 
-def tell_logprobs_at_temperature() -> None:
-    """Have vLLM tell log-probs at each row's temperature, before processors and nucleus, as `pspo.rollout.decode`."""
+def return_logprobs_at_temperature() -> None:
+    """Have vLLM return log-probs at each row's temperature, before processors and nucleus, as `pspo.rollout.decode`."""
     forward = Sampler.forward
 
     def forward_at_temperature(
@@ -46,7 +48,7 @@ def tell_logprobs_at_temperature() -> None:
 
 
 @dataclass
-class Chunk(WeightTransferUpdateInfo):
+class WeightFile(WeightTransferUpdateInfo):
     """Some weights, by their names in a model's files: a safetensors file, in base64."""
 
     safetensors: str
@@ -55,10 +57,11 @@ class Chunk(WeightTransferUpdateInfo):
 class HTTPWeightTransfer(NCCLWeightTransferEngine):
     """Takes weights from the bodies of ``/update_weights``; all of vLLM's own ways need CUDA. The rest is NCCL's."""
 
-    update_info_cls = Chunk
+    update_info_cls = WeightFile
 
     def update_weights(self, update_info: dict[str, Any]) -> None:  # the base class's synchronizes an accelerator
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Chunk) -> None:
-        self.model.load_weights(safetensors.torch.load(b64decode(update_info.safetensors)).items())
+    def receive_weights(self, update_info: WeightFile) -> None:
+        weights = safetensors.torch.load(b64decode(update_info.safetensors))
+        self.model.load_weights(weights.items())

@@ -1,9 +1,10 @@
-"""Start a vLLM server for --rollout.servers: ``pspo serve --model.name_or_path tiny-base --port 8000``.
+"""Start a vLLM server that draws for a trainer: ``pspo serve --model.name_or_path tiny-base --port 8000``.
 
-It starts from random weights: a trainer pushes its own before it draws. ``/health`` answers when it is ready.
+It starts from random weights: a trainer, with --rollout.engine pspo_vllm.Servers, pushes its own before it draws.
+``/health`` answers when it is ready.
 
-``pspo serve --servers 2 -- torchrun --nproc-per-node 6 -m pspo.train ...`` starts two, on ports of their own,
-runs the command with their addresses, and ends them with it.
+``pspo serve --servers 2 -- torchrun --nproc-per-node 6 -m pspo.train ...`` starts two, on ports of their own, runs the
+command with a --rollout.engine that names them, and ends them with it.
 """
 
 import json
@@ -23,7 +24,7 @@ from pspo_vllm.vllm import require_vllm, vllm_options
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Start a vLLM server that draws rollouts for --rollout.servers; or several, and a trainer: ... -- COMMAND.
+    """Start a vLLM server that draws rollouts for a trainer; or several, and the trainer: ... -- COMMAND.
 
     Args:
         model: as in training
@@ -54,35 +55,49 @@ def serve(config: ServeConfig) -> None:
     require_vllm()
     device = dist.local_device()
     options = vllm_options(config.model.resolved(), device, config.max_tokens, config.max_rows)
-    options |= {"host": config.host, "port": config.port, "disable_uvicorn_access_log": True, "enable_scale_out": True}
-    options |= {"tensor_parallel_size": config.gpus}
-    options |= {"weight_transfer_config": json.dumps({"backend": "nccl" if device.type == "cuda" else "http"})}
-    words = [word for name, value in options.items() for word in as_words(name.replace("_", "-"), value)]
-    plugins = ",".join(filter(None, (os.environ.get("VLLM_PLUGINS"), "pspo")))
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": plugins, "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    environment |= {"VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *config.arguments]
-    os.execve(sys.executable, command, {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ | environment)
+    options |= {
+        "host": config.host,
+        "port": config.port,
+        "disable_uvicorn_access_log": True,
+        "enable_scale_out": True,
+        "tensor_parallel_size": config.gpus,
+        "weight_transfer_config": json.dumps({"backend": "nccl" if device.type == "cuda" else "http"}),
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in options.items():
+        command += switch_words(name.replace("_", "-"), value)
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_PLUGINS": ",".join(filter(None, (os.environ.get("VLLM_PLUGINS"), "pspo"))),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    os.execve(sys.executable, [*command, *config.arguments], environment)
 
 
-def as_words(name: str, value: object) -> list[str]:
-    """A switch of vLLM's server, as words of its command line."""
+def switch_words(name: str, value: object) -> list[str]:
+    """A switch of vLLM's server, as words of its command line; none for None."""
+    if value is None:
+        return []
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    return [] if value is None else [f"--{name}", str(value)]
+    return [f"--{name}", str(value)]
 
 
 def main(args: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if args is None else args)
-    own = words[: words.index("--")] if "--" in words else words
-    config, _ = parse(ServeConfig, "pspo serve", own)
+    end = words.index("--") if "--" in words else len(words)
+    switches, command = words[:end], words[end + 1 :]
+    config, _ = parse(ServeConfig, "pspo serve", switches)
     with user_errors("pspo serve"):
-        if command := words[len(own) + 1 :]:
-            require_vllm()
-            server = [sys.executable, "-m", "pspo_vllm.serve", *own, "--servers=1"]
-            ports = range(config.port, config.port + config.servers)
-            raise SystemExit(launch(server, command, ports, config.host, config.gpus, config.log_dir))
-        serve(config)
+        if not command:
+            serve(config)
+        require_vllm()
+        server_command = [sys.executable, "-m", "pspo_vllm.serve", *switches, "--servers=1"]
+        ports = range(config.port, config.port + config.servers)
+        raise SystemExit(launch(server_command, command, ports, config.host, config.gpus, config.log_dir))
 
 
 if __name__ == "__main__":

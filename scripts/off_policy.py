@@ -1,6 +1,6 @@
 """Tables and pictures of the off-policy study, from its packed runs: python scripts/off_policy.py results/off-policy
 
-Writes best.svg, heat-MODEL.svg, cells.csv and differences.csv, and in README.md what stands between
+Writes best.svg, cells.csv and differences.csv, and in README.md what stands between
 <!-- table: NAME --> and <!-- /table -->; the rest of the page is written by hand.
 """
 
@@ -19,7 +19,7 @@ from pspo_lab.text import markdown_table
 
 METHODS = ["NoClip", "PSPO", "Clip", "P3O", "SAPO", "TOPR",
            "REINFORCE", "CISPO", "GSPO", "LUSPO", "GMPO", "VESPO", "DPPO"]  # fmt: skip
-LAGS, GRID = [0, 1, 2, 4, 8], ["1 epoch, lr 3e-5", "1 epoch, lr 1e-4", "4 epochs, lr 3e-5", "4 epochs, lr 1e-4"]
+GRID = ["1 epoch, lr 3e-5", "1 epoch, lr 1e-4", "4 epochs, lr 3e-5", "4 epochs, lr 1e-4"]
 # The grid's runs are coupled: ratios to the behaviour policy. Then corrections of decoupled runs, and the nucleus
 ARMS = ["coupled", "none", "token_truncate", "sequence_mask", "replay", "top-p 1"]
 SWITCHES = {"model": MODEL, "epochs": "algorithm.epochs", "lr": "optimizer.lr", "lag": "rollout.lag", "seed": SEED,
@@ -278,26 +278,6 @@ def draw_best(study: Study, path: Path) -> None:
         figure.axes[0].legend(loc="lower center", frameon=False)
 
 
-def draw_heat(study: Study, model: str, path: Path) -> None:
-    """Draw final rewards, method x lag, in colours around the untrained level."""
-    cells, untrained = study["final"].query("model == @model"), UNTRAINED[model]
-    reach = (cells["mean"] - untrained).abs().max()
-    with picture(path, 8.4, 0.19 * len(METHODS) + 0.8, "lag: rollouts between drawing and training") as figure:
-        for axes, grid in zip(figure.subplots(1, len(GRID), sharey=True), GRID, strict=True):
-            panel = cells[cells["grid"] == grid]
-            values = panel.pivot(index="method", columns="lag", values="mean").reindex(METHODS, columns=LAGS)
-            around = {"cmap": "RdBu", "vmin": untrained - reach, "vmax": untrained + reach}
-            mesh = axes.pcolormesh(values, edgecolors="face", linewidth=0.1, **around)
-            axes.set(title=grid, xticks=np.arange(len(LAGS)) + 0.5, yticks=np.arange(len(METHODS)) + 0.5)
-            axes.set(xticklabels=LAGS, yticklabels=METHODS)
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
-        figure.axes[0].invert_yaxis()
-        bar = figure.colorbar(mesh, ax=figure.axes, label="mean final reward; the line: untrained")
-        bar.ax.set_ylim(cells["mean"].min(), cells["mean"].max())
-        bar.ax.axhline(untrained, color=INK, linewidth=1)
-
-
 def fill(page: Path, tables: dict[str, str]) -> None:
     """Write each table between its markers on the page, <!-- table: NAME --> and <!-- /table -->."""
     text = page.read_text(encoding="utf-8")
@@ -316,8 +296,6 @@ def main() -> None:
     folder = parser.parse_args().folder
     study = study_of(read(folder))
     draw_best(study, folder / "best.svg")
-    for model in UNTRAINED:
-        draw_heat(study, model, folder / f"heat-{model}.svg")
     write_tables(study, folder)
     blocks = {"best": best(study), "predictions": predictions(study), "against NoClip": against_noclip(study)}
     fill(folder / "README.md", blocks | {"budget": budget(study), "text": text_numbers(study)})

@@ -7,9 +7,11 @@ FOLDER is tiny-protocol, tiny-control, tiny-comparisons or smollm2, with its pac
 import argparse
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
 
 import pandas as pd
+from answers import EQUATION, value
 from off_policy import fill
 from scipy.stats import t
 
@@ -234,6 +236,7 @@ def smollm2_tables(folder: Path) -> dict[str, str]:
 
     return {
         "evaluations": table(header, rows),
+        "learnt": learnt_table(pd.read_parquet(folder / "answers.parquet")),
         "sampled": table(["", "pass@1", "pass@2", "pass@4"], sampled),
         "weights": weights_table(values[values["experiment"] == "bf16"], folder),
     }
@@ -251,6 +254,30 @@ def gsm8k_cells(named: pd.DataFrame, evaluation: str | None) -> list[str]:
         return ["", "", ""]
     accuracy, anywhere, _, cut_off = answer_cells(named.loc[evaluation])
     return [accuracy, anywhere, cut_off]
+
+
+def learnt_table(answers: pd.DataFrame) -> str:
+    """Right answers of every model, those that changed, and of the first equations how many are right, and how."""
+    answers = answers.set_index(["model", "problem"])
+    before = answers.loc["before", "correct"]
+    rows = []
+    for model in ("before", "lora-0", "bfloat16-0", "bfloat16-1", "float32-0", "float32-1"):
+        name, _, seed = model.replace("lora", "LoRA").partition("-")
+        of_model = answers.loc[model]
+        right = of_model["correct"]
+        changed = ["", ""] if model == "before" else [str((right & ~before).sum()), str((before & ~right).sum())]
+        marks = []
+        for equation, gold in of_model.dropna(subset="equation")[["equation", "gold"]].itertuples(index=False):
+            match = EQUATION.fullmatch(equation)
+            a, b, c = (Fraction(match[i].replace(",", "")) for i in (1, 3, 4))
+            meant = value(a, match[2], b)
+            is_gold = meant == Fraction(gold)
+            marks.append({"computed": meant == c, "gold": is_gold, "both": meant == c and is_gold})
+        counts = [len(marks), *pd.DataFrame(marks).sum()]
+        title = f"{name}, seed {seed}" if seed else name
+        rows.append([title, str(right.sum()), *changed, *(str(count) for count in counts)])
+    header = ["run", "right", "newly right", "no longer", "with an equation", "c is right"]
+    return table([*header, "a op b is the gold value", "both"], rows)
 
 
 def weights_table(values: pd.DataFrame, folder: Path) -> str:

@@ -141,15 +141,14 @@ def surrogate(name, params, logprobs, old_logprobs, advantages, mask):
 # ---------------------------------------------------------------- correction, aggregation, KL, advantages
 
 
-def correction_weights(old_row, sampler_row, mask_row, mode, cap, floor=0.0):
+def correction_weights(old_row, sampler_row, mask_row, mode, cap):
     """Weights of one row, a list."""
     level, _, constraint = mode.partition("_")
     log_r = {t: old_row[t] - sampler_row[t] for t, keep in enumerate(mask_row) if keep}
     weights = [0.0] * len(old_row)
     for t in log_r:
         ratio = math.exp(math.fsum(log_r.values()) if level == "sequence" else log_r[t])
-        bounded = cap if ratio > cap else floor if ratio < floor else ratio
-        weights[t] = bounded if constraint == "truncate" or ratio == bounded else 0.0
+        weights[t] = ratio if ratio <= cap else cap if constraint == "truncate" else 0.0
     return weights
 
 

@@ -7,20 +7,28 @@ import reference
 import torch
 from batches import random_batch
 
-from pspo.config import AlgorithmConfig, DistributedConfig, RolloutConfig, TrainConfig
-from pspo.losses import SurrogateError, corrected_tokens, correction_weights, diagnose_correction, on_policy
+from pspo.config import AlgorithmConfig, RolloutConfig, TrainConfig
+from pspo.losses import (
+    EntropyQuantile,
+    LossInputs,
+    OffPolicyMask,
+    SurrogateError,
+    corrected_tokens,
+    correction_weights,
+    diagnose_correction,
+)
 
 each_mode = pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 
 
 @each_mode
-@pytest.mark.parametrize(("cap", "floor"), [(0.5, 0.0), (1.0, 0.0), (3.0, 0.0), (1.5, 0.7), (0.5, 0.5)])
+@pytest.mark.parametrize("cap", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_equals_the_reference(mode, cap, floor, seed):
+def test_equals_the_reference(mode, cap, seed):
     sampler, old, _, mask = random_batch((6, 1, 4, 0, 3), seed, spread=0.7)
     rows = zip(old.tolist(), sampler.tolist(), mask.tolist(), strict=True)
-    expected = torch.tensor([reference.correction_weights(*row, mode, cap, floor) for row in rows], dtype=torch.float64)
-    actual = correction_weights(old.requires_grad_(), sampler.where(mask, math.nan), mask, mode, cap, floor)
+    expected = torch.tensor([reference.correction_weights(*row, mode, cap) for row in rows], dtype=torch.float64)
+    actual = correction_weights(old.requires_grad_(), sampler.where(mask, math.nan), mask, mode, cap)
     assert not actual.requires_grad
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
@@ -39,7 +47,7 @@ def test_values_worked_by_hand(mode, expected, share):
     sampler = torch.tensor([[0.25, 0.2, 0.1]]).double().log()  # ratios 2 and 4, and a masked one
     mask = torch.tensor([[True, True, False]])
     assert correction_weights(old, sampler, mask, mode, 3.0)[0].tolist() == pytest.approx(expected, rel=1e-12)
-    corrected = corrected_tokens(old, sampler, mask, mode, 3.0, 0.0)
+    corrected = corrected_tokens(old, sampler, mask, mode, 3.0)
     stats = diagnose_correction(old, sampler, corrected, mask)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
     assert stats == pytest.approx({"kl_sampler_old": kl, "sampler_ratio_max": 4, "corrected_share": share}, rel=1e-12)
@@ -55,7 +63,7 @@ def test_finite_and_bounded_at_extreme_ratios(mode, distance):
     weights = correction_weights(old, old + distance, old == 0, mode, 3.0)
     assert weights.isfinite().all()
     assert weights.max() <= 3.0
-    corrected = corrected_tokens(old, old + distance, old == 0, mode, 3.0, 0.0)
+    corrected = corrected_tokens(old, old + distance, old == 0, mode, 3.0)
     stats = diagnose_correction(old, old + distance, corrected, old == 0)
     assert stats["corrected_share"] == (distance < 0)  # a product that underflows is below the cap
 
@@ -75,13 +83,32 @@ def test_a_function_of_ones_own():
 @pytest.mark.parametrize("seed", range(4))
 def test_the_off_policy_mask_equals_the_reference(seed):
     logprobs, sampler, advantages, mask = random_batch((6, 1, 4, 0, 3), seed)
-    kept = on_policy(logprobs.where(mask, math.nan), sampler, advantages, mask, 0.05)
-    for row, keep in enumerate(kept[:, 0].tolist()):
+    losses = torch.ones_like(logprobs)
+
+    def mask_of(advantages):
+        logprobs_outside = logprobs.where(mask, math.nan)
+        x = LossInputs(logprobs_outside, sampler + 9.0, advantages, mask, losses, sampler_logprobs=sampler)
+        return OffPolicyMask(0.05)(losses, x) == 1
+
+    stays = mask_of(advantages)
+    for row, stays_in in enumerate(stays[:, 0].tolist()):
         log_r = (logprobs - sampler)[row].tolist()
-        assert keep != reference.off_policy(log_r, mask[row].tolist(), advantages[row, 0].item(), 0.05)
+        assert stays_in != reference.off_policy(log_r, mask[row].tolist(), advantages[row, 0].item(), 0.05)
     by_token = torch.linspace(-1, 1, 6, dtype=torch.float64) * torch.ones(5, 1)
-    kept_tokens = on_policy(logprobs, sampler, by_token, mask, 0.05)
-    assert torch.equal(kept_tokens, kept.where(advantages < 0, kept_tokens[:, :1]) | (by_token >= 0))
+    is_near = mask_of(torch.full_like(advantages, -1.0))
+    assert torch.equal(mask_of(by_token), is_near | (by_token >= 0))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_the_entropy_quantile_equals_the_reference(share):
+    entropies, _, advantages, mask = random_batch((6, 1, 4, 0, 3))
+    entropies = entropies.round(decimals=1).where(mask, math.nan)  # some are equal
+    losses = torch.ones_like(entropies)
+    stays = EntropyQuantile(share)(losses, LossInputs(losses, losses, advantages, mask, entropies)) == 1
+    for row, stays_in in zip(entropies, stays, strict=True):
+        values = row[~row.isnan()].tolist()
+        lowest = reference.uncertain(values, share) if values else 0.0
+        assert stays_in[: len(values)].tolist() == [value >= lowest for value in values]
 
 
 @pytest.mark.parametrize("mode", ["none", "token", "sequence_cap"])
@@ -96,8 +123,6 @@ def test_unknown_mode(mode):
     "section",
     [
         {"rollout": RolloutConfig(decoder="hf")},
-        {"rollout": RolloutConfig(repetition_penalty=1.1)},
-        {"distributed": DistributedConfig("fsdp2", rollout="synced")},
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """README and docs/: commands parse, examples run, and what a page names exists."""
 
 import argparse
+import importlib
 import re
 import runpy
 import shlex
@@ -114,6 +115,14 @@ def test_every_name_that_a_page_imports_is_in_the_api():
     imported = {name for names in lines for name in re.findall(r"\w+", names)}
     assert len(imported) > 15
     assert imported <= known, imported - known
+
+
+def test_every_name_in_the_api_exists():
+    for module, members in re.findall(
+        r"^::: (pspo[\w.]*)\n    options: .*members: \[(.*)\]", TEXTS["docs/api.md"], re.MULTILINE
+    ):
+        for name in members.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
 def test_example_of_a_sweep(workspace, monkeypatch, capsys):

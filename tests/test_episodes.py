@@ -23,6 +23,7 @@ from pspo.environments.tools import parse_calls
 from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import drops_thoughts, encode, render_prompts
+from pspo.model.find import set_template_defaults
 from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts, make_sampling
 from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
@@ -214,8 +215,8 @@ def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
 @pytest.mark.parametrize("thinking", [True, False])
 def test_what_was_thought_stays_as_it_was_sampled(sampling, thinking):
     """Under Qwen3's template, which trims thoughts, and leaves out those before the last turn of the user's."""
-    data = DataConfig(chat_template_file=str(QWEN3), chat_template={"enable_thinking": thinking})
-    tokenizer = load_tokenizer(ModelConfig(), data)
+    tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template=str(QWEN3)))
+    tokenizer.chat_template = set_template_defaults(tokenizer.chat_template, {"enable_thinking": thinking})
     turns = [["<think>It is\n\n 7 </think>7|"], ["<think>\n8?\n</think>\n\n8|"], ["9|"]]
     rollout, script, prompts = play(tokenizer, sampling, *turns, group_size=1)
     (row,) = rows_of(rollout)
@@ -232,7 +233,7 @@ def test_what_was_thought_stays_as_it_was_sampled(sampling, thinking):
 
 def test_tools_are_called_in_the_templates_own_format(sampling):
     """With thoughts, which Qwen3's template keeps between calls: token for token the chat that it renders."""
-    tokenizer, tools = load_tokenizer(ModelConfig(), DataConfig(chat_template_file=str(QWEN3))), ToolCalculator().tools
+    tokenizer, tools = load_tokenizer(ModelConfig(), DataConfig(chat_template=str(QWEN3))), ToolCalculator().tools
     thoughts, expressions, chat = ["Hm.", "Again:"], ["3 + 4", "7 * 2"], [{"role": "user", "content": "What is 3 + 4?"}]
     (begin,) = render_prompts(tokenizer, [chat], "", tools=tools)
     assert '"description": "such as 12 * 7"' in begin
@@ -310,7 +311,7 @@ def test_environments_of_verifiers_play_their_own_rollouts(sampling):
     assert asked == [["What is 12 * 7?"], ["What is 12 * 7?", call, "84"]]
     assert theirs["reward"] == 2.5
 
-    tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template_file=str(QWEN3)))
+    tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template=str(QWEN3)))
     long = replace(sampling, max_completion_tokens=999)
     turns = deque([[f"{call}|"] * 2, ["#### 84|", f"{call}|"], ["84|"]])
     problem = Problem(row["prompt"], row["answer"], fields={"example_id": 0})
@@ -471,7 +472,7 @@ def test_a_run_with_a_calculator(run):
 
 def test_a_run_with_the_calculator_as_a_tool_is_the_same(run, tmp_path):
     """Where the template writes a tool's turns as the user's."""
-    template = f"--data.chat_template_file={Path(__file__).parents[1] / 'configs/calculator.jinja'}"
+    template = f"--data.chat_template={Path(__file__).parents[1] / 'configs/calculator.jinja'}"
     switches = [f"--rollout.environment={TOOL}", template, "--run.max_steps=4", "--run.test_limit=0"]
     pspo.train.main([*RUN, *switches, f"--run.output_dir={tmp_path / 'run'}"])
     whole, lines = (read_jsonl(folder / "metrics.jsonl") for folder in (run, tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Evaluation: statistics against known values, means and breakdowns by hand, comparing, chunks, resuming, ranks."""
+"""Evaluation: statistics against known values, means and breakdowns by hand, chunks, resuming, ranks."""
 
 import itertools
 import math
@@ -18,12 +18,12 @@ from scipy.stats import hypergeom
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
+from pspo.cli.files import append_jsonl, read_jsonl
 from pspo.config import RewardConfig
-from pspo.evaluate.__main__ import main, render
+from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import Chunk, chunks, evaluate
 from pspo.evaluate.results import changes, clip, cluster_bootstrap, majority_at_k, pass_at_k, wilson
-from pspo.cli.files import append_jsonl, read_jsonl
-from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts
 from pspo.rollout.generate import left_pad
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
@@ -78,7 +78,7 @@ def test_majority_of_many_samples():
 
 # --- means and breakdowns ---------------------------------------------------------------------------------------------
 
-SCRIPTED = TransformersSampler(
+SCRIPTED = Sampler(
     None, None, Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4)
 )
 LENGTHS = [3, 1, 5, 2, 4, 1, 2]
@@ -108,7 +108,7 @@ def scripted(monkeypatch):
             ended = torch.tensor([length < 6 for length in lengths])
             return Rollout(ids, mask, torch.ones(len(texts), 6, dtype=torch.int64), completion_mask, ended, texts)
 
-        monkeypatch.setattr(TransformersSampler, "draw", draw)
+        monkeypatch.setattr(Sampler, "draw", draw)
         return calls
 
     return script
@@ -269,92 +269,6 @@ def test_text_answers_vote_by_their_text(scripted):
     assert result["maj@2"]["value"] == pytest.approx(((1 + 2 / 2 + 2) / 6 + (2 / 2 + 1) / 6) / 2)
 
 
-# --- comparing two ----------------------------------------------------------------------------------------------------
-
-
-def write_evaluation(folder, say, monkeyed, samples=1, problems=PROBLEMS, temperature=0.0):
-    """An evaluation's folder, as the command leaves it."""
-    monkeyed(say)
-    sampler = replace(SCRIPTED, sampling=replace(SCRIPTED.sampling, temperature=temperature))
-    result = evaluate(sampler, problems, RewardConfig(), samples=samples)
-    folder.mkdir()
-    append_jsonl(folder / "completions.jsonl", *result.completions)
-    (folder / "results.json").write_text("{}")
-    return folder
-
-
-def compared(*folders):
-    main(["--compare", *map(str, folders)])
-
-
-def test_compare_pairs_by_problem(scripted, tmp_path, capsys):
-    right = {"A": {0, 1}, "B": {1, 2, 3, 4, 5, 6}}
-    a, b = (write_evaluation(tmp_path / name, lambda i, _, of=of: f"#### {100 + i if i in of else 1}", scripted)
-            for name, of in right.items())  # fmt: skip
-    compared(a, b / "results.json")
-    out = capsys.readouterr().out
-    difference = np.array([-1, 0, 1, 1, 1, 1, 1])
-    low, high = (f"{100 * bound:.1f}" for bound in cluster_bootstrap(difference))
-    p = 2 * (1 + 6) / 2**6  # McNemar: one or fewer of six, on both sides
-    row = rf"^accuracy +28\.6% +85\.7% +57\.1% \[{re.escape(low)}, {re.escape(high)}\] +{p:.2g} +1 : 5$"
-    assert re.search(row, out, re.MULTILINE)
-    p = 2 * (1 + 6) / 2**6  # the signs of six differences of one size, all 64 alike
-    assert re.search(rf"^reward +0\.321 +0\.864 +0\.543 \[.*\] +{p:.2g}$", out, re.MULTILINE)
-    assert "5 wrong -> right, 1 right -> wrong, of 7 problems" in out
-    assert re.findall("^  problem  problem (.)$", out, re.MULTILINE) == list("203456")  # each way in turn
-    compared(a, a)
-    assert re.search(
-        r"^accuracy +28\.6% +28\.6% +0\.0% \[0\.0, 0\.0\] +1 +0 : 0$", capsys.readouterr().out, re.MULTILINE
-    )
-
-
-def test_compare_of_several_samples_flips_the_signs_of_the_problems(scripted, tmp_path, capsys):
-    counts = [[0, 1, 2, 0, 0, 1, 3], [2, 1, 3, 1, 2, 0, 3]]  # of 4
-    a, b = (tmp_path / "a", tmp_path / "b")
-    for folder, of in zip((a, b), counts, strict=True):
-        how = {"samples": 4, "temperature": 0.6}
-        write_evaluation(folder, lambda i, s, of=of: f"#### {100 + i if s < of[i] else 1}", scripted, **how)
-    compared(a, b)
-    differences = np.subtract(*counts[::-1])
-    sums = [abs(np.dot(signs, differences)) for signs in itertools.product((-1, 1), repeat=7)]
-    p = np.mean([total >= abs(differences.sum()) for total in sums])
-    out = capsys.readouterr().out
-    assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g}$", out, re.MULTILINE)
-    assert "wrong -> right" not in out
-    assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@2", "maj@4"]  # @1 is accuracy
-    assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3$", out, re.MULTILINE)
-    each = [np.array([majority_at_k(4, [(n, True), (4 - n, False)])[4] for n in of]).mean() for of in counts]
-    assert re.search(rf"^maj@4 +{100 * each[0]:.1f}% +{100 * each[1]:.1f}% ", out, re.MULTILINE)
-    for name in ("100", "1"):
-        one = PROBLEMS.take([0])
-        write_evaluation(tmp_path / name, lambda i, _, name=name: f"#### {name}", scripted, problems=one)
-    compared(tmp_path / "100", tmp_path / "1")
-    assert re.search(r"^reward +1\.000 +0\.050 +-0\.950 +1$", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_compare_refuses_what_cannot_be_paired(scripted, tmp_path, capsys):
-    a = write_evaluation(tmp_path / "a", lambda i, _: "#### 1", scripted)
-    fewer = write_evaluation(tmp_path / "fewer", lambda i, _: "", scripted, problems=PROBLEMS.take(range(6)))
-    warmer = write_evaluation(tmp_path / "warmer", lambda i, _: "", scripted, temperature=1.0)
-    other = Prompts([replace(problem, answer=Fraction(1)) for problem in PROBLEMS.problems], PROBLEMS.ids)
-    other = write_evaluation(tmp_path / "other", lambda i, _: "", scripted, problems=other)
-    (tmp_path / "empty").mkdir()
-    (*records, last) = read_jsonl(a / "completions.jsonl")
-    append_jsonl(tmp_path / "typed.jsonl", *records, last | {"correct": "yes"})
-    for paths, said in (
-        ((a, fewer), r"not of the same problems \(7 and 6, in order\)"),
-        ((a, other), "not of the same problems"),
-        ((a, warmer), "no temperature in common"),
-        ((a, tmp_path / "empty"), r"empty: no finished evaluation \(results\.json\) nor run"),
-        ((a,), "takes two evaluations, or one run; got 1"),
-        ((a, tmp_path / "none.jsonl"), r"none\.jsonl holds no completions"),
-        ((a, tmp_path / "typed.jsonl"), r"typed\.jsonl holds no completions"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            compared(*paths)
-        assert re.fullmatch(rf"pspo\.evaluate: error: --compare.*{said}.*\n", capsys.readouterr().err), said
-
-
 def test_changes_of_rewards_and_what_a_terminal_must_not_see():
     def record(reward, text):
         prompt = [{"role": "user", "content": "a\nb"}]
@@ -414,16 +328,16 @@ def draw(load, tokenizer):
     def run(seed=5, rows=2, temperature=1.0, **how):
         how = {"samples": 3, "max_tokens": rows * longest} | how
         of = replace(sampling, temperature=temperature)
-        return evaluate(TransformersSampler(policy, tokenizer, of), prompts, RewardConfig(), seed=seed, **how)
+        return evaluate(Sampler(policy, tokenizer, of), prompts, RewardConfig(), seed=seed, **how)
 
     return run
 
 
 def note_draws(monkeypatch, drawn):
     """Append the prompts of every draw."""
-    draw = TransformersSampler.draw
+    draw = Sampler.draw
     monkeypatch.setattr(
-        TransformersSampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n)
+        Sampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n)
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import pspo.model.linear
 from pspo.config import ModelConfig
 from pspo.model import load_policy
-from pspo.model.linear import OneDNNLinear, use_onednn
+from pspo.model.linear import onednn_linear, use_onednn
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.skipif(
 def layers(monkeypatch):
     """Makes a layer as PyTorch has it, and the same by oneDNN: layers(inputs, outputs, bias, dtype)."""
 
-    monkeypatch.setattr(pspo.model.linear, "WORTHWHILE", 1)
+    monkeypatch.setattr(pspo.model.linear, "MIN_MULTIPLICATIONS", 1)
 
     def make(inputs, outputs, bias=True, dtype=torch.float32):
         torch.manual_seed(0)
         theirs = nn.Linear(inputs, outputs, bias=bias).to(dtype)
         ours = nn.Sequential(copy.deepcopy(theirs))
         use_onednn(ours)
-        assert type(ours[0]) is OneDNNLinear
+        assert ours[0].forward.func is onednn_linear
         return theirs, ours[0]
 
     return make
@@ -74,11 +74,19 @@ def test_other_dtypes_and_autocast_are_pytorchs_to_the_bit(layers, dtype, autoca
         assert torch.equal(ours(x), theirs(x))
 
 
+def test_a_copy_computes_with_its_own_weights(layers):
+    _, ours = layers(16, 8)
+    other = copy.deepcopy(ours)
+    with torch.no_grad():
+        other.weight.zero_()
+    assert not torch.equal(other(torch.ones(1, 16)), ours(torch.ones(1, 16)))
+
+
 def test_a_loaded_policy_computes_by_onednn_and_is_saved_as_ever(tmp_path):
     policy = load_policy(ModelConfig("tiny-base"), CPU)
     products = [module for module in policy.modules() if isinstance(module, nn.Linear)]
     assert products
-    assert all(type(module) is OneDNNLinear for module in products)
+    assert all(module.forward.func is onednn_linear for module in products)
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight  # still tied
     policy.save_pretrained(tmp_path)
     again = load_policy(ModelConfig(str(tmp_path)), CPU)

@@ -16,9 +16,9 @@ import torch
 from processes import run_command
 
 import pspo.train
+from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import RewardConfig, TrainConfig
-from pspo.cli.files import read_jsonl, to_yaml
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
@@ -126,8 +126,6 @@ class Leaves(Reward):
     def __call__(self, completions):
         if self.how == "chdir":
             os.chdir("/")
-        elif self.how == "fork":
-            os.fork()
         elif self.how == "async":
             return self.later()
         else:
@@ -153,11 +151,6 @@ def test_whatever_a_reward_raises_it_has_failed(how, message, workers, capsys):
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
     assert message in capsys.readouterr().err
-
-
-def test_a_reward_that_forks_makes_no_second_trainer():
-    assert total_rewards([Leaves("fork")], None, *batch(("#### 5", 5)))[0] == [1.0]
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
 
 
 def test_a_reward_that_changes_the_folder_changes_it_for_itself(here):
@@ -223,7 +216,7 @@ def asks_for_typo(completions, hnit):
 
 
 def test_what_is_not_there_is_refused_by_name():
-    message = "reward asks_for_typo asks for 'hnit'; there is only answer, .*, hint, level, .*; did you mean hint\\?"
+    message = "reward asks_for_typo asks for 'hnit'; there is only answer, .*, hint, level, "
     with pytest.raises(RewardError, match=message):
         called_with(asks_for_typo)
     with pytest.raises(RewardError, match=message):
@@ -267,7 +260,7 @@ def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
     """Rewards hear which completions hit the limit, and advantages are made of them as the switch says."""
     switches = (
         "--rollout.prompts=8", "--rollout.max_completion_tokens=18", "--algorithm.advantages=rloo",
-        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0", "--run.samples=8",
+        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0", "--run.record_tokens=8",
         "--reward.functions=test_rewards.tells", f"--run.output_dir={tmp_path / 'out'}",
     )  # fmt: skip
     TOLD.clear()

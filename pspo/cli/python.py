@@ -1,8 +1,6 @@
-"""A configuration from Python: ``pspo.train("tiny-base", data=problems, reward=my_reward)`` is the command."""
+"""Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
 import inspect
-import re
-import sys
 import time
 from collections.abc import Mapping
 from fractions import Fraction
@@ -11,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pspo.cli.files import Settings, as_setting, to_jsonl, write_text
-from pspo.cli.parse import read_config
+from pspo.cli.parse import parse_settings
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import check_characters
 
-SHORT = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
-ENOUGH = 50  # problems to hold some out
+MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
+LISTS = (("reward", "functions"), ("algorithm", "terms"))
+ENOUGH_TO_HOLD_OUT = 50  # problems
 
 
 def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, Settings]:
@@ -26,72 +25,86 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
 
     The arguments override the YAML file. Problems among them are written into the run's folder.
     """
-    settings = {} if file is None else {"config": file}
-    for name, value in sections.items():
-        value = {SHORT[name]: value} if name in SHORT and not isinstance(value, Mapping) else value
-        settings[name] = dict(value) if isinstance(value, Mapping) else value
+    settings = {name: section_settings(name, section) for name, section in sections.items()}
     data = settings.get("data", {})
-    if not isinstance(data.get("name", ""), str):
+    if "name" in data and not isinstance(data["name"], str):
         data["train"] = data.pop("name")
-    problems = {split: list(map(_record, data.pop(split))) for split in SPLITS if split in data}
-    if problems:
-        for split, rows in problems.items():
-            for number, row in enumerate(rows, 1):
-                check_characters(row, f"data: {split} record {number}")
-        data["name"] = "file"
-        if problems.keys() == {"train"} and len(problems["train"]) >= ENOUGH:
-            data.setdefault("holdout", 0.2)
-        run = settings.setdefault("run", {})
-        run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
-        config, _ = _resolve(settings | {"data": {"path": "data", **data}})
-        run.setdefault("output_dir", default_output(config))
-        folder = Path(run["output_dir"]) / "data"
-        folder.mkdir(parents=True, exist_ok=True)
-        for split, rows in problems.items():
-            write_text(folder / f"{split}.jsonl", to_jsonl(rows))
-        data["path"] = str(folder)
-    return _resolve(settings)
+    problems = {split: [problem_record(problem) for problem in data.pop(split)] for split in SPLITS if split in data}
+    if not problems:
+        return parse_settings(TrainConfig, plain_setting(settings), file)
+
+    for split, records in problems.items():
+        for number, record in enumerate(records, 1):
+            check_characters(record, f"data: {split} record {number}")
+    data["name"] = "file"
+    if list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
+        data.setdefault("holdout", 0.2)
+    run = settings.setdefault("run", {})
+    run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
+    data.setdefault("path", "data")
+    config, _ = parse_settings(TrainConfig, plain_setting(settings), file)  # raises before anything is written
+    run.setdefault("output_dir", default_output(config))
+    folder = Path(run["output_dir"]) / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, records in problems.items():
+        write_text(folder / f"{split}.jsonl", to_jsonl(records))
+    data["path"] = str(folder)
+    return parse_settings(TrainConfig, plain_setting(settings), file)
 
 
 def default_output(config: TrainConfig) -> str:
-    method, stamp = type(config.algorithm.surrogate).__name__.lower(), time.strftime("%Y%m%d-%H%M%S")
+    """A new folder for a run, such as runs/tiny-base-arithmetic-pspo-20260131-120000."""
+    model = Path(config.model.name_or_path).name
     data = config.data.name.replace("/", "-")  # of a hub id
-    folder = f"runs/{Path(config.model.name_or_path).name}-{data}-{method}-{stamp}"
-    if config.run.name is not None:
-        folder = "runs/" + re.sub(r"[^\w.+-]+", "-", config.run.name)
-    free = next(name for n in count(1) if not Path(name := folder if n == 1 else f"{folder}-{n}").exists())
-    if config.run.name is not None and free != folder:
-        print(f"{folder} is there already, and --run.output_dir {folder} resumes it; this is {free}", file=sys.stderr)
-    return free
+    method = type(config.algorithm.surrogate).__name__.lower()
+    folder = f"runs/{model}-{data}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not Path(folder).exists():
+        return folder
+    return next(name for n in count(2) if not Path(name := f"{folder}-{n}").exists())
 
 
-def _resolve(settings: dict[str, Any]) -> tuple[TrainConfig, Settings]:
-    """Read settings as the command reads a YAML file."""
-    return read_config(TrainConfig, "pspo.train", _plain(settings))
+def section_settings(name: str, section: Any) -> Settings:
+    """The settings of one section, of which the main one may stand alone, and a list may be its only item."""
+    if name in MAIN_FIELDS and not isinstance(section, Mapping):
+        section = {MAIN_FIELDS[name]: section}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{name} must be a dict of fields, got {section!r}")
+    settings = dict(section)
+    for list_section, field in LISTS:
+        if name == list_section and field in settings and not isinstance(settings[field], list | tuple):
+            settings[field] = [settings[field]]
+    return settings
 
 
-def _plain(value: Any) -> Any:
-    """A setting as YAML writes it: objects become import paths and the values of their fields."""
+def plain_setting(value: Any) -> Any:
+    """A setting as YAML writes it: objects become import paths and arguments."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): plain_setting(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain_setting(part) for part in value]
     if callable(value):  # a function, a class, a surrogate or a reward
-        if "<" in getattr(value, "__qualname__", type(value).__qualname__):
-            raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
-        if not hasattr(value, "__qualname__"):  # an object, which the run makes again from config.yaml
-            parameters = inspect.signature(type(value)).parameters.values()
-            if lost := [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and not hasattr(value, p.name)]:
-                raise ValueError(f"{type(value).__name__} does not keep its argument {lost[0]}: make it a dataclass")
-        return _plain(as_setting(value))
+        check_writable(value)
+        return plain_setting(as_setting(value))
     return str(value) if isinstance(value, Path) else value
 
 
-def _record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
+def check_writable(value: Any) -> None:
+    """Raise ValueError for a function, class or object that config.yaml could not make again."""
+    is_object = not hasattr(value, "__qualname__")
+    kind = type(value) if is_object else value
+    if "<" in kind.__qualname__:  # a lambda or inside a function
+        raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
+    for parameter in inspect.signature(kind).parameters.values() if is_object else ():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and not hasattr(value, parameter.name):
+            raise ValueError(f"{kind.__name__} does not keep its argument {parameter.name}: make it a dataclass")
+
+
+def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
+    """A problem as a line of a JSON lines file."""
     if isinstance(problem, Mapping):
         return dict(problem)
     if not isinstance(problem, Problem):
         raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
     answer = str(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer
     record = {"prompt": problem.prompt, "answer": answer, "category": problem.category, "level": problem.level}
-    return problem.fields | record  # which may hold an "answer" of another form, as GSM8K's do
+    return problem.fields | record  # fields may hold an "answer" of another form, as GSM8K's do

@@ -17,17 +17,30 @@ class UserCodeFailed(RunFailed):
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """If the block raises on any rank, raise on all of them: Stopped, or UserCodeFailed with the first traceback."""
+    """If the block raises on any rank, raise on all of them, see `raise_together`."""
     failure = None
     try:
         with end_forks():
             yield
-    except Exception as error:  # a user's code may raise anything
-        if isinstance(error, RunFailed | EngineError) or is_out_of_memory(error):  # not the user's, or on all ranks
+    except (Exception, Stopped) as error:  # a user's code may raise anything
+        if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
-    failures = dist.gather_objects(failure and (Stopped if type(failure) is Stopped else user_traceback(failure)))
-    if Stopped in failures:
+    raise_together(failure)
+
+
+def raise_together(failure: BaseException | None) -> None:
+    """If any rank has failed, raise Stopped, EngineError, or UserCodeFailed with the first traceback on all of them."""
+    if failure is None or isinstance(failure, Stopped | EngineError):
+        reason = failure
+    elif isinstance(failure, UserCodeFailed):
+        reason = str(failure)
+    else:
+        reason = user_traceback(failure)
+    reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
+    if any(isinstance(reason, Stopped) for reason in reasons):
         raise Stopped from failure
-    if text := next(filter(None, failures), None):
-        raise UserCodeFailed(text) from failure
+    for reason in reasons:
+        if isinstance(reason, EngineError):
+            raise EngineError(str(reason)) from failure
+        raise UserCodeFailed(reason) from failure

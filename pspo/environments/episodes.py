@@ -6,55 +6,63 @@ An episode is one row of a rollout. Everything after the prompt is its completio
 observations out of the loss. Token ids go in and out: what the model drew is never encoded again.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field, replace
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from pspo.environments.tools import Call, parse_calls
+from pspo.environments.tools import parse_calls
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.rollout import Prompts, Rollout, RolloutSampler, Sampling
+from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment
+
+MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns
 
 
 @dataclass
 class Episode:
-    """One row: its environment, and what came after the prompt so far."""
+    """One row: its environment, its prompt, and what came after the prompt so far."""
 
     environment: Environment
+    problem: Problem
+    prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # by token: drawn by the model, not observed
     text: str = ""  # the model's last turn
     reward: float = 0.0
     terminated: bool = False  # by the environment, within the limits
 
+    @property
+    def context(self) -> list[int]:
+        """Token ids of everything so far."""
+        return [*self.prompt_ids, *self.ids]
+
     def extend(self, ids: list[int], sampled: bool) -> None:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
-
-    def take_turn(self, ids: list[int], text: str, ended: bool, *calls: list[Call]) -> str | None:
-        """Append the model's turn; returns the observation, None if the episode is over."""
-        self.extend(ids, sampled=True)
-        observation, reward, done = self.environment.step(text, *calls)
-        if not math.isfinite(reward):
-            raise ValueError(f"{type(self.environment).__name__}.step returned {reward!r} as reward; it must be finite")
-        self.text, self.reward, self.terminated = text, self.reward + float(reward), ended and done
-        return observation if ended and not done else None
 
 
 @dataclass(frozen=True)
 class EnvironmentSampler:
     """Plays episodes of several turns in a text environment; another sampler draws the turns.
 
-    ``sampling.max_completion_tokens`` limits an episode, observations included. One that reaches it, or
-    ``sampling.max_turns``, before the environment ends it is truncated.
+    ``sampling.max_completion_tokens`` limits an episode, observations included. One that reaches it, or the
+    environment's ``max_turns``, before the environment ends it is truncated.
     """
 
     sampler: RolloutSampler
     make_environment: MakeEnvironment
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.sampler.tokenizer
 
     @property
     def sampling(self) -> Sampling:
@@ -62,80 +70,112 @@ class EnvironmentSampler:
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
-        with self.sampler.holding_weights() as sampler:  # ranks play different numbers of turns
-            return self._play(sampler, prompts, group_size)
-
-    def _play(self, sampler: RolloutSampler, prompts: Prompts, group_size: int) -> Rollout:
-        sampling, tokenizer = sampler.sampling, sampler.tokenizer
-        limit = sampling.max_completion_tokens
-        problems = [problem for problem in prompts.problems for _ in range(group_size)]
-        episodes = [Episode(self.make_environment()) for _ in problems]
-        for episode, problem in zip(episodes, problems, strict=True):
-            episode.environment.reset(problem)
-        live, first = list(range(len(episodes))), None
-        for turns_left in reversed(range(sampling.max_turns)):
-            room = max(limit - len(episodes[row].ids) for row in live)
-            bounds = {"max_completion_tokens": room, "min_completion_tokens": min(sampling.min_completion_tokens, room)}
-            turn_sampler = replace(sampler, sampling=replace(sampling, **bounds))
-            if first is None:
-                drawn = first = turn_sampler.draw(prompts, group_size)
-            else:
-                so_far = [[*prompts.ids[row // group_size], *episodes[row].ids] for row in live]
-                drawn = turn_sampler.draw(Prompts([problems[row] for row in live], so_far), 1)
-            ids, lengths = drawn.completion_ids.tolist(), drawn.completion_mask.sum(dim=1).tolist()
-            turns = list(zip(live, ids, lengths, drawn.texts, drawn.terminated.tolist(), strict=True))
-            live = []
-            for row, ids, length, text, ended in turns:
-                episode = episodes[row]
-                room = limit - len(episode.ids)
-                if length > room:  # another row had more
-                    context = [*prompts.ids[row // group_size], *episode.ids]
-                    length, ended, [text] = room, False, completion_texts(tokenizer, [context], [ids[:room]])
-                calls = [parse_calls(tokenizer, text)] if hasattr(episode.environment, "tools") else []
-                observation = episode.take_turn(ids[:length], text, ended, *calls)
-                if observation is not None and turns_left:
-                    role = getattr(episode.environment, "role", "user")
-                    ids = observation_ids(tokenizer, observation, episode.ids[-1], role)
-                    if len(episode.ids) + len(ids) < limit:
-                        episode.extend(ids, sampled=False)
-                        live.append(row)
+        episodes = self._start(prompts, group_size)
+        limit = self.sampling.max_completion_tokens
+        max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
+        first_turns = self.sampler.draw(prompts, group_size)
+        live = self._play_turns(episodes, first_turns, is_last=max_turns == 1)
+        for turn in range(2, max_turns + 1):
             if not live:
                 break
-        return episodes_as_rollout(first, episodes, sampling.pad_id)
+            room = max(limit - len(episode.ids) for episode in live)
+            turn_sampler = self.sampler.with_sampling(replace(self.sampling, max_completion_tokens=room))
+            contexts = Prompts([episode.problem for episode in live], [episode.context for episode in live])
+            live = self._play_turns(live, turn_sampler.draw(contexts, 1), is_last=turn == max_turns)
+        return episodes_to_rollout(first_turns, episodes, self.sampling.pad_id)
+
+    def _start(self, prompts: Prompts, group_size: int) -> list[Episode]:
+        """An episode for each row, its environment reset."""
+        episodes = []
+        for problem, prompt_ids in zip(prompts.problems, prompts.ids, strict=True):
+            for _ in range(group_size):
+                episodes.append(Episode(self.make_environment(), problem, prompt_ids))
+        for episode in episodes:
+            episode.environment.reset(episode.problem)
+        return episodes
+
+    def _play_turns(self, episodes: list[Episode], rollout: Rollout, is_last: bool) -> list[Episode]:
+        """Append the turns that the model drew, and observations unless these turns are the last; returns what is open.
+
+        Episodes without room for the observation and a token after it are over.
+        """
+        limit = self.sampling.max_completion_tokens
+        lengths = rollout.completion_mask.sum(dim=1).tolist()
+        still_open = []
+        for i, episode in enumerate(episodes):
+            ids = rollout.completion_ids[i, : lengths[i]].tolist()
+            observation = self._play_turn(episode, ids, rollout.texts[i], bool(rollout.terminated[i]))
+            if observation is None or is_last:
+                continue
+            role = getattr(episode.environment, "role", "user")
+            observed = observation_ids(self.tokenizer, observation, episode.ids[-1], role)
+            if len(episode.ids) + len(observed) < limit:
+                episode.extend(observed, sampled=False)
+                still_open.append(episode)
+        return still_open
+
+    def _play_turn(self, episode: Episode, ids: list[int], text: str, is_ended: bool) -> str | None:
+        """Append a turn of the model, ended by a stop token or not; returns the observation, None if all is over."""
+        room = self.sampling.max_completion_tokens - len(episode.ids)
+        if len(ids) > room:  # another row had more
+            ids = ids[:room]
+            is_ended = False
+            (text,) = completion_texts(self.tokenizer, [episode.context], [ids])
+        episode.extend(ids, sampled=True)
+        environment = episode.environment
+        if hasattr(environment, "tools"):
+            observation, reward, done = environment.step(text, parse_calls(self.tokenizer, text))
+        else:
+            observation, reward, done = environment.step(text)
+        if not math.isfinite(reward):
+            raise ValueError(f"{type(environment).__name__}.step returned {reward!r} as reward; it must be finite")
+        episode.text = text
+        episode.reward += float(reward)
+        episode.terminated = is_ended and done
+        return observation if is_ended and not done else None
+
+    def with_sampling(self, sampling: Sampling) -> EnvironmentSampler:
+        return replace(self, sampler=self.sampler.with_sampling(sampling))
+
+    def seeded(self) -> EnvironmentSampler:
+        return replace(self, sampler=self.sampler.seeded())
+
+    def greedy(self, policy: transformers.PreTrainedModel) -> EnvironmentSampler:
+        return replace(self, sampler=self.sampler.greedy(policy))
 
 
-def observation_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    after: int,
-    role: str = "user",
-) -> list[int]:
+def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int, role: str = "user") -> list[int]:
     """Encode the text as the role's turn between two of the model; the stop token it follows is not repeated."""
-    turns = (("user", "-"), ("assistant", "\0"), (role, text))
-    chat = [{"role": role, "content": content} for role, content in turns]
+    chat = [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": "\0"},
+        {"role": role, "content": text},
+    ]
     (rendered,) = render_prompts(tokenizer, [chat], system_prompt="")
     (ids,) = encode(tokenizer, [rendered.partition("\0")[2]])
     return ids[1:] if ids[:1] == [after] else ids
 
 
-def episodes_as_rollout(first: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
-    """A row for each episode; ``first``, the first turns, holds their prompts."""
-    device = first.prompt_ids.device
-
-    def padded(rows: list[list[int]], value: int) -> Tensor:
-        rows = [torch.tensor(row, dtype=torch.int64) for row in rows]
-        return pad_sequence(rows, batch_first=True, padding_value=value).to(device)
-
-    sampled = padded([episode.sampled for episode in episodes], -1)  # (B, T), -1 after the end
+def episodes_to_rollout(first_turns: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
+    """A row for each episode; the rollout of the first turns has their prompts."""
+    device = first_turns.prompt_ids.device
+    completion_ids = pad_rows([episode.ids for episode in episodes], pad_id).to(device)
+    sampled = pad_rows([episode.sampled for episode in episodes], -1).to(device)  # (B, T), -1 after the end
     return replace(
-        first,
-        completion_ids=padded([episode.ids for episode in episodes], pad_id),
+        first_turns,
+        completion_ids=completion_ids,
         completion_mask=sampled >= 0,
         terminated=torch.tensor([episode.terminated for episode in episodes], device=device),
         texts=[episode.text for episode in episodes],
         sampled_mask=sampled == 1,
         environment_rewards=[episode.reward for episode in episodes],
     )
+
+
+def pad_rows(rows: list[list[int]], value: int) -> Tensor:
+    """(B, T) int64 of B lists, padded on the right."""
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def transcripts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from pspo import distributed as dist
 from pspo.cli.progress import Bar
 from pspo.cli.user_code import fail_together
 from pspo.config import EvalConfig, RewardConfig
-from pspo.evaluate.results import Evaluation
+from pspo.evaluate.results import Evaluation, Record
 from pspo.rollout import Prompts, RolloutSampler
 from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
 
@@ -39,7 +38,8 @@ def chunks(
     Prompts of similar length (in tokens) are batched, to pad little. A problem's samples are split only if they do not
     fit; a single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
     """
-    parts, together = [], []
+    parts: list[Chunk] = []
+    together: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         rows = max(1, min(max_rows, max_tokens // (lengths[i] + max_completion_tokens)))  # i is the longest so far
         if together and (len(together) + 1) * samples > rows:
@@ -50,6 +50,49 @@ def chunks(
         else:
             parts += [Chunk([i], range(s, min(s + rows, samples))) for s in range(0, samples, rows)]
     return [*parts, Chunk(together, range(samples))] if together else parts
+
+
+def none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def complete(sampler: RolloutSampler, prompts: Prompts, chunk: Chunk, reward: RewardConfig, step: int) -> list[Record]:
+    """Draw and score a chunk's completions, one record each."""
+    rollout = sampler.draw(prompts.take(chunk.problems), len(chunk.samples))
+    problems = [prompts.problems[i] for i, _ in chunk.keys]
+    totals, function_values = total_rewards(
+        reward.functions,
+        reward.weights,
+        rollout.texts,
+        problems,
+        reward.timeout,
+        reward.on_error,
+        reward.workers,
+        step=step,
+        max_completion_tokens=sampler.sampling.max_completion_tokens,
+        **rollout.reward_inputs,
+    )
+    lengths = rollout.loss_mask.sum(dim=1).tolist()
+    terminated = rollout.terminated.tolist()
+    records = []
+    for row, (i, sample) in enumerate(chunk.keys):
+        problem, text = problems[row], rollout.texts[row]
+        record = {
+            "temperature": sampler.sampling.temperature,
+            "problem": i,
+            "sample": sample,
+            **problem.record(),
+            "completion": text,
+            "correct": is_correct(text, problem.answer),
+            "contains_gold": contains_answer(text, problem.answer),
+            "format": None if isinstance(problem.answer, str | None) else matches_format(text),
+            "reward": none_if_nan(totals[row]),
+            "rewards": {name: none_if_nan(values[row]) for name, values in function_values.items()},
+            "tokens": lengths[row],
+            "truncated": not terminated[row],
+        }
+        records.append(record)
+    return records
 
 
 def evaluate(
@@ -63,8 +106,8 @@ def evaluate(
     max_tokens: int = EvalConfig.max_tokens,
     max_rows: float = math.inf,
     bar: str = "",
-    done: Iterable[dict[str, Any]] = (),
-    save: Callable[[list[dict[str, Any]]], None] = lambda records: None,
+    done: Iterable[Record] = (),
+    save: Callable[[list[Record]], None] = lambda records: None,
 ) -> Evaluation | None:
     """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
 
@@ -77,56 +120,30 @@ def evaluate(
         save: called with each new chunk's records.
     """
     completions = {(record["problem"], record["sample"]): record for record in done}
-    known, sampling, device = set(completions), sampler.sampling, dist.local_device()
+    done_keys = set(completions)
+    sampling = sampler.sampling
     lengths = [len(ids) for ids in prompts.ids]
     parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
+    turns = dist.world_size()  # ranks take turns
+    turn = dist.rank()
+    device = dist.local_device()
     devices = [device] if device.type == "cuda" else []
-    bar_of = {"total": len(prompts) * samples, "desc": bar, "leave": False, "quiet": not bar or not dist.is_main()}
-    # Ranks take turns; if they must run equally many passes, all decode the same.
-    turns, turn = (1, 0) if sampling.synced else (dist.world_size(), dist.rank())
-    with torch.random.fork_rng(devices), Bar(**bar_of) as progress:
+    progress = Bar(total=len(prompts) * samples, desc=bar, leave=False, quiet=not bar or not dist.is_main())
+    with torch.random.fork_rng(devices), progress:
         for first in range(0, len(parts), turns):
-            records, together = [], parts[first : first + turns]
+            together = parts[first : first + turns]
             number, chunk = together[min(turn, len(together) - 1)]  # maybe another rank's: they gather weights in step
+            records = []
             with fail_together():
-                if not known >= set(chunk.keys):
+                if not done_keys.issuperset(chunk.keys):
                     torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
                     records = complete(sampler, prompts, chunk, reward, step)
-            by_rank = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
-            if records := [record for rank_records in by_rank for record in rank_records]:
+            gathered = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
+            records = [record for rank_records in gathered for record in rank_records]
+            if records:
                 save(records)
             completions |= {(record["problem"], record["sample"]): record for record in records}
             progress.advance(sum(len(chunk.keys) for _, chunk in together))
     if not dist.is_main():
         return None
     return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])
-
-
-def complete(
-    sampler: RolloutSampler, prompts: Prompts, chunk: Chunk, reward: RewardConfig, step: int
-) -> list[dict[str, Any]]:
-    """Draw and score a chunk's completions, one record each."""
-    sampling, rollout = sampler.sampling, sampler.draw(prompts.take(chunk.problems), len(chunk.samples))
-    texts, problems = rollout.texts, [prompts.problems[i] for i, _ in chunk.keys]
-    given = {"step": step, "max_completion_tokens": sampling.max_completion_tokens} | rollout.reward_inputs
-    totals, by_name = total_rewards(completions=texts, problems=problems, **vars(reward), **given)
-    tokens, ended = rollout.loss_mask.sum(dim=1).tolist(), rollout.terminated.tolist()
-    values = [dict(zip(by_name, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
-    rows = zip(chunk.keys, problems, texts, totals, values, tokens, ended, strict=True)
-    return [
-        {
-            "temperature": sampling.temperature,
-            "problem": i,
-            "sample": sample,
-            **problem.record(),
-            "completion": text,
-            "correct": is_correct(text, problem.answer),
-            "contains_gold": contains_answer(text, problem.answer),
-            "format": None if isinstance(problem.answer, str | None) else matches_format(text),
-            "reward": None if math.isnan(total) else total,
-            "rewards": {name: None if math.isnan(value) else value for name, value in rewards.items()},
-            "tokens": length,
-            "truncated": not stopped,
-        }
-        for (i, sample), problem, text, total, rewards, length, stopped in rows
-    ]

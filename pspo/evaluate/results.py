@@ -29,15 +29,20 @@ class Evaluation:
 
     def means(self) -> dict[str, float]:
         """Every measure's mean over the problems, of those that have one."""
-        values = {name: by_problem(every) for name, every in measures(self.completions, self.samples).items()}
-        return {name: float(known.mean()) for name, known in values.items() if len(known)}
+        means = {}
+        for name, values in measures(self.completions, self.samples).items():
+            problem_means = by_problem(values)
+            if len(problem_means):
+                means[name] = float(problem_means.mean())
+        return means
 
     def record(self) -> Record:
         """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
         flat: Record = {"n": len(self.problems)}
-        for name, of in estimates(measures(self.completions, self.samples)).items():
-            flat |= {name: of.pop("value")} | {f"{name}_{key}".removeprefix("accuracy_"): of[key] for key in of}
-        return flat | {name: mean for name, mean in self.means().items() if name in MEANS}
+        for name, numbers in estimates(measures(self.completions, self.samples)).items():
+            for key, value in numbers.items():
+                flat[name if key == "value" else f"{name}_{key}".removeprefix("accuracy_")] = value
+        return flat | self.plain_means()
 
     def results(self) -> Record:
         """The numbers as in ``results.json``; what no completion has a value of is left out.
@@ -46,40 +51,55 @@ class Evaluation:
         response), mean_reward, every reward/<function>, pass@k, maj@k, and of several sources macro_<measure>, the mean
         over them. Besides `MEANS`, and a breakdown by source, category and level.
         """
-        values, breakdown, macro = measures(self.completions, self.samples), {}, {}
-        for part in ("source", "category", "level"):
-            kinds = np.array([getattr(problem, part) for problem in self.problems])
-            groups = {str(kind): {name: values[name][kinds == kind] for name in ESTIMATES} for kind in np.unique(kinds)}
-            if len(groups) > 1:
-                breakdown[part] = {kind: {"n": int((kinds == kind).sum())} | estimates(groups[kind]) for kind in groups}
-                if part == "source":
-                    sets = {name: [by_problem(group[name]) for group in groups.values()] for name in ESTIMATES}
-                    macro = {f"macro_{name}": estimate(*of) for name, of in sets.items() if all(map(len, of))}
-        means = {name: mean for name, mean in self.means().items() if name in MEANS}
-        return {"samples": self.samples, **estimates(values), **self.at_k(), **macro, **means, "breakdown": breakdown}
+        values = measures(self.completions, self.samples)
+        results = {"samples": self.samples} | estimates(values)
+        for name, column in at_k(self.completions, self.samples).items():
+            problem_means = by_problem(column)
+            if len(problem_means):
+                results[name] = estimate(problem_means)
+        breakdown = {}
+        for attribute in ("source", "category", "level"):
+            kinds = np.array([getattr(problem, attribute) for problem in self.problems])
+            groups = {kind: {name: values[name][kinds == kind] for name in ESTIMATES} for kind in np.unique(kinds)}
+            if len(groups) == 1:
+                continue
+            breakdown[attribute] = {
+                str(kind): {"n": int((kinds == kind).sum())} | estimates(group) for kind, group in groups.items()
+            }
+            if attribute == "source":
+                results |= macro_estimates(list(groups.values()))
+        return results | self.plain_means() | {"breakdown": breakdown}
 
-    def at_k(self) -> dict[str, Record]:
-        """`estimate` of each of `at_k`, over the problems with a gold answer."""
-        values = {name: by_problem(every) for name, every in at_k(self.completions, self.samples).items()}
-        return {name: estimate(known) for name, known in values.items() if len(known)}
+    def plain_means(self) -> dict[str, float]:
+        """The means that have no interval."""
+        return {name: mean for name, mean in self.means().items() if name in MEANS}
 
 
 def at_k(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
     """Values (n, 1) of pass@k and maj@k for k = 1, 2, 4, ... and all samples; NaN without a gold answer."""
     ks = sorted({2**j for j in range(samples.bit_length())} | {samples})
-    names = [f"{name}@{k}" for name in ("pass", "maj")[: 1 + (samples <= MOST_VOTES)] for k in ks]
-    values = np.full((len(completions) // samples, len(names)), np.nan)
-    for i in range(len(values)):
+    kinds = ("pass", "maj") if samples <= MOST_VOTES else ("pass",)
+    problems = len(completions) // samples
+    values = {f"{kind}@{k}": np.full((problems, 1), np.nan) for kind in kinds for k in ks}
+    for i in range(problems):
         records = completions[i * samples : (i + 1) * samples]
         if records[0]["gold"] is None:
             continue
-        extract = extract_text if records[0]["format"] is None else extract_answer
-        votes = Counter((extract(record["completion"]), record["correct"]) for record in records)
-        voted = [(count, right) for (answer, right), count in votes.items() if answer not in (None, "")]
-        majority = majority_at_k(samples, voted) if samples <= MOST_VOTES else []
         correct = sum(record["correct"] for record in records)
-        values[i] = [*(pass_at_k(samples, correct, k) for k in ks), *(majority[k] for k in ks if majority)]
-    return dict(zip(names, np.hsplit(values, len(names)), strict=True))
+        for k in ks:
+            values[f"pass@{k}"][i] = pass_at_k(samples, correct, k)
+        if "maj" in kinds:
+            majority = majority_at_k(samples, count_votes(records))
+            for k in ks:
+                values[f"maj@{k}"][i] = majority[k]
+    return values
+
+
+def count_votes(records: Sequence[Record]) -> list[tuple[int, bool]]:
+    """(count, correct) of each distinct answer to one problem; a completion without an answer has no vote."""
+    extract = extract_text if records[0]["format"] is None else extract_answer
+    votes = Counter((extract(record["completion"]), record["correct"]) for record in records)
+    return [(count, correct) for (answer, correct), count in votes.items() if answer not in (None, "")]
 
 
 def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
@@ -100,9 +120,22 @@ def estimates(values: dict[str, np.ndarray]) -> dict[str, Record]:
     by_name: dict[str, Record] = {}
     for name, measure in values.items():
         unknown = int(np.isnan(measure).sum())
-        if name not in MEANS and unknown < measure.size:
-            by_name[name] = estimate(by_problem(measure)) | ({"left_out": unknown} if unknown else {})
+        if name in MEANS or unknown == measure.size:
+            continue
+        by_name[name] = estimate(by_problem(measure))
+        if unknown:
+            by_name[name]["left_out"] = unknown
     return by_name
+
+
+def macro_estimates(groups: Sequence[dict[str, np.ndarray]]) -> dict[str, Record]:
+    """`estimate` of the mean over groups of problems of each of their measures (n, samples)."""
+    macro = {}
+    for name in ESTIMATES:
+        sets = [by_problem(group[name]) for group in groups]
+        if all(map(len, sets)):
+            macro[f"macro_{name}"] = estimate(*sets)
+    return macro
 
 
 def estimate(*sets: np.ndarray) -> Record:
@@ -110,9 +143,10 @@ def estimate(*sets: np.ndarray) -> Record:
 
     The interval is Wilson's if every value of a single set is 0 or 1, otherwise a bootstrap's over the problems.
     """
-    zero_or_one = len(sets) == 1 and bool(np.isin(sets[0], (0, 1)).all())
-    interval = wilson(int(sets[0].sum()), len(sets[0])) if zero_or_one else cluster_bootstrap(*sets)
-    return {"value": float(np.mean([values.mean() for values in sets])), "ci95": interval}
+    mean = float(np.mean([values.mean() for values in sets]))
+    if len(sets) == 1 and np.isin(sets[0], (0, 1)).all():
+        return {"value": mean, "ci95": wilson(int(sets[0].sum()), len(sets[0]))}
+    return {"value": mean, "ci95": cluster_bootstrap(*sets)}
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -133,12 +167,19 @@ def cluster_bootstrap(*sets: np.ndarray, seed: int = 0) -> tuple[float, float] |
     if min(map(len, sets)) < 2:
         return None
 
-    def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
+    def mean_of_means(*parts: np.ndarray, axis: int) -> np.ndarray:
         return sum(part.mean(axis=axis) for part in parts) / len(parts)
 
-    how = {"n_resamples": 10_000, "batch": 100, "method": "percentile", "rng": np.random.default_rng(seed)}
-    low, high = bootstrap(sets, statistic, vectorized=True, **how).confidence_interval
-    return float(low), float(high)
+    interval = bootstrap(
+        sets,
+        mean_of_means,
+        vectorized=True,
+        n_resamples=10_000,
+        batch=100,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -149,39 +190,60 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_at_k(n: int, votes: Sequence[tuple[int, bool]]) -> list[float]:
     """Probability that the most frequent answer of k of n samples is correct, for k = 0 to n; ties are drawn by lot.
 
-    Exact, over all subsets: those are counted in which a correct answer has j votes, some rivals as many, none more.
+    Exact, over all subsets: those are counted in which a correct answer has j votes and no rival has more.
     ``votes`` are (count, correct) of each distinct answer; the other samples do not vote.
     """
-    wins = np.zeros(n + 1)  # subsets by size, a tie of t as 1/t
-    for i, (own, correct) in enumerate(votes):
-        rivals = [count for count, _ in [*votes[:i], *votes[i + 1 :]]]
-        for j in range(1, own + 1 if correct else 1):
-            close = [count for count in rivals if count >= j]
-            others = n - own - sum(close)  # cannot reach j votes
-            ways = np.zeros((n + 1, len(close) + 1))  # by size of the rest of the subset, and rivals that have j votes
-            ways[: others + 1, 0] = [math.comb(others, size) for size in range(others + 1)]
-            for count in close:
-                longer = np.zeros_like(ways)
-                for v in range(j):
-                    longer[v:] += math.comb(count, v) * ways[: n + 1 - v]
-                longer[j:, 1:] += math.comb(count, j) * ways[: n + 1 - j, :-1]
-                ways = longer
-            wins[j:] += math.comb(own, j) * (ways / np.arange(1, len(close) + 2)).sum(axis=1)[: n + 1 - j]
+    wins = np.zeros(n + 1)  # number of subsets by their size; one in which t rivals have j votes, too, is 1 / (t + 1)
+    for i, (count, correct) in enumerate(votes):
+        if not correct:
+            continue
+        rivals = [rival for other, (rival, _) in enumerate(votes) if other != i]
+        for j in range(1, count + 1):
+            ways = count_rests(n, n - count, rivals, j)
+            shares = (ways / np.arange(1, ways.shape[1] + 1)).sum(axis=1)
+            wins[j:] += math.comb(count, j) * shares[: n + 1 - j]
     return [float(wins[k]) / math.comb(n, k) for k in range(n + 1)]
+
+
+def count_rests(n: int, others: int, rivals: Sequence[int], j: int) -> np.ndarray:
+    """Ways (n + 1, t + 1) to choose among other samples so that no rival has over j votes.
+
+    By how many are chosen, and how many rivals have exactly j. Starts with the samples that cannot reach j votes of one
+    answer, and takes in the votes of one rival after the other.
+    """
+    close = [rival for rival in rivals if rival >= j]
+    free = others - sum(close)
+    ways = np.zeros((n + 1, len(close) + 1))
+    ways[: free + 1, 0] = [math.comb(free, size) for size in range(free + 1)]
+    for rival in close:
+        longer = np.zeros_like(ways)
+        for v in range(j):
+            longer[v:] += math.comb(rival, v) * ways[: n + 1 - v]
+        longer[j:, 1:] += math.comb(rival, j) * ways[: n + 1 - j, :-1]
+        ways = longer
+    return ways
 
 
 def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
     """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
     key = "reward" if all(record["correct"] is None for record in before) else "correct"
-    both = [pair for pair in zip(before, after, strict=True) if None not in (pair[0][key], pair[1][key])]
-    pairs = sorted(((new[key] - old[key], old, new) for old, new in both), key=lambda pair: -abs(pair[0]))
-    better, worse = [pair for pair in pairs if pair[0] > 0], [pair for pair in pairs if pair[0] < 0]
-    words = ("wrong -> right", "right -> wrong") if key == "correct" else ("with more reward", "with less")
-    parts = [f"{len(better)} {words[0]}, {len(worse)} {words[1]}, of {problem_count(len(pairs))}"]
-    for _, old, new in [pair for two in zip_longest(better, worse) for pair in two if pair][:most]:
-        prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
-        lines = {"problem": prompt, "gold": old["gold"]}
-        for name, record in zip(names, (old, new), strict=True):
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if None not in (old[key], new[key])]
+    better = sorted(
+        (pair for pair in pairs if pair[1][key] > pair[0][key]), key=lambda pair: pair[0][key] - pair[1][key]
+    )
+    worse = sorted(
+        (pair for pair in pairs if pair[1][key] < pair[0][key]), key=lambda pair: pair[1][key] - pair[0][key]
+    )
+    if key == "correct":
+        counts = f"{len(better)} wrong -> right, {len(worse)} right -> wrong"
+    else:
+        counts = f"{len(better)} with more reward, {len(worse)} with less"
+    parts = [f"{counts}, of {problem_count(len(pairs))}"]
+    in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
+    for pair in in_turn[:most]:
+        prompt = pair[0]["prompt"]
+        lines = {"problem": prompt if isinstance(prompt, str) else prompt[-1]["content"], "gold": pair[0]["gold"]}
+        for name, record in zip(names, pair, strict=True):
             lines[name] = record["completion"] if key == "correct" else f"{record[key]:.3f}: {record['completion']}"
         parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
     return "\n\n".join(parts)
@@ -212,17 +274,21 @@ def as_text(name: str, value: float, ci95: tuple[float, float] | None = None, le
     """A measure as "42.0% [37.7, 46.4]"; rewards as "0.420 [0.377, 0.464]"; lengths as "41.3"."""
     if name == "completion_tokens":
         return f"{value:.1f}"
-    scale, form, unit = (1, ".3f", "") if "reward" in name else (100, ".1f", "%")
-    interval = f" [{scale * ci95[0]:{form}}, {scale * ci95[1]:{form}}]" if ci95 else ""
-    return f"{scale * value:{form}}{unit}{interval}" + (f" ({left_out:,} left out)" if left_out else "")
+    if "reward" in name:
+        text = f"{value:.3f}"
+        interval = f" [{ci95[0]:.3f}, {ci95[1]:.3f}]" if ci95 else ""
+    else:
+        text = f"{100 * value:.1f}%"
+        interval = f" [{100 * ci95[0]:.1f}, {100 * ci95[1]:.1f}]" if ci95 else ""
+    return text + interval + (f" ({left_out:,} left out)" if left_out else "")
 
 
 def from_record(record: Record, name: str) -> str:
     """A measure of `Evaluation.record` as text; "-" if it is not there."""
     if name not in record:
         return "-"
-    more = {key: record.get(f"{name}_{key}".removeprefix("accuracy_")) for key in ("ci95", "left_out")}
-    return as_text(name, record[name], **more)
+    prefix = f"{name}_".removeprefix("accuracy_")
+    return as_text(name, record[name], record.get(f"{prefix}ci95"), record.get(f"{prefix}left_out"))
 
 
 def label(name: str) -> str:

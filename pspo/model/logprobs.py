@@ -71,10 +71,7 @@ def token_logprobs(
     parts = []
     for _, tokens in chunks:
         inputs = (model, hidden[tokens], targets.select(tokens), temperature)
-        if len(chunks) > 1:
-            parts.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
-        else:
-            parts.append(head_logprobs(*inputs))
+        parts.append(head_logprobs(*inputs, recompute=len(chunks) > 1))
     logprobs = unflatten(torch.cat([part[0] for part in parts]), completion_mask)
     if not with_entropies:
         return logprobs
@@ -118,20 +115,22 @@ def row_chunks(model: transformers.PreTrainedModel, mask: Tensor) -> list[tuple[
 
 
 def head_logprobs(
-    model: transformers.PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float
+    model: transformers.PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float, recompute: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
 
-    More than `chunk_tokens`, of one long row, are computed in pieces, and again in the backward pass.
+    More than `chunk_tokens`, of one long row, are computed in pieces. Those are computed again in the backward pass,
+    as everything is with ``recompute``.
     """
     most = chunk_tokens(model)
-    if len(hidden) > most:
+    if recompute or len(hidden) > most:
         pieces = []
         for start in range(0, len(hidden), most):
             tokens = slice(start, min(start + most, len(hidden)))
             inputs = (model, hidden[tokens], targets.select(tokens), temperature)
             pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
-        return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
     logits = head_logits(model, hidden, temperature)
     if targets.nucleus is not None:
         logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)

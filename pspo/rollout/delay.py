@@ -1,71 +1,58 @@
-"""Delay: rollouts between being drawn and being trained on."""
+"""Delay: rollouts between being drawn and being trained on, in a run with --rollout.lag."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from pspo.config import TrainConfig
-from pspo.rollout import Drawing, Experience
-from pspo.run.folders import RunFailed
-from pspo.run.prompt_stream import PromptStream
-from pspo.run.recorder import Recorder
-from pspo.run.sampler import Sampler
+from pspo.rollout.engine import EngineSampler
+from pspo.rollout.experience import Experience
 
 
 class Delay:
-    """Keeps this rank's rollouts for --rollout.lag, and has an engine draw the next one during the update.
+    """Keeps this rank's rollouts for --rollout.lag; with an engine, the next one is drawn during the update.
+
+    Args:
+        lag: rollouts that are drawn between a rollout and its training, at least 1.
+        ahead: the sampler that draws ahead; None for sampling on time.
+        prefetch: has it begin to draw the next rollout.
 
     Attributes:
         waiting: drawn and scored, the oldest first.
-        prefetched: the one drawn ahead, not scored yet; its rollout is None until `collect_prefetched`.
     """
 
     per_rank = True
 
-    def __init__(self, config: TrainConfig, stream: PromptStream, sampler: Sampler, recorder: Recorder) -> None:
-        self.config, self.stream, self.sampler, self.recorder = config, stream, sampler, recorder
+    def __init__(
+        self, lag: int, ahead: EngineSampler | None = None, prefetch: Callable[[], None] | None = None
+    ) -> None:
+        self.lag = lag
+        self.ahead = ahead
+        self.prefetch = prefetch
         self.waiting: deque[Experience] = deque()
-        self.prefetched: Drawing | None = None
 
     def push(self, experience: Experience) -> Experience | None:
-        """Keep a rollout, let an engine prefetch the next; return the one drawn --rollout.lag before it, if any."""
+        """Keep a rollout and have the next one drawn ahead; return the one that is due, if any."""
         self.waiting.append(experience)
-        if self.config.draws_ahead:
-            indices, prompts = self.stream.next(self.config.rollout.prompts)
-            with self.recorder.phase("generate"), self.sampler.engine_errors():
-                self.sampler.engine.prefetch(prompts, self.config.rollout.group_size)
-            self.prefetched = Drawing(indices)
-        return self.waiting.popleft() if self._over_lag() else None
-
-    def collect_prefetched(self) -> None:
-        """Wait for the rollout that is being drawn ahead, if there is one.
-
-        If the engine has failed, its prompts are given back: what is trained is saved, then the next draw raises.
-        """
-        if self.prefetched is None or self.prefetched.rollout is not None:
-            return
-        prompts = self.stream.prompts.take(self.prefetched.prompts)
-        try:
-            with self.recorder.phase("generate"), self.sampler.engine_errors():
-                self.prefetched.rollout = self.sampler.engine.collect(prompts, self.config.rollout.group_size)
-        except RunFailed:
-            self.prefetched = None
-            self.stream.seek(self.stream.previous)
-
-    def take_prefetched(self) -> Drawing | None:
-        """The rollout that was drawn ahead; None if there is none."""
-        prefetched, self.prefetched = self.prefetched, None
-        return prefetched
-
-    def _over_lag(self) -> bool:
-        return len(self.waiting) + (self.prefetched is not None) > self.config.rollout.lag
+        pending = 0
+        if self.prefetch is not None:
+            self.prefetch()
+            pending = 1
+        return self.waiting.popleft() if len(self.waiting) + pending > self.lag else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"waiting": list(self.waiting), "prefetched": self.prefetched}
+        """The rollouts, after waiting for the one that is being drawn ahead."""
+        prefetched = None
+        if self.ahead is not None:
+            self.ahead.collect()
+            prefetched = self.ahead.prefetched
+        return {"waiting": list(self.waiting), "prefetched": prefetched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the rollouts; of a fork with a smaller lag the newest."""
-        self.waiting, self.prefetched = deque(state["waiting"]), state["prefetched"]
-        while self.waiting and self._over_lag():
+        self.waiting = deque(state["waiting"])
+        room = self.lag
+        if self.ahead is not None and state["prefetched"] is not None:
+            self.ahead.prefetched = state["prefetched"]
+            room -= 1
+        while len(self.waiting) > room:
             self.waiting.popleft()
-        if self._over_lag():
-            self.prefetched = None

@@ -1,23 +1,26 @@
-"""Engines that draw rollouts in place of transformers: vLLM, or a class of your own by its import path."""
+"""Engines that draw rollouts in place of the policy: `pspo_vllm.VLLM`, or a class of your own by its import path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pspo.config import RolloutConfig
+from pspo.config import TrainConfig
 from pspo.model import token_logprobs
-from pspo.rollout import Prompts, Rollout, Sampling, as_rollout, left_pad, to_device
-from pspo.rollout.types import Nucleus
-from pspo.run.learner import Learner
-from pspo.tasks.environment import import_for
+from pspo.rollout.generate import left_pad, make_rollout
+from pspo.rollout.prompts import Prompts
+from pspo.rollout.sampler import Sampler
+from pspo.rollout.types import Rollout, Sampling
+from pspo.tasks.environment import load_class
+
+METHODS = ("check", "start", "push", "begin", "complete", "close")
 
 
 class EngineError(RuntimeError):
@@ -27,12 +30,17 @@ class EngineError(RuntimeError):
 class Engine(Protocol):
     """Draws completions with weights of its own: token ids go in, token ids and their log-probs come out.
 
-    Made as ``Engine(config, max_tokens, device)``: the run's `TrainConfig`, the most tokens of a prompt and its
-    completion together, and this rank's device. An engine that cannot be made raises ValueError, one that fails later
-    EngineError.
+    It is made with the arguments of --rollout.engine, checked, and started once the policy is loaded. What fails later
+    raises EngineError.
     """
 
     tolerance: float  # nats by which its log-probs may differ from the policy's on average
+
+    def check(self) -> None:
+        """Raise ValueError, before anything is loaded, if it cannot work here: its library is missing, say."""
+
+    def start(self, config: TrainConfig, max_tokens: int, device: torch.device) -> None:
+        """Start it on this rank's device, for prompts and completions of ``max_tokens`` together; or ValueError."""
 
     def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Take over the policy's weights; a version is pushed once."""
@@ -42,46 +50,112 @@ class Engine(Protocol):
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
-    ) -> tuple[Tensor, Tensor | None, Nucleus | None]:
-        """(N * group_size, T) completions, as `pspo.rollout.decode.decode`'s."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """(N * group_size, T) completions, padded after their stop token, and their log-probs if the sampling asks."""
 
     def close(self) -> None: ...
 
-    @staticmethod
-    def check(config: RolloutConfig) -> None:
-        """Raise ValueError, before anything is loaded, if it cannot work here: its library is missing, say."""
+
+class Trained(Protocol):
+    """The policy that is trained, and the optimizer steps that it has taken."""
+
+    policy: transformers.PreTrainedModel
+    steps: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineSampler:
-    """Draws by an engine, which gets the learner's weights first."""
+    """Draws by an engine, which gets the learner's weights first.
+
+    Attributes:
+        sampler: the policy's own; greedy decoding is always its.
+        prefetched: a rollout that was drawn ahead, which the next draw returns.
+    """
 
     engine: Engine
-    learner: Learner
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
-    generators: AbstractContextManager = field(default_factory=nullcontext)  # as `TransformersSampler`'s
+    learner: Trained
+    sampler: Sampler
+    prefetched: Rollout | None = None
+    pending: tuple[Prompts, int] | None = None  # prompts and group size that the engine draws ahead
 
-    def prefetch(self, prompts: Prompts, group_size: int) -> None:
-        """Begin to draw what `collect` returns."""
-        self.engine.push(self.learner.policy, self.learner.steps)
-        with self.generators:
-            self.engine.begin(prompts.ids, self.sampling, group_size)
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.sampler.tokenizer
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sampler.sampling
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        self.collect()
+        rollout = self.prefetched
+        self.prefetched = None
+        if rollout is None:
+            self.engine.push(self.learner.policy, self.learner.steps)
+            rollout = self._complete(prompts, group_size)
+        return rollout
+
+    def prefetch(self, prompts: Prompts, group_size: int) -> None:
+        """Begin to draw, with the weights as they are now, what the next `draw` returns."""
         self.engine.push(self.learner.policy, self.learner.steps)
-        return self.collect(prompts, group_size)
+        with self.sampler.generators:
+            self.engine.begin(prompts.ids, self.sampling, group_size)
+        self.pending = (prompts, group_size)
 
-    def holding_weights(self) -> AbstractContextManager[EngineSampler]:
-        return nullcontext(self)
+    def collect(self) -> None:
+        """Wait for what is being drawn ahead. If that fails it is given up: the next draw raises."""
+        if self.pending is None:
+            return
+        prompts, group_size = self.pending
+        self.pending = None
+        try:
+            self.prefetched = self._complete(prompts, group_size)
+        except EngineError:
+            self.prefetched = None
 
-    def collect(self, prompts: Prompts, group_size: int) -> Rollout:
-        """Wait for what was begun, with the weights that the engine had then."""
-        with self.generators:
-            drawn = self.engine.complete(prompts.ids, self.sampling, group_size)
-        padded = left_pad(prompts.ids, self.sampling.pad_id)
-        prompt_ids, prompt_mask = (to_device(part, self.learner.policy.device) for part in padded)
-        return as_rollout(self.tokenizer, prompt_ids, prompt_mask, *drawn, self.sampling)
+    def _complete(self, prompts: Prompts, group_size: int) -> Rollout:
+        with self.sampler.generators:
+            completion_ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
+        device = self.learner.policy.device
+        prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
+        return make_rollout(
+            self.tokenizer, prompt_ids.to(device), prompt_mask.to(device), completion_ids, self.sampling, logprobs
+        )
+
+    def with_sampling(self, sampling: Sampling) -> EngineSampler:
+        return EngineSampler(self.engine, self.learner, replace(self.sampler, sampling=sampling))
+
+    def seeded(self) -> EngineSampler:
+        self.collect()
+        return EngineSampler(self.engine, self.learner, replace(self.sampler, generators=nullcontext()))
+
+    def greedy(self, policy: transformers.PreTrainedModel) -> Sampler:
+        return self.sampler.greedy(policy)
+
+
+def find_engine(spec: str | dict[str, Any]) -> Engine:
+    """Make the engine of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
+    engine = load_class(spec, "rollout.engine")()
+    for method in METHODS:
+        if not hasattr(engine, method):
+            raise ValueError(f"--rollout.engine {spec} has no {method}: pspo.rollout.engine.Engine says what it needs")
+    engine.check()
+    return engine
+
+
+def start_engine(
+    engine: Engine, config: TrainConfig, learner: Trained, sampler: Sampler, prompts: dict[str, Prompts]
+) -> EngineSampler:
+    """Start an engine for the prompts of all splits, and check that it draws by the policy."""
+    longest = max(len(ids) for split in prompts.values() for ids in split.ids)
+    engine.start(config, longest + config.rollout.max_completion_tokens, learner.policy.device)
+    engine_sampler = EngineSampler(engine, learner, sampler)
+    train = prompts["train"]
+    mean, largest = check_engine(engine_sampler, train.take(range(min(8, len(train)))))
+    if not config.run.quiet:
+        name = type(engine).__name__
+        print(f"engine  {name}: log-probs are the policy's within {mean:.1g} nats on average, {largest:.1g} at most")
+    return engine_sampler
 
 
 @torch.no_grad()
@@ -90,30 +164,22 @@ def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float
 
     Raises ValueError if they are not of one model at one temperature.
     """
-    sampling, policy, name = sampler.sampling, sampler.learner.policy, type(sampler.engine).__name__
-    limits = {"max_completion_tokens": min(sampling.max_completion_tokens, 32), "min_completion_tokens": 0}
-    few = replace(sampler, sampling=replace(sampling, logprobs=True, **limits))
+    name = type(sampler.engine).__name__
+    policy = sampler.learner.policy
+    limit = min(sampler.sampling.max_completion_tokens, 32)
+    few = sampler.with_sampling(replace(sampler.sampling, logprobs=True, max_completion_tokens=limit))
     try:
         with torch.random.fork_rng(devices=[]):
-            drawn = few.draw(prompts, group_size=2)
+            rollout = few.draw(prompts, group_size=2)
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(policy, *drawn.token_ids, sampling.temperature)
-    error = (drawn.sampler_logprobs - expected)[drawn.completion_mask].abs()
-    mean, largest = error.mean().item(), error.max().item()
+    expected = token_logprobs(policy, *rollout.token_ids, few.sampling.temperature)
+    error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs()
+    mean = error.mean().item()
+    largest = error.max().item()
     if not mean <= sampler.engine.tolerance:
         raise ValueError(
             f"--rollout.engine {name}: its log-probs differ from the policy's by {mean:.2g} nats on average, "
-            f"{largest:.2g} at most: they are not of one model. Use --rollout.engine transformers for this model"
+            f"{largest:.2g} at most: they are not of one model. Leave --rollout.engine out for this model"
         )
     return mean, largest
-
-
-def find_engine(config: RolloutConfig) -> type[Engine]:
-    """Import the class of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
-    name = config.engine["class_path"] if isinstance(config.engine, dict) else config.engine
-    engine = import_for("rollout.engine", name, "give the import path of a class, such as pspo_vllm.VLLM")
-    if missing := [method for method in ("push", "begin", "complete", "close", "check") if not hasattr(engine, method)]:
-        raise ValueError(f"--rollout.engine {name} has no {missing[0]}: pspo.rollout.engine.Engine says what it needs")
-    engine.check(config)
-    return engine

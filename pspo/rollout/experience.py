@@ -9,17 +9,17 @@ from torch import Tensor
 from pspo.rollout.types import Rollout, join
 
 
-@dataclass
+@dataclass(frozen=True)
 class Drawing:
     """A rollout that is not scored yet.
 
     Attributes:
         prompts: index of each group's training prompt.
-        rollout: B rows; None while an engine draws them.
+        rollout: B rows.
     """
 
     prompts: list[int]
-    rollout: Rollout | None = None
+    rollout: Rollout
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Experience:
         prompts: index of each group's training prompt.
         rollout: B rows.
         rewards: (B,) float64, NaN if unknown.
-        rewards_by_name: each reward function's own, B of them.
+        rewards_by_name: B values of each reward function.
         drawn_rewards: those of all completions drawn for it, groups that were replaced included.
         drawn_tokens: prompt and completion tokens of these, padding excluded.
         logged: by name B values that reward functions logged, None where there is none.
@@ -59,26 +59,41 @@ class Experience:
         lengths = self.rollout.loss_mask.sum(dim=1).clamp(min=1)
         return (self.advantages.sum(dim=1) / lengths).tolist()
 
-    def refill(self, fresh: "Experience") -> "Experience":
-        """Replace groups without signal by those of ``fresh`` that have one, until none is left; without advantages."""
-        signal, n = self.signal + fresh.signal, len(self.prompts)
-        group_size, spare = len(self.rewards) // n, (group for group in range(n, len(signal)) if signal[group])
-        groups = [group if signal[group] else next(spare, group) for group in range(n)]
-        rows = [group * group_size + i for group in groups for i in range(group_size)]
-        rewards = torch.cat([self.rewards, fresh.rewards])[rows]
 
-        def chosen(own: dict[str, list], others: dict[str, list]) -> dict[str, list]:
-            """By name the values of the rows chosen, None where there is none."""
-            none, other_none = [None] * len(self.rewards), [None] * len(fresh.rewards)
-            both = {name: own.get(name, none) + others.get(name, other_none) for name in own | others}
-            return {name: [values[row] for row in rows] for name, values in both.items()}
+def refill(experience: Experience, fresh: Experience) -> Experience:
+    """Replace groups without signal by those of ``fresh`` that have one, until none is left.
 
-        return Experience(
-            [(self.prompts + fresh.prompts)[group] for group in groups],
-            join([self.rollout, fresh.rollout]).rows(torch.tensor(rows, device=rewards.device)),
-            rewards,
-            chosen(self.rewards_by_name, fresh.rewards_by_name),
-            self.drawn_rewards + fresh.drawn_rewards,
-            self.drawn_tokens + fresh.drawn_tokens,
-            chosen(self.logged, fresh.logged),
-        )
+    The advantages are left out: some estimators need all rows.
+    """
+    n_groups = len(experience.prompts)
+    n = len(experience.rewards)
+    n_fresh = len(fresh.rewards)
+    group_size = n // n_groups
+    signal = experience.signal + fresh.signal
+    spare = [group for group in range(n_groups, len(signal)) if signal[group]]
+    groups = []
+    for group in range(n_groups):
+        groups.append(spare.pop(0) if spare and not signal[group] else group)
+    prompts = experience.prompts + fresh.prompts
+    rows = [group * group_size + i for group in groups for i in range(group_size)]
+    indices = torch.tensor(rows, device=experience.rewards.device)
+    return Experience(
+        prompts=[prompts[group] for group in groups],
+        rollout=join([experience.rollout, fresh.rollout]).rows(indices),
+        rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
+        rewards_by_name=select_values(experience.rewards_by_name, fresh.rewards_by_name, n, n_fresh, rows),
+        drawn_rewards=experience.drawn_rewards + fresh.drawn_rewards,
+        drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
+        logged=select_values(experience.logged, fresh.logged, n, n_fresh, rows),
+    )
+
+
+def select_values(
+    values: dict[str, list], fresh_values: dict[str, list], n: int, n_fresh: int, rows: list[int]
+) -> dict[str, list]:
+    """By name the values of some of n + n_fresh rows, None where there is none."""
+    selected = {}
+    for name in dict.fromkeys([*values, *fresh_values]):
+        joined = values.get(name, [None] * n) + fresh_values.get(name, [None] * n_fresh)
+        selected[name] = [joined[row] for row in rows]
+    return selected

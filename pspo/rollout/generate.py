@@ -1,11 +1,10 @@
-"""Sample completions with Hugging Face `generate`; every field that shapes the distribution is explicit."""
+"""Sample completions; every field that shapes the distribution is explicit in `Sampling`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 import transformers
@@ -17,7 +16,7 @@ from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_i
 from pspo.model.chat import completion_texts
 from pspo.model.find import token_ids
 from pspo.rollout.decode import decode
-from pspo.rollout.types import Nucleus, Rollout, Sampling, join, to_device
+from pspo.rollout.types import Nucleus, Rollout, Sampling, join
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -29,14 +28,34 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def make_sampling(
-    model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, **more: bool
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    logprobs: bool = False,
+    nucleus: bool = False,
 ) -> Sampling:
-    """Sampling as the switches and ``more`` fields say, with the model's own padding, and stop tokens unless named."""
-    shared = {part.name for part in fields(Sampling)} & {part.name for part in fields(config)}
-    values = {name: getattr(config, name) for name in shared}
-    named = config.stop_tokens
-    stop_ids = stop_token_ids(model, tokenizer) if named is None else token_ids(tokenizer, named)
-    return Sampling(stop_ids=stop_ids, pad_id=pad_token_id(model, tokenizer), **values | more)
+    """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
+
+    Raises ValueError if the decoder does not support the model.
+    """
+    check_decoder(model, config.decoder)
+    if config.stop_tokens is None:
+        stop_ids = stop_token_ids(model, tokenizer)
+    else:
+        stop_ids = token_ids(tokenizer, config.stop_tokens)
+    return Sampling(
+        stop_ids=stop_ids,
+        pad_id=pad_token_id(model, tokenizer),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_completion_tokens=config.max_completion_tokens,
+        stop_strings=config.stop_strings,
+        max_rows=config.max_rows,
+        decoder=config.decoder,
+        logprobs=logprobs,
+        nucleus=nucleus,
+    )
 
 
 def check_decoder(model: transformers.PreTrainedModel, decoder: Decoder) -> None:
@@ -60,18 +79,59 @@ def generate(
 
     At most `Sampling.max_rows` rows are decoded at a time.
     """
-    check_decoder(model, sampling.decoder)
-    if sampling.library and (sampling.logprobs or sampling.nucleus):
-        raise ValueError("logprobs and nucleus are unavailable with decoder=hf or a repetition_penalty")
-    prompts, at_a_time = list(prompts), max(1, sampling.max_rows // group_size)
+    prompts = list(prompts)
+    prompts_at_a_time = max(1, sampling.max_rows // group_size)
     parts = []
     with inference(model):
-        for start in range(0, len(prompts), at_a_time):
-            padded = left_pad(prompts[start : start + at_a_time], sampling.pad_id)
-            prompt_ids, prompt_mask = (to_device(part, model.device) for part in padded)  # (N, P)
-            drawn = complete(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
-            parts.append(as_rollout(tokenizer, prompt_ids, prompt_mask, *drawn, sampling))
-    return join(parts, sampling.pad_id)
+        for start in range(0, len(prompts), prompts_at_a_time):
+            prompt_ids, prompt_mask = left_pad(prompts[start : start + prompts_at_a_time], sampling.pad_id)
+            prompt_ids = prompt_ids.to(model.device)  # (N, P)
+            prompt_mask = prompt_mask.to(model.device)
+            if sampling.decoder == "hf":
+                completion_ids = generate_by_library(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+                logprobs = nucleus = None
+            else:
+                stop_strings = None
+                if sampling.stop_strings:
+                    stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))
+                completion_ids, logprobs, nucleus = decode(
+                    model, prompt_ids, prompt_mask, sampling, group_size, stop_strings
+                )
+            parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completion_ids, sampling, logprobs, nucleus))
+    return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
+
+
+def make_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    sampling: Sampling,
+    logprobs: Tensor | None = None,
+    nucleus: Nucleus | None = None,
+) -> Rollout:
+    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
+
+    Masks come from lengths, never from token values: a pad token may equal a stop token.
+    """
+    device = prompt_ids.device
+    rows, width = completion_ids.shape
+    group_size = rows // len(prompt_ids)
+    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
+    completion_ids = completion_ids.to(device)
+    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
+    if sampling.stop_strings:
+        ends = StopStringCriteria(tokenizer, list(sampling.stop_strings))
+        is_stop |= torch.stack([ends(completion_ids[:, : t + 1], None) for t in range(width)], dim=1)
+    terminated = is_stop.any(dim=1)
+    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
+    completion_mask = torch.arange(width, device=device) < lengths[:, None]
+    tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
+    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens)
+    if logprobs is not None:
+        logprobs = logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None
+    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
 
 
 def decode_greedily(
@@ -85,82 +145,77 @@ def decode_greedily(
     return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
 
 
-def as_rollout(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    logprobs: Tensor | None,
-    nucleus: Nucleus | None,
-    sampling: Sampling,
-) -> Rollout:
-    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
-
-    Masks come from lengths, never from token values: a pad token may equal a stop token.
-    """
-    device, (rows, width) = prompt_ids.device, completion_ids.shape
-    group_size = rows // len(prompt_ids)
-    prompt_ids, prompt_mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, prompt_mask))
-    completion_ids = completion_ids.to(device)
-    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
-    if sampling.stop_strings:
-        ends = StopStrings(tokenizer, sampling.stop_strings)
-        is_stop |= torch.stack([ends(completion_ids[:, : t + 1]) for t in range(width)], dim=1)
-    terminated = is_stop.any(dim=1)
-    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
-    completion_mask = torch.arange(width, device=device) < lengths[:, None]
-    tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
-    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens)
-    logprobs = logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None
-    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
+@contextlib.contextmanager
+def inference(model: transformers.PreTrainedModel) -> Iterator[None]:
+    """Put a model into evaluation mode: transformers refuses a KV cache in training with gradient checkpointing."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
-def complete(
+# ---------------------------------------------------------------- the reference
+
+
+def generate_by_library(
     model: transformers.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     sampling: Sampling,
     group_size: int,
-) -> tuple[Tensor, Tensor | None, Nucleus | None]:
-    """Complete prompts (N, P) by transformers.
+) -> Tensor:
+    """Complete prompts (N, P) by transformers' own `generate`: (N * group_size, T), padded after their stop token.
 
-    Returns completions (N * group_size, T), padded after their stop token, and on request their log-probs and nucleus.
+    The model's generation config is hidden meanwhile: transformers would fill unset fields from it.
     """
-    mask, strings = prompt_mask.long(), sampling.stop_strings
-    stops = StoppingCriteriaList([StopStrings(tokenizer, strings, prompt_ids.shape[1])] if strings else [])
-    how = {"generation_config": sampling.generation_config(), "stopping_criteria": stops}
-    if not sampling.library:
-        loop = partial(decode, prompt_mask=mask, sampling=sampling, group_size=group_size)
-        return model.generate(prompt_ids, attention_mask=mask, custom_generate=loop, **how)
-    ids, mask = (part.repeat_interleave(group_size, dim=0) for part in (prompt_ids, mask))
-    rows = model.generate(ids, attention_mask=mask, synced_gpus=sampling.synced, **how)
-    return rows[:, ids.shape[1] :], None, None
+    if sampling.logprobs or sampling.nucleus:
+        raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
+    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.long().repeat_interleave(group_size, dim=0)
+    criteria = StoppingCriteriaList()
+    if sampling.stop_strings:
+        criteria.append(CompletionStopStrings(tokenizer, sampling.stop_strings, prompt_ids.shape[1]))
+    hidden_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        rows = model.generate(
+            prompt_ids,
+            attention_mask=prompt_mask,
+            generation_config=generation_config(sampling),
+            stopping_criteria=criteria,
+        )
+    finally:
+        model.generation_config = hidden_config
+    return rows[:, prompt_ids.shape[1] :]
 
 
-class StopStrings(StopStringCriteria):
-    """The library's search for stop strings at the end of rows (b, t), after the prompt: (b,) bool."""
+def generation_config(sampling: Sampling) -> GenerationConfig:
+    """`Sampling` in transformers' terms."""
+    greedy = sampling.temperature == 0
+    return GenerationConfig(
+        do_sample=not greedy,
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=50 if greedy else sampling.top_k,  # 50 is the library's default: any other draws a warning when greedy
+        repetition_penalty=1.0,
+        num_beams=1,
+        max_new_tokens=sampling.max_completion_tokens,
+        min_new_tokens=0,
+        eos_token_id=list(sampling.stop_ids) or None,
+        pad_token_id=sampling.pad_id,
+        use_cache=True,
+    )
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int = 0):
+
+class CompletionStopStrings(StopStringCriteria):
+    """Finds rows (b, P + t) whose completion ends with a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int):
         super().__init__(tokenizer, list(strings))
         self.prompt_length = prompt_length
 
-    def __call__(self, rows: Tensor, scores: Tensor | None = None, **_) -> Tensor:
-        return super().__call__(rows[:, self.prompt_length :], scores)
-
-
-@contextlib.contextmanager
-def inference(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """Hide the model's generation config and training mode, and restore them.
-
-    transformers fills unset fields from the model's generation config, and refuses a KV cache in training mode with
-    gradient checkpointing.
-    """
-    config, training = model.generation_config, model.training
-    model.generation_config = GenerationConfig()
-    model.eval()
-    try:
-        yield
-    finally:
-        model.generation_config = config
-        model.train(training)
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)

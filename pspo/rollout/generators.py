@@ -1,4 +1,4 @@
-"""The random numbers of a run: sampling's own, and those that users' code draws from."""
+"""Random numbers of a run: the generators of sampling, and those that users' code draws from."""
 
 import random
 from typing import Any
@@ -28,41 +28,58 @@ class Generators:
 
         On rank 0 at step 0 the seed of sampling is the run's own, as in a single process.
         """
-        for for_users in (False, True):
-            mixed = np.random.SeedSequence((seed, dist.rank(), steps, for_users)).generate_state(1)
-            plain = dist.rank() == 0 and steps == 0 and not for_users
-            for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-                seed_generator(seed if plain else int(mixed[0]))
-            if not for_users:
-                self.state = self.current()
+        is_first = dist.rank() == 0 and steps == 0
+        seed_all(seed if is_first else mix_seed(seed, steps, is_user_rng=False))
+        self.sampling = torch_states(self.device)
+        seed_all(mix_seed(seed, steps, is_user_rng=True))
 
     def __enter__(self) -> None:
-        self.users = self.current()
-        self.set(self.state)
+        self.users = torch_states(self.device)
+        set_torch_states(self.sampling, self.device)
 
     def __exit__(self, *_: object) -> None:
-        self.state = self.current()
-        self.set(self.users)
-
-    def current(self) -> list[Tensor]:
-        """The states of torch's global generators: the CPU's, and this GPU's."""
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else [])]
-
-    def set(self, states: list[Tensor]) -> None:
-        """Set them; a GPU's state is left out where there is none."""
-        cpu, *gpu = (state.cpu() for state in states)
-        torch.set_rng_state(cpu)
-        if gpu and self.device.type == "cuda":
-            torch.cuda.set_rng_state(gpu[0], self.device)
+        self.sampling = torch_states(self.device)
+        set_torch_states(self.users, self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (users' code may draw from it)
-        users = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": self.current()}
-        return users | {"sampling": self.state}
+        kind, keys, *position = np.random.get_state()  # noqa: NPY002 (users' code may draw from it)
+        return {
+            "python": random.getstate(),
+            "numpy": [kind, keys.tolist(), *position],
+            "torch": torch_states(self.device),
+            "sampling": self.sampling,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-        self.set(state["torch"])
-        self.state = state["sampling"]
+        kind, keys, *position = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))  # noqa: NPY002
+        set_torch_states(state["torch"], self.device)
+        self.sampling = state["sampling"]
+
+
+def mix_seed(seed: int, steps: int, is_user_rng: bool) -> int:
+    """32 bits from a seed, this rank, the number of steps, and whose the generators are."""
+    return int(np.random.SeedSequence((seed, dist.rank(), steps, is_user_rng)).generate_state(1)[0])
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's global generators: the CPU's, and this GPU's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_torch_states(states: list[Tensor], device: torch.device) -> None:
+    """Set them; a GPU's state is left out where there is none."""
+    torch.set_rng_state(states[0].cpu())
+    if len(states) > 1 and device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)

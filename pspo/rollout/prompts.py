@@ -18,10 +18,11 @@ from pspo.tasks.problem import SYSTEM_PROMPT, Messages
 
 
 class EncodedTexts(Sequence[list[int]]):
-    """Token ids of rendered prompts, each encoded when it is first asked for."""
+    """Token ids of rendered prompts, each encoded at its first use."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-        self.tokenizer, self.texts = tokenizer, texts
+        self.tokenizer = tokenizer
+        self.texts = texts
         self.encoded: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
@@ -67,12 +68,12 @@ def load_prompts(
     split: str,
     limit: int | None = None,
     room: float = math.inf,
-    environment: MakeEnvironment | None = None,
+    make_environment: MakeEnvironment | None = None,
 ) -> Prompts:
     """Load one split and render its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
 
     Prints how many were, and in how many special tokens are text. A prompt is encoded when it is used, or if nothing
-    less shows whether it is too long. ``limit`` replaces --data.limit; an ``environment`` makes the prompts of the
+    less shows whether it is too long. ``limit`` replaces --data.limit; an environment makes the prompts of the
     problems. Raises ValueError if none is left, or the split does not exist.
     """
     problems = load_problems(
@@ -86,33 +87,42 @@ def load_prompts(
         hub=config.hub,
         holdout=config.holdout,
     )
-    prompts = [environment().reset(problem) if environment else problem.prompt for problem in problems]
-    tools = getattr(environment(), "tools", None) if environment else None
+    if make_environment is None:
+        prompts = [problem.prompt for problem in problems]
+        tools = None
+    else:
+        prompts = [make_environment().reset(problem) for problem in problems]
+        tools = getattr(make_environment(), "tools", None)
     texts = render_prompts(tokenizer, prompts, config.system_text, tools)
     longest = min(config.max_prompt_tokens, room)
-    lengths = max_token_counts(tokenizer, texts)
-    unknown = [i for i, length in enumerate(lengths) if length > longest]
-    for i, ids in zip(unknown, encode(tokenizer, [texts[i] for i in unknown]), strict=True):
-        lengths[i] = len(ids)
-    kept = [i for i, length in enumerate(lengths) if length <= longest]
-    if not kept:
+    lengths = token_counts(tokenizer, texts, longest)
+    fits = [i for i, length in enumerate(lengths) if length <= longest]
+    if not fits:
         raise ValueError(
             f"all {len(texts)} {split} prompts of {config.name} are longer than {longest} tokens, the shortest has "
             f"{min(lengths)}: raise --data.max_prompt_tokens, or lower max_completion_tokens if the "
             "model's positions are the limit"
         )
-    if len(kept) < len(texts):
-        too_long = len(texts) - len(kept)
+    if len(fits) < len(texts):
+        too_long = len(texts) - len(fits)
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
-    if as_text := sum(MARK in texts[i] for i in kept):
-        print(f"{config.name} {split}: special tokens in {as_text:,} of {len(kept):,} prompts are text")
-    return Prompts([problems[i] for i in kept], EncodedTexts(tokenizer, [texts[i] for i in kept]))
+    marked = sum(MARK in texts[i] for i in fits)
+    if marked:
+        print(f"{config.name} {split}: special tokens in {marked:,} of {len(fits):,} prompts are text")
+    return Prompts([problems[i] for i in fits], EncodedTexts(tokenizer, [texts[i] for i in fits]))
+
+
+def token_counts(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: float) -> list[float]:
+    """Each text's number of tokens if that may be above ``longest``, else an upper bound."""
+    counts = max_token_counts(tokenizer, texts)
+    uncertain = [i for i, count in enumerate(counts) if count > longest]
+    for i, ids in zip(uncertain, encode(tokenizer, [texts[i] for i in uncertain]), strict=True):
+        counts[i] = len(ids)
+    return counts
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | Messages],
-    system_prompt: str = SYSTEM_PROMPT,
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Messages], system_prompt: str = SYSTEM_PROMPT
 ) -> list[list[int]]:
     """Render and encode prompts, see `render_prompts`."""
     return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt))

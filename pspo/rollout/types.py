@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pspo.config import Decoder
 from pspo.losses import LossInputs
@@ -29,7 +29,7 @@ class Sampling:
     """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens.
 
     Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
-    for the library's own loop, the reference, which a repetition penalty always takes.
+    for transformers' own `generate`, the reference.
     """
 
     stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
@@ -37,44 +37,16 @@ class Sampling:
     temperature: float = 0.6  # 0 decodes greedily
     top_p: float = 0.85
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     max_completion_tokens: int = 128
-    min_completion_tokens: int = 0
     stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
     max_rows: int = 256  # decoded at a time
     decoder: Decoder = "pspo"
-    logprobs: bool = False  # keep those that the tokens were sampled with; not with the library's own loop
-    nucleus: bool = False  # keep the tokens that each was drawn from; log-probs kept are renormalised over them
-    synced: bool = False  # all ranks decode until the last one's rows have ended, by the library's own loop
-    max_turns: int = 4  # in an environment, where max_completion_tokens limits an episode, observations included
-
-    @property
-    def library(self) -> bool:
-        """True if transformers' own loop is required: its repetition penalty needs every row to stay in the batch."""
-        return self.decoder == "hf" or self.repetition_penalty != 1 or self.synced
+    logprobs: bool = False  # keep those that the tokens were sampled with; not with decoder "hf"
+    nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
 
     def greedy(self) -> "Sampling":
-        """Greedy decoding of the plain model by the decoder, with the same limit and stop tokens."""
-        plain = {"repetition_penalty": 1.0, "min_completion_tokens": 0, "logprobs": False, "nucleus": False}
-        return replace(self, temperature=0.0, **plain)
-
-    def generation_config(self) -> GenerationConfig:
-        greedy = self.temperature == 0
-        return GenerationConfig(
-            do_sample=not greedy,
-            temperature=1.0 if greedy else self.temperature,
-            top_p=self.top_p if self.library and not greedy else 1.0,  # else `sample_nucleus` applies it, and min_p
-            min_p=self.min_p or None if self.library and not greedy else None,
-            top_k=50 if greedy else self.top_k,  # 50 is the library's default: any other draws a warning when greedy
-            repetition_penalty=self.repetition_penalty,
-            num_beams=1,
-            max_new_tokens=self.max_completion_tokens,
-            min_new_tokens=self.min_completion_tokens,
-            eos_token_id=list(self.stop_ids) or None,
-            pad_token_id=self.pad_id,
-            use_cache=True,
-        )
+        """Greedy decoding, with the same decoder, limit and stop tokens."""
+        return replace(self, temperature=0.0, logprobs=False, nucleus=False)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from textwrap import indent
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -18,8 +18,20 @@ from pspo.model.find import ASSETS
 from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
 
-VALIDATION = {"validation_reward": "mean reward", "validation_accuracy": "greedy accuracy",
-              "validation_greedy_reward": "greedy reward"}  # fmt: skip
+VALIDATION = {
+    "validation_reward": "mean reward",
+    "validation_accuracy": "greedy accuracy",
+    "validation_greedy_reward": "greedy reward",
+}
+ROWS = ("data.name", "algorithm.surrogate", "reward.functions", "reward.weights")  # rows of a card's table themselves
+PRIVATE = ("data.path", "data.chat_template", "model.name_or_path")  # may be paths of this machine
+USE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/model")
+model = AutoModelForCausalLM.from_pretrained("path/to/this/model")
+messages = [{system}{{"role": "user", "content": "..."}}]
+inputs = tokenizer.apply_chat_template(messages, {arguments}add_generation_prompt=True, return_dict=True, return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={max_tokens})[0]))"""  # noqa: E501 (a line of the card)
 
 
 def model_card(
@@ -30,7 +42,6 @@ def model_card(
     tokens: int,
     tests: dict[str, Record],
     validations: Iterable[Record],
-    changes: str = "",
 ) -> str:
     """The model, how it was trained, and its evaluation so far.
 
@@ -38,76 +49,121 @@ def model_card(
         problems: number of training problems.
         step, tokens: optimizer steps and rollout tokens up to this model.
         tests: `Evaluation.record` by the model's name, empty if not measured.
-        validations: such as `Progress.validated`, each shown once.
-        changes: those on the way, as `describe_changes` puts them.
+        validations: such as `Validator.validated`, each shown once.
     """
-    lora = config.model.resolved().lora
-    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules}" if lora.rank else ""
-    adapters = f"from {Path(lora.name_or_path).name}" if lora.name_or_path else adapters
-    base, method = config.model.name_or_path, type(config.algorithm.surrogate).__name__
-    is_folder = any(path.is_dir() for path in (Path(base), ASSETS / base))
-    on_hub = not is_folder and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base)
-    name = base if on_hub else Path(base).name  # no folder of somebody's machine
-    parts = [part for part in config.data.name.split("+") if part in SOURCES or "/" in part]
-    front = ModelCardData(
-        library_name="peft" if adapters else "transformers",
-        pipeline_tag="text-generation",
-        base_model=base if on_hub else None,
-        datasets=[SOURCES[part].hub_id if part in SOURCES else part for part in parts] or None,
-        tags=list(dict.fromkeys(["pspo", "reinforcement-learning", method.lower()])),
-    )
-
-    def listed(section: object) -> str:
-        return ", ".join(f"{part.name} {getattr(section, part.name)}" for part in fields(section))
-
-    made = {
+    base = config.model.name_or_path
+    is_folder = Path(base).is_dir() or (ASSETS / base).is_dir()
+    is_on_hub = not is_folder and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base) is not None
+    name = base if is_on_hub else Path(base).name  # no folder of somebody's machine
+    method = type(config.algorithm.surrogate).__name__
+    others = changed_settings(config, ("model", "data", "rollout", "algorithm", "optimizer"), (*ROWS, *PRIVATE))
+    table = {
         "base model": name,
-        "adapters": adapters,
         "data": f"{config.data.name}, {problems:,} problems",
         "reward": describe_rewards(config.reward),
-        "algorithm": listed(config.algorithm),
-        "rollout": listed(config.rollout),
-        "optimizer": listed(config.optimizer),
+        "surrogate": str(config.algorithm.surrogate),
+        "other settings": ", ".join(others),
         "trained for": f"{step:,} optimizer steps, {tokens:,} rollout tokens, seed {config.run.seed}",
-        "changed on the way": changes,
         "pspo": __version__,
     }
-    measured = []
+    rows = [f"| {key} | {in_markdown(text)} |" for key, text in table.items() if text]
+    evaluation = evaluation_rows(tests, validations)
+    return "\n\n".join(
+        [
+            f"---\n{front_matter(config, base if is_on_hub else None).to_yaml()}\n---",
+            f"# {in_markdown(name)}, trained with {method}",
+            "\n".join(["| | |", "|---|---|", *rows]),
+            "## Evaluation",
+            "\n".join(["| model | measure | value |", "|---|---|---|", *evaluation]) if evaluation else "None.",
+            "## Use",
+            fenced("python", use_code(config)),
+            "Evaluated by",
+            fenced("bash", evaluate_command(public_paths(config), "path/to/this/model")),
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def front_matter(config: TrainConfig, base_model: str | None) -> ModelCardData:
+    """What the hub shows and searches."""
+    names = [part for part in config.data.name.split("+") if part in SOURCES or "/" in part]
+    tags = ["pspo", "reinforcement-learning", type(config.algorithm.surrogate).__name__.lower()]
+    return ModelCardData(
+        library_name="peft" if config.model.resolved().has_adapters else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base_model,
+        datasets=[SOURCES[name].hub_id if name in SOURCES else name for name in names] or None,
+        tags=list(dict.fromkeys(tags)),
+    )
+
+
+def evaluation_rows(tests: dict[str, Record], validations: Iterable[Record]) -> list[str]:
+    """Rows of the evaluation's table: one for each test and each measure of each validation."""
+    rows = []
     for model, test in tests.items():
-        for measure in [measure for measure in ("accuracy", "mean_reward") if measure in test][:1]:
-            what = f"greedy {label(measure)} [95%] on {test['n']:,} held-out problems"
-            measured.append(f"| {model} | {what} | {from_record(test, measure)} |")
-    for validation in {of["step"]: of for of in validations if of}.values():
-        for measure in [name for name in VALIDATION if name in validation]:
-            value = as_text(measure, validation[measure])
-            measured.append(f"| step {validation['step']:,} | {VALIDATION[measure]} on validation problems | {value} |")
-    arguments = config.data.chat_template
-    given = f", with {in_markdown(as_argument(arguments))}" if isinstance(arguments, dict) else ""
-    template = f"\n\nChat template: the saved one{given}"
-    template = template if arguments else ""
-    # no path of this machine; the model has the template
-    data = replace(config.data, path=config.data.path and "path/to/data")
-    if isinstance(arguments, str):
-        data = replace(data, chat_template=None)
-    command = evaluate_command(replace(config, data=data), "path/to/this/model")
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`*", command))))  # which nothing in the command closes
-    parts = [
-        f"---\n{front.to_yaml()}\n---",
-        f"# {in_markdown(name)}, trained with {method}",
-        "\n".join(["| | |", "|---|---|", *(f"| {key} | {in_markdown(text)} |" for key, text in made.items() if text)]),
-        "## Evaluation",
-        "\n".join(["| model | measure | value |", "|---|---|---|", *measured]) if measured else "None.",
-        f"## Use\n\nSystem prompt:\n\n{indent(config.data.system_text or 'none', '    ')}{template}",  # as code
-        f"{fence}bash\n{command}\n{fence}",
-    ]
-    return "\n\n".join(parts) + "\n"
+        measure = "accuracy" if "accuracy" in test else "mean_reward"
+        if measure in test:
+            description = f"greedy {label(measure)} [95%] on {test['n']:,} held-out problems"
+            rows.append(f"| {model} | {description} | {from_record(test, measure)} |")
+    by_step = {validation["step"]: validation for validation in validations if validation}
+    for step, validation in by_step.items():
+        for measure, description in VALIDATION.items():
+            if measure in validation:
+                value = as_text(measure, validation[measure])
+                rows.append(f"| step {step:,} | {description} on validation problems | {value} |")
+    return rows
+
+
+def changed_settings(config: TrainConfig, sections: Iterable[str], left_out: Collection[str]) -> list[str]:
+    """Such as "optimizer.lr 0.003", for each switch of the sections that is not at its default."""
+    settings = []
+    for section_name in sections:
+        section = getattr(config, section_name)
+        defaults = type(section)()
+        for part in fields(section):
+            value = getattr(section, part.name)
+            switch = f"{section_name}.{part.name}"
+            is_default = value in (getattr(defaults, part.name), "none")  # a correction's default is resolved to none
+            if not is_default and switch not in left_out:
+                settings.append(f"{switch} {describe_value(value)}")
+    return settings
+
+
+def describe_value(value: Any) -> str:
+    if isinstance(value, list):
+        return " + ".join(describe_value(item) for item in value)
+    return getattr(value, "__name__", str(value))
 
 
 def describe_rewards(config: RewardConfig) -> str:
     """The weighted sum, such as 1 x MathReward(...) + -0.5 x Brevity."""
     weights = config.weights or [1.0] * len(config.functions)
-    names = [repr(f) if is_dataclass(f) else reward_name(f) for f in config.functions]
+    names = [repr(function) if is_dataclass(function) else reward_name(function) for function in config.functions]
     return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True))
+
+
+def use_code(config: TrainConfig) -> str:
+    """Python that loads the model and asks it."""
+    system = config.data.system_text
+    system = f'{{"role": "system", "content": {system!r}}}, ' if system else ""
+    template = config.data.chat_template
+    arguments = "".join(f"{name}={value!r}, " for name, value in template.items()) if isinstance(template, dict) else ""
+    return USE.format(system=system, arguments=arguments, max_tokens=config.rollout.max_completion_tokens)
+
+
+def fenced(language: str, code: str) -> str:
+    """A block of code in Markdown, in a fence that nothing in the code closes."""
+    fence = "`" * max(3, 1 + max(len(ticks) for ticks in re.findall("`*", code)))
+    return f"{fence}{language}\n{code}\n{fence}"
+
+
+def public_paths(config: TrainConfig) -> TrainConfig:
+    """The configuration without paths of this machine; a chat template's file is saved with the model."""
+    data = config.data
+    if data.path is not None:
+        data = replace(data, path="path/to/data")
+    if isinstance(data.chat_template, str):
+        data = replace(data, chat_template=None)
+    return replace(config, data=data)
 
 
 def evaluate_command(config: TrainConfig, model: str) -> str:

@@ -21,7 +21,7 @@ from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights
 from pspo.model.load import empty_policy
 from pspo.model.save import save_whole
-from pspo.run.folders import settle
+from pspo.run.folders import fsync_tree
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def export(config: ExportConfig) -> None:
         save_whole(merged, folder)
         tokenizer.save_pretrained(folder)
         merged_card(adapters, summary).save(folder / "README.md")
-        settle(folder)
+        fsync_tree(folder)
         folder.rename(output)
     print(f"{summary}: {output}")
 

@@ -1,4 +1,4 @@
-"""Folders of a run, of which a reader never meets half: written under another name, synced, then renamed.
+"""Folders that appear whole or not at all: written under another name, synced, then renamed.
 
 A checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of every file's size and SHA-256.
 """
@@ -20,10 +20,10 @@ from pspo.cli.files import DAMAGE, lock, write_json
 
 
 class RunFailed(RuntimeError):
-    """A run that cannot continue, for a reason of its own; everything saved is still there."""
+    """A run that cannot continue; everything saved is still there."""
 
 
-def claim(run: Path) -> IO[Any]:
+def lock_folder(run: Path) -> IO[Any]:
     """Lock the run's folder until the returned file is closed; ValueError if another process has locked it."""
     file = (run / ".lock").open("a")
     if not lock(file):
@@ -34,39 +34,44 @@ def claim(run: Path) -> IO[Any]:
 
 def check_output(folder: Path) -> None:
     """Raise ValueError if the folder cannot be made, before anything expensive happens."""
-    existing = nearest(folder)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        what = "cannot be written to" if existing.is_dir() else "is a file"
-        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} {what}; choose another folder")
+    existing = nearest_existing(folder)
+    if not existing.is_dir():
+        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} is a file; choose another folder")
+    if not os.access(existing, os.W_OK):
+        reason = f"{existing} cannot be written to"
+        raise ValueError(f"--run.output_dir {folder} cannot be made: {reason}; choose another folder")
 
 
-def nearest(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """The folder, or the first of those above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 @contextlib.contextmanager
-def writing(problem: str, folder: Path) -> Iterator[None]:
-    """End the run if something in a folder cannot be written (disk full), and remove what is half there."""
+def write_errors(problem: str, folder: Path) -> Iterator[None]:
+    """Raise RunFailed if something in a folder cannot be written (disk full), and remove what is half there."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
-        full = shutil.disk_usage(nearest(folder)).free < 2**20 and getattr(error, "errno", None) != errno.ENOSPC
-        tidy(folder)
-        raise RunFailed(f"{problem}: {os.strerror(errno.ENOSPC) if full else error}") from error
+        reason = str(error)
+        if shutil.disk_usage(nearest_existing(folder)).free < 2**20 and getattr(error, "errno", None) != errno.ENOSPC:
+            reason = os.strerror(errno.ENOSPC)
+        remove_leftovers(folder)
+        raise RunFailed(f"{problem}: {reason}") from error
 
 
-def hidden(folder: Path, suffix: str) -> Path:
+def temporary_path(folder: Path, suffix: str) -> Path:
     """The name of a folder that is not whole yet (new), to be replaced (old) or to be deleted (gone)."""
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-def tidy(parent: Path) -> None:
+def remove_leftovers(parent: Path) -> None:
     """Finish or undo what interrupted saves left in a folder."""
     for leftover in parent.glob(".*.tmp"):  # of `write_text`
         leftover.unlink()
     for old in parent.glob(".*.old"):
-        if not (folder := parent / old.name[1:-4]).exists():  # killed between the two renames
+        folder = parent / old.name[1:-4]
+        if not folder.exists():  # killed between the two renames
             old.rename(folder)
     for suffix in ("new", "old", "gone"):
         for leftover in parent.glob(f".*.{suffix}"):
@@ -76,29 +81,30 @@ def tidy(parent: Path) -> None:
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only."""
-    with writing(f"cannot save {folder}", folder.parent):
-        temporary, replaced = hidden(folder, "new"), hidden(folder, "old")
+    with write_errors(f"cannot save {folder}", folder.parent):
+        temporary = temporary_path(folder, "new")
+        replaced = temporary_path(folder, "old")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        settle(temporary)
+        fsync_tree(temporary)
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
-        sync(folder.parent)
+        fsync(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def settle(folder: Path) -> None:
-    """Give a folder's files the rights of the umask, safetensors' are the owner's alone, and flush all to the disk."""
+def fsync_tree(folder: Path) -> None:
+    """Flush a folder to the disk; its files get the rights of the umask: safetensors are the owner's alone."""
     rights = folder.stat().st_mode & 0o666
     for path in (*folder.rglob("*"), folder):
         if path.is_file():
             path.chmod(rights)
-        sync(path)
+        fsync(path)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -111,9 +117,9 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def numbered(folder: Path, suffix: str = "") -> list[Path]:
-    """What is named like ``step-42`` in a folder, newest first."""
-    found = (path for path in folder.glob(f"step-*{suffix}") if path.name.removesuffix(suffix)[5:].isdecimal())
-    return sorted(found, key=step_of)[::-1]
+    """Paths named like ``step-42`` in a folder, newest first."""
+    paths = [path for path in folder.glob(f"step-*{suffix}") if path.name.removesuffix(suffix)[5:].isdecimal()]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def newest_checkpoint(run: Path) -> str:
@@ -126,31 +132,31 @@ def step_of(checkpoint: Path) -> int:
 
 
 def prune(run: Path, keep: int, last: float = math.inf) -> None:
-    """Remove the checkpoints of steps after ``last``, and all but the newest of the others."""
+    """Remove the checkpoints of steps after ``last``, and all but the newest ``keep`` of the others."""
     later = [folder for folder in checkpoints(run) if step_of(folder) > last]
     for folder in later + checkpoints(run)[len(later) + keep :]:
-        gone = folder.rename(hidden(folder, "gone"))  # a kill leaves no half of it under its own name
+        gone = folder.rename(temporary_path(folder, "gone"))  # a kill leaves no half of it under its own name
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:
     """Write the size and SHA-256 of every file in the folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    write_json(folder / "manifest.json", {str(path.relative_to(folder)): describe(path) for path in paths})
+    write_json(folder / "manifest.json", {str(path.relative_to(folder)): describe_file(path) for path in paths})
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Name the first file of a checkpoint that is not what was saved; None if all are."""
     try:
         files = json.loads((folder / "manifest.json").read_text(encoding="utf-8")).items()
     except (FileNotFoundError, IsADirectoryError, ValueError, *DAMAGE) as error:
         return f"{folder} is damaged: manifest.json ({error})"
     for name, saved in files:
-        if not (folder / name).is_file() or describe(folder / name) != saved:
+        if not (folder / name).is_file() or describe_file(folder / name) != saved:
             return f"{folder} is damaged: {name} is missing, or not what was saved (size, SHA-256)"
     return None

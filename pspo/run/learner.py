@@ -54,11 +54,12 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore everything but the weights; the learning rate and the like stay this optimizer's own."""
+        """Restore everything but the weights; learning rate and other options stay as this optimizer was made."""
         self.steps = state["steps"]
         self.microbatch_limit = state["microbatch_limit"]
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group.update({name: value for name, value in self.optimizer.defaults.items() if name in group})
+        for group, made in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(made | {"lr": self.optimizer.defaults["lr"]})
         self.scheduler = schedule(self.optimizer, self.scheduler.lr_lambdas[0], self.steps)

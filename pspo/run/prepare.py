@@ -4,43 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli import files as records
+from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
 from pspo.cli.python import default_output
+from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
+from pspo.environments import EnvironmentSampler
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.model.chat import drops_thoughts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, load_prompts
+from pspo.rollout import Prompts, RolloutSampler, Sampler, Sampling, UnshardedSampler, load_prompts, make_sampling
 from pspo.rollout.delay import Delay
-from pspo.rollout.engine import find_engine
+from pspo.rollout.engine import EngineSampler, find_engine, start_engine
 from pspo.rollout.generate import decode_greedily
 from pspo.rollout.generators import Generators
-from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import check_output, checkpoints, claim
+from pspo.run.checkpointer import Checkpointer, Stateful
+from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import Learner
 from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
-from pspo.run.resume import check_or_start_anew, fork_parent, restore, run_to_resume
+from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, remove_records, resume
 from pspo.run.run import Run
-from pspo.run.sampler import Sampler
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
 
-def prepare(config: TrainConfig, settings: records.Settings) -> Run:
+def prepare(config: TrainConfig, settings: Settings) -> Run:
     """Load everything, and make the run's folder or restore the run that it holds.
 
     ``settings`` is the configuration for the folder. Raises ValueError for anything the user can mend, before anything
@@ -48,13 +49,12 @@ def prepare(config: TrainConfig, settings: records.Settings) -> Run:
     """
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-        output, resumed, parent = dist.run_on_main(lambda: find_output(config, settings, resources))
+        output, checkpoint, parent = dist.run_on_main(lambda: find_start(config, settings, resources))
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         check_tracker(config.run.tracker)
-        check_optimizer(config.optimizer.name)
-        if config.rollout.external:
-            find_engine(config.rollout)
+        check_optimizer(config.optimizer)
+        engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
         make_environment = load_environment(config.rollout.environment)
         tokenizer = load_tokenizer(config.model, config.data)
         token_ids(tokenizer, config.rollout.stop_tokens or ())
@@ -67,31 +67,125 @@ def prepare(config: TrainConfig, settings: records.Settings) -> Run:
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators:
             learner = make_learner(config, device)
-        sampler = Sampler(config, learner, tokenizer, generators, make_environment, output)
+        signals = StopSignals()
+        sampling = make_run_sampling(config, learner, tokenizer)
+        decoder = Sampler(learner.policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
         with dist.unsharded(learner.policy):
-            decode = partial(decode_greedily, learner.policy, tokenizer, sampler.sampling)
+            decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
             check_exactness(learner.policy, prompts["train"].ids, decode, config.model.autocast)
-        if config.rollout.external:
-            sampler.start_engine(prompts, resources)
+        engine_sampler = None
+        if engine is not None:
+            resources.callback(engine.close)
+            if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+                resources.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+            engine_sampler = start_engine(engine, config, learner, decoder, prompts)
+        sampler = make_sampler(decoder, engine_sampler, make_environment)
 
         stream = PromptStream(prompts["train"], config)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-        delay = Delay(config, stream, sampler, recorder)
+        delay = make_delay(config, stream, engine_sampler) if config.rollout.lag > 0 else None
         validator = Validator(config, sampler, recorder, prompts)
-        parts = {"stream": stream, "delay": delay, "learner": learner, "validator": validator}
-        parts |= {"recorder": recorder, "generators": generators}
-        surrogate = config.algorithm.surrogate
-        with_state = {"surrogate": surrogate} if hasattr(surrogate, "state_dict") else {}
-        checkpointer = Checkpointer(config, parts | with_state, output)
-        if not resumed:
-            dist.run_on_main(lambda: make_output(output, settings, resources))
-        seen, rule = all(dist.gather_objects(output.exists())), "must be in a folder that all nodes share"
-        dist.run_on_main(lambda: require(seen, "run.output_dir", rule, str(output)))
-        if resumed or config.run.fork_from:
-            restore(config, settings, checkpointer, parent)
-        dist.run_on_main(lambda: write_start(output, device, learner.steps, settings))
-        own = {"sampler": sampler, "checkpointer": checkpointer, "resources": resources.pop_all()}
-        return Run(config, output=output, **parts, **own)
+        parts: dict[str, Stateful] = {
+            "stream": stream,
+            "learner": learner,
+            "validator": validator,
+            "recorder": recorder,
+            "generators": generators,
+        }
+        if delay is not None:
+            parts["delay"] = delay
+        checkpointer = Checkpointer(config, parts | stateful_pieces(config), output)
+        if checkpoint is None:
+            dist.run_on_main(lambda: make_output(output, resources))
+        is_shared = all(dist.gather_objects(output.exists()))
+        rule = "must be in a folder that all nodes share"
+        dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
+        if checkpoint is not None:
+            resume(checkpointer, checkpoint, config.run.seed)
+        dist.run_on_main(lambda: write_start(output, device, settings))
+        if parent is not None:
+            fork(config, settings, checkpointer, parent)
+        return Run(
+            config,
+            stream=stream,
+            sampler=sampler,
+            delay=delay,
+            learner=learner,
+            validator=validator,
+            recorder=recorder,
+            generators=generators,
+            checkpointer=checkpointer,
+            output=output,
+            resources=resources.pop_all(),
+            signals=signals,
+        )
+
+
+def make_run_sampling(config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """Sampling as --rollout says, with what --algorithm needs of the tokens that are drawn."""
+    return make_sampling(
+        learner.policy,
+        tokenizer,
+        config.rollout,
+        logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
+        nucleus=config.algorithm.nucleus == "replay",
+    )
+
+
+def make_sampler(
+    decoder: Sampler, engine_sampler: EngineSampler | None, make_environment: MakeEnvironment | None
+) -> RolloutSampler:
+    """What draws: the policy's own decoding or an engine; in an environment, if the run has one."""
+    sampler = decoder if engine_sampler is None else engine_sampler
+    if make_environment is not None:
+        sampler = EnvironmentSampler(sampler, make_environment)
+    if dist.is_sharded(decoder.policy):
+        sampler = UnshardedSampler(sampler, decoder.policy, gathers=engine_sampler is None)
+    return sampler
+
+
+def make_delay(config: TrainConfig, stream: PromptStream, engine_sampler: EngineSampler | None) -> Delay:
+    """Rollouts wait for --rollout.lag; an engine draws the next one during the update, if nothing forbids it."""
+    if not config.draws_ahead:
+        return Delay(config.rollout.lag)
+
+    def prefetch() -> None:
+        _, prompts = stream.peek(config.rollout.prompts)
+        engine_sampler.prefetch(prompts, config.rollout.group_size)
+
+    return Delay(config.rollout.lag, engine_sampler, prefetch)
+
+
+def find_start(
+    config: TrainConfig, settings: Settings, resources: contextlib.ExitStack
+) -> tuple[Path, Path | None, Path | None]:
+    """The run's folder, locked if it is there; its checkpoint to resume from; or the checkpoint of a run to fork."""
+    output = Path(config.run.output_dir or default_output(config))
+    check_output(output)
+    if holds_run(output):
+        resources.enter_context(lock_folder(output))
+        checkpoint = find_checkpoint(output)
+        if checkpoint is not None:
+            check_same(output, settings)
+            return output, checkpoint, None
+        print(f"{output} holds no checkpoint: its run starts anew", file=sys.stderr)
+        remove_records(output)
+    return output, None, find_parent(config.run) if config.run.fork_from else None
+
+
+def make_output(output: Path, resources: contextlib.ExitStack) -> None:
+    """Make the folder of a new run and lock it, unless it is locked already."""
+    output.mkdir(parents=True, exist_ok=True)
+    if not (output / "config.yaml").exists():
+        resources.enter_context(lock_folder(output))
+
+
+def write_start(output: Path, device: torch.device, settings: Settings) -> None:
+    """Write config.yaml, and once for a run environment.json."""
+    write_text(output / "config.yaml", to_yaml(settings))
+    if not (output / "environment.json").exists():
+        write_json(output / "environment.json", environment(str(device), dist.world_size()))
 
 
 def load_splits(
@@ -100,11 +194,13 @@ def load_splits(
     """Prompts by split: train, and validation and test if the run has them."""
     room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
-    limits |= {"validation": config.run.validation_limit} if config.run.validate_every else {}
-    limits |= {"test": config.run.test_limit} if config.run.test_limit else {}
-    load = partial(load_prompts, config.data, tokenizer, room=room, environment=make_environment)
-    prompts = {split: load(split, limit) for split, limit in limits.items()}
-    for split in prompts:
+    if config.run.validate_every:
+        limits["validation"] = config.run.validation_limit
+    if config.run.test_limit:
+        limits["test"] = config.run.test_limit
+    prompts = {}
+    for split, limit in limits.items():
+        prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
         check_rewards(config.reward.functions, prompts[split].problems)
     role = getattr(make_environment(), "role", "user") if make_environment else None
     if role and drops_thoughts(tokenizer, role) and not config.run.quiet:
@@ -115,7 +211,8 @@ def load_splits(
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     """Load the policy, and the reference if there is one, and make the optimizer."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
-    policy, reference = load_policy(config.model, device, config.distributed), None
+    policy = load_policy(config.model, device, config.distributed)
+    reference = None
     if config.algorithm.beta > 0 and has_adapters(policy):
         reference = StartingAdapters(policy)  # no second copy of the model
     elif config.algorithm.beta > 0:
@@ -125,33 +222,9 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     return Learner(policy, optimizer, scheduler, reference)
 
 
-def find_output(
-    config: TrainConfig, settings: records.Settings, resources: contextlib.ExitStack
-) -> tuple[Path, bool, Path | None]:
-    """The run's folder; whether it holds a run to resume, which is then locked; a fork's parent, until it is copied."""
-    resumed = run_to_resume(config.run)
-    output = resumed or Path(config.run.output_dir or default_output(config))
-    check_output(output)
-    if resumed:
-        resources.enter_context(claim(output))
-        check_or_start_anew(output, settings)
-        if changed := records.changed_code(output, settings):
-            advice = "it goes on with the new code; another --run.output_dir starts anew, --run.fork_from forks it"
-            print(f"WARNING: {', '.join(changed)} has changed since the last start: {advice}", file=sys.stderr)
-    forks = config.run.fork_from and not checkpoints(output)
-    return output, resumed is not None, fork_parent(config.run, settings) if forks else None
-
-
-def make_output(output: Path, settings: records.Settings, resources: contextlib.ExitStack) -> None:
-    """Make the run's folder and lock it."""
-    output.mkdir(parents=True, exist_ok=True)
-    resources.enter_context(claim(output))
-    records.write_text(output / "config.yaml", records.to_yaml(settings))
-
-
-def write_start(output: Path, device: torch.device, step: int, settings: records.Settings) -> None:
-    """Write environment.json, once for a run, and the step, the time and the user's code of every start."""
-    if not (path := output / "environment.json").exists():
-        records.write_json(path, records.environment(str(device), dist.world_size()))
-    start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "code": records.code_of(settings)}
-    records.append_jsonl(output / "starts.jsonl", start)
+def stateful_pieces(config: TrainConfig) -> dict[str, Any]:
+    """The surrogate, and the terms, that have a state to save."""
+    pieces = {"algorithm.surrogate": config.algorithm.surrogate}
+    for i, term in enumerate(config.algorithm.terms):
+        pieces[f"algorithm.terms.{i}"] = term
+    return {name: piece for name, piece in pieces.items() if hasattr(piece, "state_dict")}

@@ -14,29 +14,34 @@ class PromptStream:
 
     Attributes:
         position: prompts drawn so far, all ranks' together.
-        previous: the position before the last prompts were drawn.
     """
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
-        self.prompts, self.config = prompts, config
+        self.prompts = prompts
+        self.config = config
         self.fingerprint = prompts.fingerprint()
         self.seek(0)
 
     def next(self, n: int) -> tuple[list[int], Prompts]:
-        """This rank's share of the next n prompts: their indices, and themselves."""
+        """Indices and prompts of this rank's share of the next n."""
         minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
-        self.previous = self.position
         self.position += n
-        drawn = list(islice(self.order, n))
-        indices = dist.take_rank_share(drawn, minibatches)
+        indices = dist.take_rank_share(list(islice(self.order, n)), minibatches)
         return indices, self.prompts.take(indices)
+
+    def peek(self, n: int) -> tuple[list[int], Prompts]:
+        """What `next` will return."""
+        position = self.position
+        share = self.next(n)
+        self.seek(position)
+        return share
 
     def problems(self, indices: list[int]) -> list[Problem]:
         """The problem of each row of these prompts' groups."""
         return [self.prompts.problems[i] for i in indices for _ in range(self.config.rollout.group_size)]
 
     def seek(self, position: int) -> None:
-        self.position = self.previous = position
+        self.position = position
         self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 class TokenRecord:
-    """Collects the visits of optimizer steps to the tokens of some rows, this rank's first ``rows`` of a rollout."""
+    """Collects what optimizer steps compute at the tokens of this rank's first ``rows`` rows of a rollout."""
 
     def __init__(self, rows: int = 0) -> None:
         self.rows = rows
@@ -39,18 +39,19 @@ class TokenRecord:
         """Add a step's values (n,) at tokens, by column of `COLUMNS`, and ``row`` and ``position`` of these."""
         if self.rows == 0:
             return
-        chosen = values["row"] < self.rows
-        visit = {name: value[chosen].cpu().numpy() for name, value in values.items()}
+        is_recorded = values["row"] < self.rows
+        visit = {name: value[is_recorded].cpu().numpy() for name, value in values.items()}
         self.visits.append(visit | {"step": np.full(len(visit["row"]), step)})
 
     def take(self, tokenizer: PreTrainedTokenizerBase, experience: Any, group_size: int) -> dict[str, Any]:
-        """The columns of the visits to a `pspo.rollout.Experience`, which are forgotten."""
+        """Columns of the visits to the tokens of a `pspo.rollout.Experience`; they are then forgotten."""
         names = sorted({name for visit in self.visits for name in visit})
         columns = {name: np.concatenate([visit[name] for visit in self.visits]) for name in names}
         self.visits = []
         if not len(columns.get("row", ())):
             return {}
-        rows, positions = (columns[name].astype(int) for name in ("row", "position"))
+        rows = columns["row"].astype(int)
+        positions = columns["position"].astype(int)
         ids = experience.rollout.completion_ids[: self.rows].tolist()
         texts = {row: token_texts(tokenizer, ids[row][: positions[rows == row].max() + 1]) for row in set(rows)}
         columns["problem"] = np.array(experience.prompts)[rows // group_size]
@@ -62,12 +63,17 @@ class TokenRecord:
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The text that each token adds to those before it; "" until a character is complete."""
-    texts, first, known = [], 0, 0  # decoded from `first`, of which the tokens before `known` have been shown
+    texts = []
+    context = 0  # first token that is decoded with the next ones: some tokenizers set a space between two
+    shown = 0  # tokens whose text is complete
     for end in range(1, len(ids) + 1):
-        before, now = tokenizer.batch_decode([ids[first:known], ids[first:end]])
-        whole = not now.endswith("\N{REPLACEMENT CHARACTER}") or end == len(ids)
-        texts.append(now[len(before) :] if whole else "")
-        first, known = (known, end) if whole else (first, known)
+        before, now = tokenizer.batch_decode([ids[context:shown], ids[context:end]])
+        if now.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            texts.append("")
+        else:
+            texts.append(now[len(before) :])
+            context = shown
+            shown = end
     return texts
 
 

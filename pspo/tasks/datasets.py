@@ -24,7 +24,7 @@ from typing import Any
 from pspo.tasks import arithmetic, calculator, letters
 from pspo.tasks.answers import MAX_DIGITS, parse_number
 from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.files import READERS, Row, data_files, file_rows, is_saved
+from pspo.tasks.files import READERS, Row, file_rows
 from pspo.tasks.problem import AnswerKind, Problem
 
 _SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
@@ -83,9 +83,7 @@ def _user_gold(row: Row, kind: AnswerKind, column: str, on_hub: bool) -> Gold:
 def user_source(name: str, columns: dict[str, str], hub: dict[str, Any], on_hub: bool) -> Source:
     """A user's own file, or a data set of the hub that `SOURCES` does not name."""
     read_gold = partial(_user_gold, column=columns["answer"], on_hub=on_hub)
-    return Source(
-        (columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits")
-    )
+    return Source((columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits"))
 
 
 GSM8K = "740312add88f781978c0658806c59bc2815b9866"  # revisions
@@ -148,14 +146,12 @@ def load_problems(
         columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. `category` and `level` are read
             besides, if present. Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are
             `Problem.fields`.
-        hub: of a data set of the hub, its configuration, revision and the names of our splits {"train": ...}: a mapping
-            with any of the keys "config", "revision", "splits".
-        holdout: share of a single split that becomes test. A hash of a problem's words and the seed decides: problems of
-            the same words are on one side.
+        hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours.
+        holdout: share of a single split that becomes test; problems of the same words are on one side.
     """
     columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
     hub = hub or {}
-    check_arguments(name, split, path, columns, hub)
+    check_arguments(name, split, path, hub)
     names = name.split("+")
     problems = []
     for part in names:
@@ -191,9 +187,7 @@ def load_problems(
     return problems[:limit]
 
 
-def check_arguments(
-    name: str, split: str, path: str | Path | None, columns: dict[str, str], hub: dict[str, Any]
-) -> None:
+def check_arguments(name: str, split: str, path: str | Path | None, hub: dict[str, Any]) -> None:
     """Raise ValueError for arguments of `load_problems` that name nothing, or do not fit each other."""
     names = name.split("+")
     for part in names:
@@ -204,10 +198,6 @@ def check_arguments(
             )
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if unknown := columns.keys() - {"prompt", "answer"}:
-        raise ValueError(f"--data.columns {unknown.pop()!r} is unknown; it names the columns of prompt and answer")
-    if unknown := hub.keys() - {"config", "revision", "splits"}:
-        raise ValueError(f"--data.hub {unknown.pop()!r} is unknown; choose from config, revision, splits")
     if "revision" in hub and (path is not None or len(names) > 1 or name in GENERATED):
         raise ValueError("the revision in --data.hub is that of a single data set of the hub: unset it")
     if name in GENERATED and path is not None:
@@ -361,14 +351,14 @@ def hub_rows(source: Source, tables: dict[str | None, Any], splits: list[str]) -
 
 def files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
     """Find the data files at path, by the split that their names say; all are test if none says one."""
-    if path.is_file() or is_saved(path):
+    if path.is_file():
         return group_by_split({path.name: path})
     files = {}
-    for file in data_files(path):
-        inner_path = str(file.relative_to(path))
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if not hidden and not (skip and skip in inner_path):
-            files[inner_path] = file
+    for file in sorted(path.rglob("*")):
+        place = file.relative_to(path)
+        hidden = any(part.startswith(".") for part in place.parts)
+        if file.suffix in READERS and not hidden and not (skip and skip in str(place)):
+            files[str(place)] = file
     by_split = group_by_split(files)
     for split, paths in by_split.items():
         if not paths:

@@ -1,7 +1,7 @@
-"""Readers of local files: JSON lines, JSON, CSV, parquet, `save_to_disk` folders and ASDiv's XML, as rows.
+"""Readers of local files: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
 
-Gold answers keep their decimal digits: 0.1 in a JSON file is read as Decimal("0.1"), never as a binary float. That is
-why `datasets`, whose columns are of one binary type, reads only what it wrote.
+Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1"), never a binary
+float.
 """
 
 import csv
@@ -72,9 +72,8 @@ def file_rows(paths: list[Path]) -> list[Row]:
     """Read all records of some files; ValueError names the file, and the line or record, that is wrong."""
     rows = []
     for path in paths:
-        reader = _read_saved if path.is_dir() else READERS[path.suffix]
         try:
-            for number, record in enumerate(reader(path), 1):
+            for number, record in enumerate(READERS[path.suffix](path), 1):
                 if not isinstance(record, dict):
                     raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
                 check_characters(record, f"record {number}")
@@ -92,27 +91,6 @@ def check_characters(record: dict[str, Any], where: str) -> None:
         json.dumps(record, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} contains an unpaired surrogate ({error.reason})") from error
-
-
-def data_files(folder: Path) -> list[Path]:
-    """Find the data below a folder: files of a known format, and folders that `Dataset.save_to_disk` wrote."""
-    saved = {state.parent for state in folder.rglob("state.json") if is_saved(state.parent)}
-    files = [file for file in folder.rglob("*") if file.suffix in READERS and file.name != "dataset_dict.json"]
-    return sorted(saved.union(file for file in files if file.parent not in saved))
-
-
-def is_saved(path: Path) -> bool:
-    """True for a folder that `Dataset.save_to_disk` wrote."""
-    return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
-
-
-def _read_saved(path: Path) -> list[dict[str, Any]]:
-    import datasets  # slow to import
-
-    try:
-        return datasets.load_from_disk(str(path)).to_list()
-    except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"state.json or dataset_info.json is not what datasets writes ({error!r})") from error
 
 
 def _null(constant: str) -> None:

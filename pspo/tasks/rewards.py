@@ -11,12 +11,11 @@ out of that completion's sum. ``async def`` functions are awaited.
 
 import asyncio
 import contextlib
-import difflib
 import inspect
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
-from pspo.tasks.failures import RewardError, end_forks, report_failure
+from pspo.tasks.failures import RewardError, report_failure
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
@@ -148,11 +147,8 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
         elif name in input_names(inputs):
             arguments[name] = derived_input(name, inputs)
         elif parameters[name].default is inspect.Parameter.empty and parameters[name].kind not in VARIADIC:
-            names = sorted(input_names(inputs))
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            only = f"there is only {', '.join(names)}{hint}"
-            raise RewardError(f"reward {reward_name(function)} asks for {name!r}; {only}")
+            names = ", ".join(sorted(input_names(inputs)))
+            raise RewardError(f"reward {reward_name(function)} asks for {name!r}; there is only {names}")
     if "completions" in arguments and not isinstance(function, Reward):
         pairs = zip(inputs["completions"], inputs["problems"], strict=False)  # no completions in `check_rewards`
         arguments["completions"] = [
@@ -190,7 +186,7 @@ def derived_input(name: str, inputs: dict[str, Any]) -> Any:
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged.
 
-    What it raises is an Exception, and the current folder stays the trainer's. A fork that it has made ends here.
+    What it raises is an Exception, and the current folder stays the trainer's.
     """
     logs: dict[str, Any] = {}
 
@@ -204,9 +200,9 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> tupl
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
     arguments = {name: loggers.get(name, value) for name, value in arguments.items()}
     try:
-        with end_forks(), contextlib.chdir("."):
+        with contextlib.chdir("."):
             values = function(**arguments)
-            if inspect.isawaitable(values):
+            if inspect.iscoroutine(values):
                 values = await_result(values)
     except (Exception, KeyboardInterrupt):
         raise
@@ -331,18 +327,14 @@ def call_in_time(
         return error
 
 
-def await_result(values: Awaitable[Any]) -> Any:
+def await_result(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run an asynchronous reward to its end, also in a notebook, which has a running loop."""
-
-    async def result() -> Any:
-        return await values
-
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(result())
+        return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, result()).result()
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def total_rewards(

@@ -17,7 +17,7 @@ from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from pspo.tasks.failures import WorkerError, user_traceback
+from pspo.tasks.failures import WorkerError, end_forks, user_traceback
 
 START = """\
 from pspo.tasks.workers import Connection, end_with_parent, ignore_signals
@@ -146,7 +146,8 @@ def serve(connection: Connection, memory: int) -> None:
         try:
             function, call = connection.recv()  # imports the function's module
             connection.send(("began", None))
-            message = "returned", function(*call)
+            with end_forks():
+                message = "returned", function(*call)
         except Exception as error:  # a user's code may raise anything
             message = "failed", user_traceback(error)
         try:

@@ -32,7 +32,7 @@ http.server.HTTPServer(("127.0.0.1", port), Routes).serve_forever()
 """
 TRAINER = """
 import json, os, signal, sys, time, urllib.request
-for url in json.loads(sys.argv[-1].removeprefix("--rollout.servers=")):
+for url in json.loads(sys.argv[-1].removeprefix("--rollout.engine="))["init_args"]["urls"]:
     urllib.request.urlopen(url + "/health")
 def save(number, _):
     open("saved", "w").write(signal.Signals(number).name)
@@ -92,7 +92,9 @@ def test_the_command_gets_the_addresses_and_the_other_gpus_and_all_ends_with_its
     assert exit_code(launched(ports, "7")) == 7
     _, words, gpus = json.loads(Path("trainer").read_text())
     addresses = [f"http://127.0.0.1:{port}" for port in ports]
-    assert words == ["7", "--rollout.engine=vllm", f"--rollout.servers={json.dumps(addresses)}"]
+    name, _, engine = words[1].partition("=")
+    assert (words[0], name) == ("7", "--rollout.engine")
+    assert json.loads(engine) == {"class_path": "pspo_vllm.Servers", "init_args": {"urls": addresses}}
     assert gpus == "4,5"
     assert [Path(f"server-{port}").read_text().split()[2] for port in ports] == ["6", "7"]
     assert len(processes()) == 5
@@ -113,7 +115,7 @@ def test_a_server_that_ends_at_the_start_ends_all_in_one_line(ports, capfd):
     Path(f"broken-{ports[1]}").touch()
     assert exit_code(launched(ports, "0")) == 1
     line = f"the server at http://127.0.0.1:{ports[1]} ended with exit code 3 before it was ready: see logs/server-"
-    assert capfd.readouterr().err == f"pspo_vllm.serve: {line}{ports[1]}.log\n"
+    assert capfd.readouterr().err == f"pspo serve: {line}{ports[1]}.log\n"
     assert not Path("trainer").exists()
     assert not any(map(is_running, processes()))
 
@@ -139,7 +141,7 @@ def test_what_cannot_start_is_one_line(monkeypatch, capsys, words, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(pspo_vllm.serve, "require_vllm", lambda: None)
     assert run_command(pspo_vllm.serve.main, *words) == 2
-    assert capsys.readouterr().err == f"pspo_vllm.serve: error: {message}\n"
+    assert capsys.readouterr().err == f"pspo serve: error: {message}\n"
 
 
 def test_a_port_that_is_taken_is_refused(monkeypatch, capsys, ports):
@@ -149,4 +151,4 @@ def test_a_port_that_is_taken_is_refused(monkeypatch, capsys, ports):
         taken.listen()
         assert run_command(pspo_vllm.serve.main, "--servers=2", f"--port={ports[0]}", "--", "true") == 2
     free = f"must leave ports {ports[0]} to {ports[1]} that are free, got {ports[1]}"
-    assert capsys.readouterr().err == f"pspo_vllm.serve: error: --port {free}\n"
+    assert capsys.readouterr().err == f"pspo serve: error: --port {free}\n"

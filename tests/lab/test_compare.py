@@ -1,0 +1,94 @@
+"""pspo compare: differences of two evaluations, paired by problem, and their p-values."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from pspo.cli.files import append_jsonl
+from pspo.evaluate.results import cluster_bootstrap, majority_at_k
+from pspo_lab.compare import main
+
+
+def record(i, sample, correct, temperature=0.0, gold=None):
+    """A completion's record, as an evaluation writes it."""
+    reward = 1.0 if correct else 0.05
+    return {
+        "temperature": temperature, "problem": i, "sample": sample, "prompt": f"problem {i}",
+        "gold": gold or f"{100 + i}",
+        "completion": f"#### {100 + i if correct else 1}", "correct": correct, "contains_gold": correct, "format": True,
+        "reward": reward, "rewards": {"MathReward": reward}, "tokens": 3, "truncated": False,
+    }  # fmt: skip
+
+
+def write_evaluation(folder, records):
+    folder.mkdir()
+    append_jsonl(folder / "completions.jsonl", *records)
+    (folder / "results.json").write_text("{}")
+    return folder
+
+
+def compare(*paths):
+    main(list(map(str, paths)))
+
+
+def test_problems_are_paired(tmp_path, capsys):
+    right = {"A": {0, 1}, "B": {1, 2, 3, 4, 5, 6}}
+    a, b = (
+        write_evaluation(tmp_path / name, [record(i, 0, i in correct) for i in range(7)])
+        for name, correct in right.items()
+    )
+    compare(a, b / "results.json")
+    out = capsys.readouterr().out
+    difference = np.array([-1, 0, 1, 1, 1, 1, 1])
+    low, high = (f"{100 * bound:.1f}" for bound in cluster_bootstrap(difference))
+    p = 2 * (1 + 6) / 2**6  # McNemar: one or fewer of six, on both sides
+    row = rf"^accuracy +28\.6% +85\.7% +57\.1% \[{re.escape(low)}, {re.escape(high)}\] +{p:.2g} +1 : 5$"
+    assert re.search(row, out, re.MULTILINE)
+    p = 2 * (1 + 6) / 2**6  # the signs of six differences of one size, all 64 alike
+    assert re.search(rf"^reward +0\.321 +0\.864 +0\.543 \[.*\] +{p:.2g}$", out, re.MULTILINE)
+    assert "5 wrong -> right, 1 right -> wrong, of 7 problems" in out
+    assert re.findall("^  problem  problem (.)$", out, re.MULTILINE) == list("203456")  # each way in turn
+
+
+def test_of_several_samples_the_signs_of_the_problems_are_flipped(tmp_path, capsys):
+    counts = {"A": [0, 1, 2, 0, 0, 1, 3], "B": [2, 1, 3, 1, 2, 0, 3]}  # of 4
+    a, b = (
+        write_evaluation(
+            tmp_path / name, [record(i, sample, sample < correct[i], 0.6) for i in range(7) for sample in range(4)]
+        )
+        for name, correct in counts.items()
+    )
+    compare(a, b)
+    out = capsys.readouterr().out
+    differences = np.subtract(counts["B"], counts["A"])
+    sums = [abs(np.dot(signs, differences)) for signs in itertools.product((-1, 1), repeat=7)]
+    p = np.mean([total >= abs(differences.sum()) for total in sums])
+    assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g}$", out, re.MULTILINE)
+    assert "wrong -> right" not in out
+    assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@2", "maj@4"]  # @1 is accuracy
+    assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3$", out, re.MULTILINE)
+    a_mean, b_mean = (
+        np.mean([majority_at_k(4, [(n, True), (4 - n, False)])[4] for n in correct]) for correct in counts.values()
+    )
+    assert re.search(rf"^maj@4 +{100 * a_mean:.1f}% +{100 * b_mean:.1f}% ", out, re.MULTILINE)
+
+
+def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
+    a = write_evaluation(tmp_path / "a", [record(i, 0, False) for i in range(7)])
+    fewer = write_evaluation(tmp_path / "fewer", [record(i, 0, False) for i in range(6)])
+    warmer = write_evaluation(tmp_path / "warmer", [record(i, 0, False, temperature=1.0) for i in range(7)])
+    other = write_evaluation(tmp_path / "other", [record(i, 0, False, gold="1") for i in range(7)])
+    append_jsonl(tmp_path / "typed.jsonl", record(0, 0, False) | {"correct": "yes"})
+    (tmp_path / "empty").mkdir()
+    for paths, message in (
+        ((a, fewer), "not of the same problems (7 and 6, in order)"),
+        ((a, other), "not of the same problems"),
+        ((a, warmer), "no temperature in common"),
+        ((a, tmp_path / "empty"), "no finished evaluation"),
+        ((a, tmp_path / "typed.jsonl"), "holds no completions"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            compare(*paths)
+        assert message in capsys.readouterr().err
