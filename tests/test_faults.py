@@ -21,9 +21,9 @@ import pspo.run.recorder
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import ModelConfig, TrainConfig
-from pspo.model.find import load_errors
 from pspo.losses import NoClip
 from pspo.model import ASSETS
+from pspo.model.find import load_errors
 from pspo.run.folders import RunFailed, checkpoints
 from pspo.run.metrics import rollout_metrics
 from pspo.run.prepare import prepare
