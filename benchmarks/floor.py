@@ -26,17 +26,17 @@ from typing import Any
 import pandas as pd
 import torch
 
-from pspo_lab.plan.cost import shapes
-from pspo_lab.plan.shapes import Shape
 from benchmarks.vs_trl import run_pspo
 from benchmarks.workloads import CPU, WORKLOADS, model_folder, parser, set_up
+from pspo.cli.files import read_config, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
-from pspo.cli.files import read_config, read_jsonl
 from pspo.run.prepare import load_splits, prompt_lengths
+from pspo_lab.plan.cost import shapes
+from pspo_lab.plan.shapes import Shape
 
 
 @dataclass(frozen=True)

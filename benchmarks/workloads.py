@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pspo_lab.plan.shapes import Shape
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -34,11 +33,12 @@ from pspo.config import (
 )
 from pspo.losses import Clip
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids
-from pspo.run.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, encode_prompts, group_relative_advantages
+from pspo.run.optimizers import make_optimizer
 from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
 from pspo.update import Learner
+from pspo_lab.plan.shapes import Shape
 
 CPU = torch.device("cpu")
 

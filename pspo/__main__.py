@@ -20,11 +20,11 @@ MODULES = {
     "train": "pspo.train",
     "evaluate": "pspo.evaluate.__main__",
     "export": "pspo.run.export",
-    "view": "pspo_lab.view.__main__",
-    "report": "pspo_lab.report.__main__",
-    "sweep": "pspo_lab.sweep.__main__",
+    "view": "pspo_lab.view_command",
+    "report": "pspo_lab.report_command",
+    "sweep": "pspo_lab.sweep.command",
     "compare": "pspo_lab.compare",
-    "plan": "pspo_lab.plan.__main__",
+    "plan": "pspo_lab.plan.command",
     "serve": "pspo_vllm.serve",
 }
 

@@ -25,9 +25,9 @@ from pspo.losses import (
     Surrogate,
     Term,
 )
-from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
+from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
@@ -212,7 +212,7 @@ class DataConfig(Section, name="data"):
     @property
     def numeric(self) -> bool:
         """True if all gold answers are numbers."""
-        return all((self.answer_kind or own_kind(name)) == "number" for name in self.name.split("+"))
+        return all((self.answer_kind or default_answer_kind(name)) == "number" for name in self.name.split("+"))
 
     @property
     def system_text(self) -> str:
@@ -409,7 +409,6 @@ class OptimizerConfig(Section, name="optimizer"):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, at_least=0)
     microbatch_tokens: int = number(4096, above=0)
-    max_skipped = 10  # TODO: no field any more, goes with its last use
 
 
 @dataclass(frozen=True)
@@ -445,12 +444,6 @@ class RunConfig(Section, name="run"):
     record_tokens: int = number(2, at_least=0)
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    name = None  # TODO: no fields any more, go with their last use
-    resume = "auto"
-
-    @property
-    def samples(self) -> int:
-        return self.record_tokens
 
 
 @dataclass(frozen=True)

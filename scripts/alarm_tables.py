@@ -1,7 +1,7 @@
 """Tables and picture of the alarms study: python scripts/alarm_tables.py FOLDER
 
-FOLDER has lines of scripts/alarms.py: MODEL.jsonl of ``watch`` and MODEL-forks.jsonl of ``fork``. Writes MODEL.svg, and
-in FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
+FOLDER has lines of scripts/alarms.py of commit f6aff6e: MODEL.jsonl of ``watch``, MODEL-forks.jsonl of ``fork``.
+Writes MODEL.svg, and in FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
 
 A run collapses at the first update after which the reward is at least DROP below its best before, and still is an
 update later. Alarms are judged before that. An alarm's AUC, within one method: of two runs at the same update, one that
@@ -15,15 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from alarms import AHEAD, fork_times
 from moves import as_text, draw_intervals, intervals, judge, word
 from off_policy import fill
 
 from pspo.cli.files import read_jsonl
-from pspo_lab.report.figures import GREY, picture
-from pspo_lab.report.runs import COLOURS
-from pspo_lab.report.tables import as_markdown
+from pspo_lab.figures import COLOURS, GREY, picture
+from pspo_lab.text import markdown_table
 
+AHEAD, FROM = 5, 3  # updates: before a collapse; the first that may be forked
 DROP, FEW, LAG = 0.15, 50, 8  # FEW pairs, below which no AUC is shown; LAG of the runs
 ALL, COMPARED = "all methods", ["ess_sequence", "kl", "entropy", "cosine"]  # in prediction 3
 ALARMS = {"ess_sequence": -1, "ess_token": -1, "kl": 1, "cosine": -1, "entropy": 1, "drop": 1}  # which way it warns
@@ -34,6 +33,16 @@ def collapse(rewards: pd.Series) -> float:
     low = rewards <= rewards.cummax().shift() - DROP
     both = low & low.shift(-1, fill_value=False)
     return float(both.idxmax()) if both.any() else np.inf
+
+
+def fork_times(lines: pd.DataFrame) -> pd.DataFrame:
+    """By run with an alarm, the updates of its forks: alarm, exchanged and random."""
+    quarter = lines.groupby(["method", "update"])["ess_sequence"].transform("quantile", 0.25)
+    low = lines[(lines["ess_sequence"] <= quarter) & (lines["update"] >= FROM)]
+    times = low.groupby(["method", "run"], sort=False)["update"].min().rename("alarm").reset_index("method")
+    times["exchanged"] = times.groupby("method", sort=False)["alarm"].transform(lambda of: np.roll(of, -1))
+    random = np.random.default_rng(0).integers(FROM, lines["update"].max() - AHEAD, len(times))
+    return times.assign(random=random)
 
 
 def collapses(lines: pd.DataFrame) -> pd.Series:
@@ -113,7 +122,7 @@ def table(found: pd.DataFrame) -> str:
     texts = found.apply(lambda cell: "{mean:.2f} [{low:.2f}, {high:.2f}]".format(**cell), axis=1)
     columns = texts.xs(True, level="same").unstack("method")
     columns[f"{ALL}, any two updates"] = texts.xs(False, level="same").xs(ALL, level="method")
-    return as_markdown(columns.reindex(list(ALARMS)).fillna("").rename_axis(None))
+    return markdown_table(columns.reindex(list(ALARMS)).fillna("").rename_axis(None))
 
 
 def afterwards(lines: pd.DataFrame) -> str:
@@ -132,7 +141,7 @@ def afterwards(lines: pd.DataFrame) -> str:
                 "correlation with the change": "{:+.2f} [{:+.2f}, {:+.2f}]".format(*foretells(lines, name, 3)),
                 f"from update {LAG + 1} on": "{:+.2f} [{:+.2f}, {:+.2f}]".format(*foretells(lines, name, 3, LAG + 1)),
             }
-    return as_markdown(pd.DataFrame(cells).T.fillna(""))
+    return markdown_table(pd.DataFrame(cells).T.fillna(""))
 
 
 def no_alarm(cell: pd.Series) -> str:
@@ -184,7 +193,7 @@ def forks_table(found: pd.DataFrame) -> str:
             "more than stopping at it": of["kept"],
         }
         cells[f"{method}, {treatment}"] = intervals(pd.DataFrame(compared)).apply(as_text, axis=1)
-    return as_markdown(pd.DataFrame(cells).T)
+    return markdown_table(pd.DataFrame(cells).T)
 
 
 def fork_verdicts(found: pd.DataFrame) -> dict[str, str]:
@@ -232,7 +241,7 @@ def main() -> None:
             np.isfinite(collapses(lines)).groupby("method").agg(["sum", "size"]).set_axis(["collapse", "of"], axis=1)
         )
         blocks[path.stem], blocks[f"{path.stem}-afterwards"] = table(found), afterwards(lines)
-        blocks[f"{path.stem}-collapses"] = as_markdown(counts.astype(str).set_axis(["collapse", "of"], axis=1))
+        blocks[f"{path.stem}-collapses"] = markdown_table(counts.astype(str).set_axis(["collapse", "of"], axis=1))
         columns[path.stem] = verdicts(found)
         draw(found, folder / f"{path.stem}.svg")
         if forked.exists():
@@ -244,7 +253,7 @@ def main() -> None:
         rows = [row for row in columns[stem] if row[0] in "12345"]
         same = [columns[stem][row].split()[0] == columns[first][row].split()[0] for row in rows]
         columns[stem][f"8: 1 to 5 come out as on {first}"] = word(all(same))
-    blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
+    blocks["predictions"] = markdown_table(pd.DataFrame(columns).fillna(""))
     fill(folder / "README.md", blocks)
 
 

@@ -1,22 +1,22 @@
 """Tables and picture of the gradient-bias study: python scripts/bias_tables.py FOLDER --moves MOVES.csv
 
-FOLDER has base.jsonl, math.jsonl and smollm2.jsonl: lines of scripts/gradient_bias.py, of SmolLM2 those of NoClip and
-Clip. MOVES.csv is what scripts/moves.py writes of forks from the same checkpoints. Writes base.svg, math.svg, and in
-FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
+FOLDER has base.jsonl, math.jsonl and smollm2.jsonl: lines of scripts/gradient_bias.py of commit f6aff6e, of SmolLM2
+those of NoClip and Clip. MOVES.csv is what scripts/moves.py writes of forks from the same checkpoints. Writes base.svg,
+math.svg, and in FOLDER's README.md what stands between <!-- table: NAME --> and <!-- /table -->.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from gradient_bias import derived
 from moves import AIMS, FOUR, as_text, draw_intervals, intervals, judge
 from off_policy import fill
 
 from pspo.cli.files import read_jsonl
-from pspo_lab.report.figures import GREY, picture
-from pspo_lab.report.tables import as_markdown
+from pspo_lab.figures import GREY, picture
+from pspo_lab.text import markdown_table
 
 LEFT_OUT = "PSPO"  # NoClip counted again
 REPLAY = "NoClip::replay"
@@ -24,6 +24,23 @@ SIZES = {"length": "norm2", "noise": "variance"}  # squared, of a gradient's mea
 GROUPS = [FOUR, ["P3O", "VESPO"]]  # that gain alike, and less than the others: seen afterwards
 METRICS, LAG = ["adam", "plain"], 8  # the first is the primary one
 SHOWN = {"tiny-base": "adam", "tiny-math": "plain"}  # in the tables: tiny-math has intervals of +-1 in adam
+
+
+def derived(target2: Any, dot: Any, norm2: Any, second: Any) -> dict[str, Any]:
+    """What a line says, from its four unbiased estimates, numbers or columns; NaN where a square is not above 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {
+            "target2": target2,
+            "dot": dot,
+            "norm2": norm2,
+            "second": second,
+            "bias2": norm2 - 2 * dot + target2,
+            "variance": second - norm2,
+            "mse": second - 2 * dot + target2,
+            "cosine": dot / np.sqrt(norm2 * target2),
+            "signal": np.divide(norm2, second),  # NaN also for two floats: a loss may leave no token with weight
+            "rho": dot / np.sqrt(second * target2),
+        }
 
 
 def by_run(found: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +143,7 @@ def surrogates(found: pd.DataFrame, gained: pd.DataFrame) -> str:
         "back": of["back"]["mean"].map("{:+.2f}".format),
     }
     order = gain.sort_values(ascending=False).index
-    return as_markdown(pd.DataFrame(columns).loc[order].fillna("").rename_axis(None))
+    return markdown_table(pd.DataFrame(columns).loc[order].fillna("").rename_axis(None))
 
 
 def draw(found: pd.DataFrame, gained: pd.DataFrame, path: Path) -> None:
@@ -194,7 +211,10 @@ def in_small(lines: pd.DataFrame) -> dict[str, str]:
         if not seen.startswith("held"):  # 10 is the check
             own |= dict.fromkeys(list(own)[1:], "none")
         columns[f"lag {lag}, {metric}"] = own
-    return {"smollm2": as_markdown(pd.DataFrame(rows).T), "smollm2 predictions": as_markdown(pd.DataFrame(columns))}
+    return {
+        "smollm2": markdown_table(pd.DataFrame(rows).T),
+        "smollm2 predictions": markdown_table(pd.DataFrame(columns)),
+    }
 
 
 def main() -> None:
@@ -219,7 +239,7 @@ def main() -> None:
         ranks = {"ten surrogates": correlations(rows, base, gained),
                  "without the four that cut": correlations(rows[others], base[others], gained)}  # fmt: skip
         ranks = {name: intervals(of).apply(as_text, axis=1) for name, of in ranks.items()}
-        blocks[f"{model} ranks"] = as_markdown(pd.DataFrame(ranks))
+        blocks[f"{model} ranks"] = markdown_table(pd.DataFrame(ranks))
         blocks[model] = surrogates(shown, gained)
         draw(shown, gained, args.folder / f"{path.stem}.svg")
         if not on_time.empty:
@@ -227,8 +247,8 @@ def main() -> None:
             adam["8: at lag 0 NoClip::replay's cosine is 1, within 0.03"] = verdict
         adam["9: all the same in the metric plain"] = f"failed: {', '.join(differ)}" if differ else "held"
         after = intervals(pd.DataFrame(afterwards(shown, gained))).apply(as_text, axis=1)
-        blocks[f"{model} afterwards"] = as_markdown(after.to_frame("mean over runs"))
-    blocks["predictions"] = as_markdown(pd.DataFrame(columns).fillna(""))
+        blocks[f"{model} afterwards"] = markdown_table(after.to_frame("mean over runs"))
+    blocks["predictions"] = markdown_table(pd.DataFrame(columns).fillna(""))
     fill(args.folder / "README.md", blocks)
 
 

@@ -35,19 +35,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pspo.cli.files import append_jsonl, read_config, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.model.logprobs import head_logits, hidden_states
-from pspo.run.optimizers import make_optimizer
-from pspo.run.learner import Learner
-from pspo.cli.files import append_jsonl, read_config, read_jsonl
 from pspo.rollout import Drawing, Prompts, Rollout, prompt_order
+from pspo.run.learner import Learner
+from pspo.run.optimizers import make_optimizer
 from pspo.run.prepare import prepare
 from pspo.run.run import Run
 from pspo.train import draw, score
 from pspo.update import keep_logprobs, update
-from pspo_lab.view.data import make_surrogate
+from pspo_lab.view_data import make_surrogate
 
 TOLERANCE, TRIALS, HIGHEST = 0.02, 12, 1.0  # the last a learning rate
 

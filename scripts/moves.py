@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from off_policy import fill, write_csv
 
-from pspo_lab.report.figures import GREY, picture
-from pspo_lab.report.runs import COLOURS
-from pspo_lab.report.tables import add_holm, as_markdown, over_seeds
+from pspo_lab.figures import COLOURS, GREY, picture
+from pspo_lab.tables import add_holm, mean_over_seeds
+from pspo_lab.text import markdown_table
 
 AIMS = {"tiny-base": 0.004, "tiny-math": 0.001}  # the primary movement of each model, in nats per token
 CONTROL = "NoClip::shuffled"
@@ -50,7 +50,7 @@ def over_runs(values: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Means over runs of each cell that has them all, with t-intervals; a run's checkpoints count as one value."""
     clusters = values.groupby([*CELL, "run"], sort=False)[measure].mean().reset_index()
     rows = pd.MultiIndex.from_frame(clusters[CELL]).to_flat_index()
-    cells = over_seeds(pd.DataFrame({"row": rows, "column": measure, "value": clusters[measure]}))
+    cells = mean_over_seeds(pd.DataFrame({"row": rows, "column": measure, "value": clusters[measure]}))
     cells = cells.join(pd.DataFrame(cells["row"].tolist(), cells.index, columns=CELL)).drop(columns=["row", "column"])
     return cells[cells["seeds"] == cells["model"].map(RUNS)]
 
@@ -90,7 +90,7 @@ def as_text(cell: pd.Series, digits: int = 3) -> str:
 def intervals(values: pd.DataFrame) -> pd.DataFrame:
     """A row per column of a table with a row per run: its mean over runs, 95% t-interval (low, high), sem and seeds."""
     long = values.melt(var_name="column").dropna().assign(row="")
-    return over_seeds(long).set_index("column").rename_axis(None)
+    return mean_over_seeds(long).set_index("column").rename_axis(None)
 
 
 def word(held: bool) -> str:
@@ -119,7 +119,7 @@ def table(moves: pd.DataFrame, found: pd.DataFrame) -> str:
                 itself = own.loc[NOCLIPS].apply(as_text, axis=1) + " itself"
                 columns[f"{model}, lag {lag}"] = pd.concat([itself, texts])
     primary = at(found, *next(iter(AIMS.items()))).query("lag == 8").sort_values("mean", ascending=False)
-    return as_markdown(pd.DataFrame(columns).reindex([*NOCLIPS, *primary["surrogate"]]).fillna(""))
+    return markdown_table(pd.DataFrame(columns).reindex([*NOCLIPS, *primary["surrogate"]]).fillna(""))
 
 
 def predictions(moves: pd.DataFrame, found: pd.DataFrame) -> str:
@@ -140,7 +140,7 @@ def predictions(moves: pd.DataFrame, found: pd.DataFrame) -> str:
         cost = at(costs, model, aim).query("lag == 8")
         rows[f"2: the same at lag 0 ({model})"] = judge(on_time, -MARGIN, MARGIN)
         rows[f"5: NoClip's change at lag 8 is that at lag 0, within {MARGIN} ({model})"] = judge(cost, -MARGIN, MARGIN)
-    return as_markdown(pd.DataFrame({"verdict": pd.Series(rows).sort_index()}))
+    return markdown_table(pd.DataFrame({"verdict": pd.Series(rows).sort_index()}))
 
 
 def controls(moves: pd.DataFrame) -> tuple[str, str]:
@@ -172,7 +172,8 @@ def controls(moves: pd.DataFrame) -> tuple[str, str]:
         "10: the cut of all gains more than Clip, that of the inward more than that of all": judge(uncut, low=0),
         "11: shuffled, neither cut loses more than NoClip shuffled": word((lost.loc[CUTS, "high"] >= 0).all()),
     }  # fmt: skip
-    return as_markdown(pd.DataFrame(columns, index=shown).fillna("")), as_markdown(pd.DataFrame({"verdict": verdicts}))
+    table = markdown_table(pd.DataFrame(columns, index=shown).fillna(""))
+    return table, markdown_table(pd.DataFrame({"verdict": verdicts}))
 
 
 def at_one_rate(moves: pd.DataFrame) -> tuple[str, str]:
@@ -195,7 +196,7 @@ def at_one_rate(moves: pd.DataFrame) -> tuple[str, str]:
         "16: shuffled, Clip loses less than NoClip": judge(apart.loc[[clip]], low=0),
     }
     table = pd.DataFrame(columns, index=[*names, CONTROL, clip]).fillna("")
-    return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
+    return markdown_table(table), markdown_table(pd.DataFrame({"verdict": verdicts}))
 
 
 def own_checkpoints(moves: pd.DataFrame) -> tuple[str, str]:
@@ -219,7 +220,7 @@ def own_checkpoints(moves: pd.DataFrame) -> tuple[str, str]:
         "17: from Clip's runs Clip is NoClip, within 0.02": judge(apart["Clip"], -0.02, 0.02),
         "18: from NoClip's runs it is further below": judge(differences(pairs, {"Clip": "NoClip"}), low=0),
     }
-    return as_markdown(pd.DataFrame(rows).T), as_markdown(pd.DataFrame({"verdict": verdicts}))
+    return markdown_table(pd.DataFrame(rows).T), markdown_table(pd.DataFrame({"verdict": verdicts}))
 
 
 def pretrained(moves: pd.DataFrame) -> tuple[str, str]:
@@ -232,7 +233,7 @@ def pretrained(moves: pd.DataFrame) -> tuple[str, str]:
         "20: so is that with shuffled advantages": judge(apart.loc[[CONTROL]], high=0),
     }
     table = pd.DataFrame(columns, index=changes.index).rename_axis(None).fillna("")
-    return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
+    return markdown_table(table), markdown_table(pd.DataFrame({"verdict": verdicts}))
 
 
 def smaller_and_nearer(moves: pd.DataFrame) -> tuple[str, str]:
@@ -255,7 +256,7 @@ def smaller_and_nearer(moves: pd.DataFrame) -> tuple[str, str]:
         "25: shuffled advantages are below NoClip in the five cells": judge(new, high=0),
     }
     table.index = [f"KL {aim:g}, lag {lag}" for aim, lag in table.index]
-    return as_markdown(table), as_markdown(pd.DataFrame({"verdict": verdicts}))
+    return markdown_table(table), markdown_table(pd.DataFrame({"verdict": verdicts}))
 
 
 def draw_intervals(axes: Axes, cells: pd.DataFrame, y: np.ndarray, face: str = COLOURS["NoClip"]) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 
 from pspo.cli.files import write_text
-from pspo_lab.report.figures import GREY, INK, picture
-from pspo_lab.report.runs import COLOURS, MODEL, SEED, methods, read_runs
-from pspo_lab.report.tables import add_holm, as_markdown, diagnostics, learning, over_seeds, with_interval
+from pspo_lab.figures import COLOURS, GREY, INK, picture
+from pspo_lab.runs import read_runs
+from pspo_lab.settings import MODEL, SEED, methods
+from pspo_lab.tables import add_holm, diagnostics, learning, mean_over_seeds, mean_text
+from pspo_lab.text import markdown_table
 
 METHODS = ["NoClip", "PSPO", "Clip", "P3O", "SAPO", "TOPR",
            "REINFORCE", "CISPO", "GSPO", "LUSPO", "GMPO", "VESPO", "DPPO"]  # fmt: skip
@@ -90,7 +92,7 @@ def read(folder: Path) -> pd.DataFrame:
 def means(runs: pd.DataFrame, value: str = "final") -> pd.DataFrame:
     """Means over the seeds of every cell, with intervals; their `column` is the value."""
     rows = pd.MultiIndex.from_frame(runs[CELL]).to_flat_index()
-    found = over_seeds(pd.DataFrame({"row": rows, "column": value, "value": runs[value].to_numpy()}))
+    found = mean_over_seeds(pd.DataFrame({"row": rows, "column": value, "value": runs[value].to_numpy()}))
     return found.join(pd.DataFrame(found["row"].tolist(), found.index, columns=CELL))
 
 
@@ -165,7 +167,7 @@ def best(study: Study) -> str:
     table = pd.DataFrame({"seeds": seeds.map(str)} | columns).rename_axis(None)
     for model, level in UNTRAINED.items():
         table.loc["untrained", [f"{model}, lag 0", f"{model}, lag 8"]] = f"{level:.3f}"
-    return as_markdown(table.fillna("–"))
+    return markdown_table(table.fillna("–"))
 
 
 def predictions(study: Study) -> str:
@@ -176,7 +178,7 @@ def predictions(study: Study) -> str:
         claim = f"4: REINFORCE worst on {model} at lag 8 in 4 epochs, lr 1e-4"
         texts[claim] = [f"place {place:.0f} of {len(of)}", "held" if place == len(of) else "failed"]
     texts = {claim: texts[claim] for claim in sorted(texts, key=lambda claim: claim[0])}
-    return as_markdown(pd.DataFrame.from_dict(texts, orient="index", columns=["found", "verdict"]))
+    return markdown_table(pd.DataFrame.from_dict(texts, orient="index", columns=["found", "verdict"]))
 
 
 def against_noclip(study: Study) -> str:
@@ -185,7 +187,7 @@ def against_noclip(study: Study) -> str:
     groups = {", ".join(names): of for names, of in found.groupby(["model", "grid"], sort=False)} | {"all": found}
     counts = {group: map(str, [of["p"].count(), *sides(of)]) for group, of in groups.items()}
     columns = ["differences", "below 0", "above 0", "below, Holm", "above, Holm"]
-    return as_markdown(pd.DataFrame.from_dict(counts, orient="index", columns=columns))
+    return markdown_table(pd.DataFrame.from_dict(counts, orient="index", columns=columns))
 
 
 def contrast(runs: pd.DataFrame, ahead: list[str], behind: list[str]) -> str:
@@ -194,7 +196,7 @@ def contrast(runs: pd.DataFrame, ahead: list[str], behind: list[str]) -> str:
     values = pd.DataFrame(
         {"row": "", "column": "", "value": by_seed[ahead].mean(axis=1) - by_seed[behind].mean(axis=1)}
     )
-    return with_interval(next(over_seeds(values).itertuples()), 1, 3)
+    return mean_text(next(mean_over_seeds(values).itertuples()), 1, 3)
 
 
 def explained(cells: pd.DataFrame, *causes: pd.Series) -> float:
@@ -233,7 +235,7 @@ def text_numbers(study: Study) -> str:
             f"r of the first eight rollouts' KL, {len(far)} runs": f"{within:.2f}",
             "groups of 16 that carry signal": f"{groups.min():.1f} to {groups.max():.1f}",
         }  # fmt: skip
-    return as_markdown(pd.DataFrame(table))
+    return markdown_table(pd.DataFrame(table))
 
 
 def write_csv(found: pd.DataFrame, path: Path) -> None:
@@ -254,7 +256,7 @@ def budget(study: Study) -> str:
     groups = {**dict(list(study["runs"].groupby("experiment"))), "all": study["runs"]}
     found = {name: [f"{len(of)}", f"{of['seed'].nunique()}", f"{of['seconds'].sum() / 3600:.2f}"]
              for name, of in groups.items()}  # fmt: skip
-    return as_markdown(pd.DataFrame.from_dict(found, orient="index", columns=["runs", "seeds", "core-hours"]))
+    return markdown_table(pd.DataFrame.from_dict(found, orient="index", columns=["runs", "seeds", "core-hours"]))
 
 
 # Pictures

@@ -13,9 +13,9 @@ import pandas as pd
 from moves import as_text, intervals, judge, word
 from off_policy import UNTRAINED, fill, read
 
-from pspo_lab.report.figures import GREY, picture
-from pspo_lab.report.runs import COLOURS
-from pspo_lab.report.tables import add_holm, as_markdown
+from pspo_lab.figures import COLOURS, GREY, picture
+from pspo_lab.tables import add_holm
+from pspo_lab.text import markdown_table
 
 LAGS, EPOCHS = [0, 8], [1, 2, 4, 8]  # of the paths
 PATHS = {1: "1 x 4e-4", 2: "2 x 2e-4", 4: "4 x 1e-4", 8: "8 x 5e-5"}
@@ -96,7 +96,7 @@ def means(runs: pd.DataFrame, column: str, measure: str = "final") -> pd.DataFra
 
 def by_lag(table: pd.DataFrame) -> str:
     """A table with rows (lag, method)."""
-    return as_markdown(table.set_axis([f"{method}, lag {lag}" for lag, method in table.index]))
+    return markdown_table(table.set_axis([f"{method}, lag {lag}" for lag, method in table.index]))
 
 
 def paths_table(paths: pd.DataFrame) -> str:
@@ -114,12 +114,12 @@ def afterwards(paths: pd.DataFrame) -> str:
         "peak training reward": {"measure": "peak"},
     }
     cells = {name: mean_slopes(paths, **way).apply(as_text, axis=1) for name, way in ways.items()}
-    return as_markdown(pd.DataFrame(cells).rename(index="lag {}".format).T)
+    return markdown_table(pd.DataFrame(cells).rename(index="lag {}".format).T)
 
 
 def moved(paths: pd.DataFrame) -> str:
     """A row per method at lag 8: the KL from the policy that drew, before a rollout's last step, on every path."""
-    return as_markdown(means(paths, "epochs", "kl_old_new").loc[8].rename(columns=PATHS).rename_axis(None))
+    return markdown_table(means(paths, "epochs", "kl_old_new").loc[8].rename(columns=PATHS).rename_axis(None))
 
 
 def rates_table(rates: pd.DataFrame) -> str:
@@ -131,7 +131,7 @@ def rates_table(rates: pd.DataFrame) -> str:
     columns["cost of lag 8"] = costs.apply(as_text, axis=1)
     stars = apart["holm"].lt(0.05).map({True: "*", False: ""})
     columns["at lag 8 minus NoClip's"] = apart.apply(as_text, axis=1) + stars
-    return as_markdown(columns.loc[costs.index].fillna("").rename_axis(None))
+    return markdown_table(columns.loc[costs.index].fillna("").rename_axis(None))
 
 
 def every_rate(rates: pd.DataFrame) -> str:
@@ -145,7 +145,7 @@ def shorter_paths(runs: pd.DataFrame) -> str:
     lrs = {"4 x 3e-5 minus 1 x 1e-4": (3e-5, 1e-4), "4 x 6e-5 minus 1 x 2e-4": (6e-5, 2e-4)}
     found = {title: {name: as_text(intervals((values[name, 4, many] - values[name, 1, few]).to_frame()).iloc[0])
                      for name in ("Clip", "NoClip")} for title, (many, few) in lrs.items()}  # fmt: skip
-    return as_markdown(pd.DataFrame(found))
+    return markdown_table(pd.DataFrame(found))
 
 
 def variants(runs: pd.DataFrame) -> pd.DataFrame:
@@ -169,12 +169,12 @@ def variants_table(values: pd.DataFrame) -> str:
     means = values.mean().map("{:.3f}".format).unstack("lr").rename(columns="{:.0e}".format)
     kl = means.loc["kl_old_new"].add_prefix("KL at ")
     kl.loc[kl.index.str.contains("decoupled")] = ""
-    return as_markdown(means.loc["final"].join(kl).rename_axis(None))
+    return markdown_table(means.loc["final"].join(kl).rename_axis(None))
 
 
 def pairs_table(at: dict[float, pd.DataFrame]) -> str:
     """A row per pair: its difference at each rate."""
-    return as_markdown(pd.DataFrame({f"{lr:.0e}": cells.apply(as_text, axis=1) for lr, cells in at.items()}))
+    return markdown_table(pd.DataFrame({f"{lr:.0e}": cells.apply(as_text, axis=1) for lr, cells in at.items()}))
 
 
 def verdicts(paths: pd.DataFrame, rates: pd.DataFrame, more: pd.DataFrame, at: dict[float, pd.DataFrame]) -> str:
@@ -187,7 +187,7 @@ def verdicts(paths: pd.DataFrame, rates: pd.DataFrame, more: pd.DataFrame, at: d
     of_clip = intervals((reached["Clip"] - reached["NoClip"]).to_frame("Clip"))
     slow, fast = at.values()
     ranges = [name for name in fast.index if name.partition(",")[0] in RANGES and name[-1].isdigit()]
-    return as_markdown(pd.DataFrame({"verdict": {
+    return markdown_table(pd.DataFrame({"verdict": {
         "1: lag 8, the slope is 0, within 0.02": judge(slope.loc[[8]], -0.02, 0.02),
         "2: lag 0, the same": judge(slope.loc[[0]], -0.02, 0.02),
         "3: Clip and TOPR above NoClip and P3O on every path": judge(intervals(lead(paths)), low=0),

@@ -244,216 +244,9 @@ def test_equal_movement(tmp_path, imported, call):
     assert read_jsonl(output) == written
 
 
-class Length(Reward):
-    """A tenth of a text's characters: a reward that has a gradient even on one layer."""
-
-    def __call__(self, completions, problems):
-        return [len(text) / 10 for text in completions]
-
-
-def small_run(folder, *more):
-    args = (f"--model.name_or_path={one_layer()}", "--rollout.prompts=4", "--rollout.max_completion_tokens=8",
-            "--algorithm.surrogate=NoClip", "--algorithm.epochs=2", "--optimizer.lr=1e-3", "--run.validate_every=0",
-            "--run.test_limit=0", "--run.quiet", "--reward.functions=[test_scripts.Length]", "--data.limit=60",
-            f"--run.output_dir={folder}", *more)  # fmt: skip
-    assert run_command(pspo.train.main, *args) == 0
-
-
-def ends_as_the_run(run, folder):
-    final = load_file(folder / "final" / "model.safetensors")
-    return all(torch.equal(run.learner.policy.state_dict()[name], weight) for name, weight in final.items())
-
-
-def completion_logprobs(model, rollout, row, kept=None):
-    """(T,) of one completion, by the model's own forward pass without padding."""
-    prompt, completion, mask = rollout.prompt_ids[row], rollout.completion_ids[row], rollout.completion_mask[row]
-    prompt, completion = prompt[rollout.prompt_mask[row]], completion[mask]
-    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / 0.6
-    if kept is not None:
-        ids, counts = kept
-        for t, inside in enumerate(ids.split(counts[mask].tolist())):
-            logits[t, [i for i in range(logits.shape[1]) if i not in inside.tolist()]] = -torch.inf
-    return logits.log_softmax(dim=1).gather(1, completion[:, None]).squeeze(1)
-
-
-@pytest.mark.nightly
-def test_gradient_bias(tmp_path, imported, call):
-    """Gradients by autograd, completion by completion in float64; what is known at lag 0; lines go on."""
-    script = imported("gradient_bias")
-    folder, output = tmp_path / "run", tmp_path / "bias.jsonl"
-    small_run(folder, "--run.max_steps=6")
-    names = ["NoClip::replay", "NoClip", "PSPO(alpha=0.25)", "REINFORCE", "TOPR:grpo"]
-    options = Namespace(lags=[0], surrogates=names, parts=4, truth=4, replicates=12)
-    for rollouts, run, policies in imported("equal_movement").replay(folder, 3, keep=2):
-        if rollouts == 2:
-            cell = {"run": "run", "rollouts": 2}
-            done = {("run", 2, 0, "TOPR:grpo")}
-            pairs = list(script.lines(run, policies, options, cell, done))
-    assert ends_as_the_run(run, folder)
-    assert [[of["metric"] for of in pair] for pair in pairs] == [["plain", "adam"]] * 4
-    for metric in (0, 1):
-        replayed, noclip, pspo, reinforce = (pair[metric] for pair in pairs)
-        assert abs(replayed["bias2"]) < 4 * replayed["bias2_se"] < noclip["second"]
-        assert abs(replayed["cosine"] - 1) < 4 * replayed["cosine_se"] < 2
-        for name in ("dot", "norm2", "second", "cosine", "rho", "realised"):
-            assert reinforce[name] == pytest.approx(noclip[name], rel=1e-4)
-            power = {"dot": 1, "norm2": 2, "second": 2}.get(name, 0)
-            assert pspo[name] == pytest.approx(0.75**power * noclip[name], rel=1e-4)
-        assert replayed["realised"] is None
-        assert math.isnan(noclip["back"])  # nothing has moved
-        assert noclip["mse"] == pytest.approx(noclip["bias2"] + noclip["variance"], rel=1e-9)
-
-    fork = script.Fork(run, 1, 1, seed=5)
-    fork.sampler = replace(fork.sampler, sampling=replace(fork.sampler.sampling, nucleus=True))
-    model, old, config = (copy.deepcopy(run.learner.policy).double() for _ in range(2)), {}, run.config
-    model, stale = model
-    stale.load_state_dict(policies[-2])
-    parameters, slow = list(model.parameters()), {}
-    rollout, advantages = script.replicate(fork, policies[-2], 7, script.with_loss(config, "NoClip"))
-    tokens, rows = rollout.completion_mask.sum(), range(len(rollout))
-    for row in rows:
-        lengths = rollout.completion_mask[row].sum()
-        for name in ("NoClip", "NoClip::replay", "TOPR:grpo"):
-            kept = (rollout.nucleus.ids[row], rollout.nucleus.counts[row]) if "replay" in name else None
-            new = completion_logprobs(model, rollout, row, kept)
-            old = completion_logprobs(stale, rollout, row, kept).detach()
-            weight = (new - old).detach().exp()
-            if name == "TOPR:grpo":
-                weight = 1.0 if advantages[row] > 0 else min(weight.prod(), 1.0)
-            divisor = lengths * len(rollout) if name == "TOPR:grpo" else tokens
-            loss = -(weight * advantages[row] * new).sum() / divisor
-            found = torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
-            slow[name] = slow.get(name, 0) + found.numpy()
-    for name, expected in slow.items():
-        loss = script.with_loss(config, name)
-        drawn = script.replicate(fork, policies[-2], 7, loss)
-        ours = script.gradient(fork, *drawn, loss)
-        assert np.linalg.norm(ours - expected) < 1e-3 * np.linalg.norm(expected)
-    assert np.linalg.norm(slow["NoClip"] - slow["NoClip::replay"]) > 1e-2 * np.linalg.norm(slow["NoClip"])
-
-    truth, slow, lengths = script.true_gradient(fork, config, 2, 1, seed=30), [], []
-    for seed in (30, 31):
-        loss, total = script.with_loss(config, "NoClip::replay"), 0
-        rollout, _ = script.replicate(fork, fork.weights, seed, loss)
-        rewards = torch.tensor([len(text) / 10 for text in rollout.texts], dtype=torch.float64)
-        baseline = rewards.view(-1, 4).mean(dim=1).repeat_interleave(4)
-        for row in rows:
-            kept = (rollout.nucleus.ids[row], rollout.nucleus.counts[row])
-            loss = -(rewards - baseline)[row] * completion_logprobs(model, rollout, row, kept).sum() / len(rollout)
-            total = total + torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
-        slow.append(total.numpy())
-        lengths += rollout.completion_mask.sum(dim=1).tolist()
-    expected = np.stack(slow) / np.mean(lengths)
-    assert np.linalg.norm(truth - expected) < 1e-3 * np.linalg.norm(expected)
-
-    command = [folder, "--rollouts", 1, 2, "--lags", 1, "--surrogates", "NoClip", "Clip", "--parts", 3, "--truth", 2,
-               "--replicates", 3, "--output", output]  # fmt: skip
-    call(script, *command)
-    written = output.read_text()
-    assert len(read_jsonl(output)) == 2 * 2 * 2
-    output.write_text("".join(written.splitlines(keepends=True)[:-2]))
-    call(script, *command)
-    assert output.read_text() == written  # goes on where it stopped, with the same numbers
-
-
-def test_gradient_bias_estimates(imported):
-    """Unbiased, and their errors right, on normal vectors; bias's share and ranks of made-up lines."""
-    script, tables = imported("gradient_bias"), imported("bias_tables")
-    generator, found = np.random.default_rng(0), []
-    m, t, weights = np.array([1.0, 2.0, 0.0]), np.array([2.0, 1.0, 1.0]), np.array([1.0, 0.5, 2.0])
-    for _ in range(1000):
-        g, parts = m + generator.normal(size=(6, 3)), t + generator.normal(size=(4, 3))
-        found.append(script.line(g, parts, None, m[None], weights, script.products(parts, parts, weights)))
-    nothing = 0 * m[None]
-    of_nothing = script.line(0 * g, parts, nothing, m[None], weights, script.products(parts, parts, weights))
-    assert math.isnan(of_nothing["realised"])
-    assert math.isnan(of_nothing["signal"])
-    found = pd.DataFrame(found).astype(float)
-    expected = {"target2": 4 + 0.5 + 2, "dot": 2 + 1, "norm2": 1 + 2, "second": 3 + 3.5, "variance": 3.5,
-                "bias2": 1 + 0.5 + 2, "mse": 3.5 + 3.5}  # fmt: skip
-    for name, value in expected.items():
-        assert abs(found[name].mean() - value) < 2.3 * found[name].sem()
-        assert 0.8 < (found[f"{name}_se"] ** 2).mean() / found[name].var() < 1.4
-
-    values = {"NoClip": (1, 1, 2), "Noisy": (1, 1, 4), "Biased": (0.5, 1, 2), "Back": (-1, 1, 2),
-              "NoClip::replay": (1, 1, 2), "PSPO": (9, 9, 9),
-              "NoClip:grpo": (2, 4, 8), "C:grpo": (1, 4, 8)}  # fmt: skip
-    lines = [{"run": run, "surrogate": name, "target2": 4, "dot": 4 * dot, "norm2": 4 * norm2, "second": 4 * second,
-              "realised": dot, "back": dot}
-             for run in ("a", "b") for name, (dot, norm2, second) in values.items()]  # fmt: skip
-    rows, base = tables.beside_noclip(tables.by_run(pd.DataFrame(lines)))
-    assert rows.loc["a"].index.tolist() == ["Back", "Biased", "C:grpo", "NoClip::replay", "Noisy"]
-    root, differences = math.sqrt(0.5), (rows - base).loc["a"]
-    assert differences["rho"].tolist() == pytest.approx([-2 * root, -root / 2, -root / 2, 0, 0.5 - root])
-    assert differences["cosine"].tolist() == pytest.approx([-2, -0.5, -0.5, 0, 0])
-    by_cosine = 4 * 0.5 + 2 * 0.25 * 0.5
-    assert tables.share_of_bias(rows, base).tolist() == pytest.approx([by_cosine / (by_cosine + (0.5 - root) ** 2)] * 2)
-    one = pd.DataFrame({"x": [1, 1], "y": [2, 2], "z": [3, 9]}, index=["a", "b"])
-    other = pd.DataFrame({"z": [3, 1], "y": [1, 2], "x": [2, 3], "w": [0, 0]}, index=["a", "b"])
-    assert tables.rank_correlation(one, other).tolist() == pytest.approx([0.5, -1])
-    one, other = pd.DataFrame([[1, np.nan, 3, 2]]), pd.DataFrame([[1, 2, 9, 3]])
-    assert tables.rank_correlation(one, other).tolist() == pytest.approx([1])  # ranks of the three that both have
-
-
-@pytest.mark.nightly
-def test_alarms(tmp_path, imported, call, monkeypatch):
-    """The effective sample size row by row in float64; runs go on as they were, and treated ones differently."""
-    script, tables = imported("alarms"), imported("alarm_tables")
-    monkeypatch.setattr(script, "AHEAD", 1)
-    monkeypatch.setattr(script, "FRESH", 1)
-    folder, watched, forked = tmp_path / "run", tmp_path / "watch.jsonl", tmp_path / "forks.jsonl"
-    small_run(folder, "--run.max_steps=10", "--rollout.lag=2", "--run.seed=3")
-    names, updates, lag = script.describe(folder)
-    assert (names["method"].split()[1], updates, lag) == ("NoClip", 5, 2)
-    for update, run, policies in script.replay(folder, updates, lag + 1):
-        found = script.watch(run, policies, 5, update == updates)
-        if update == 4:
-            experience, now = run.delay.waiting[0], copy.deepcopy(run.learner.policy).double()
-            drew, sums = copy.deepcopy(now), []
-            drew.load_state_dict(policies[0])
-            for row in range(len(experience.rollout)):
-                new, old = (completion_logprobs(model, experience.rollout, row).detach() for model in (now, drew))
-                sums.append((new - old).sum())
-                if experience.advantages[row] != 0:
-                    kept = experience.rollout.behaviour_logprobs[row][experience.rollout.completion_mask[row]]
-                    assert torch.allclose(kept.double(), old, atol=1e-4)
-            weights = torch.stack(sums).exp()
-            share = weights.sum() ** 2 / (weights**2).sum() / len(weights)
-            assert found["ess_sequence"] == pytest.approx(share.item(), rel=1e-3)
-            assert 0.1 < share < 0.999
-            assert -1 <= found["cosine"] <= 1
-    assert list(found) == ["reward"]
-    assert ends_as_the_run(run, folder)
-
-    call(script, "watch", folder, "--problems", 5, "--output", watched)
-    assert [line["update"] for line in read_jsonl(watched)] == [1, 2, 3, 4, 5]
-    treat, treated = script.treat, []
-    monkeypatch.setattr(script, "treat", lambda *of: (treated.append(of), treat(*of)))
-    call(script, "fork", folder, "--problems", 5, "--watch", watched, "--output", forked)
-    assert {treatment for _, treatment in treated} == {*script.TREATMENTS}
-    for run, treatment in treated:
-        assert len(run.delay.waiting) == (0 if treatment == "on time" else 2)
-        assert not ends_as_the_run(run, folder)
-        (group,) = run.learner.optimizer.param_groups
-        assert group["lr"] == pytest.approx(1e-3 / 3 if treatment == "lr / 3" else 1e-3)
-        steps = {int(state["step"]) for state in run.learner.optimizer.state.values()}
-        assert steps == {4 if treatment == "new moments" else 10}
-    for command, path in ((["watch"], watched), (["fork", "--watch", watched], forked)):
-        written = path.read_text()
-        path.write_text("".join(written.splitlines(keepends=True)[:-1]))
-        call(script, *command, folder, "--problems", 5, "--output", path)
-        assert path.read_text() == written  # goes on where it stopped, with the same numbers
-    lines = pd.DataFrame(read_jsonl(watched))
-    assert not np.isfinite(tables.collapses(lines)).any()
-    found = tables.saved(lines, pd.DataFrame(read_jsonl(forked)))
-    assert found.index.get_level_values("treatment").tolist() == sorted(script.TREATMENTS)
-    assert "NoClip, lr / 3 " in tables.forks_table(found)
-
-
 def test_alarm_rules(imported):
     """Collapses by hand, and the AUC by counting pairs one by one."""
-    script, tables = imported("alarms"), imported("alarm_tables")
-    assert script.effective_sample_size(torch.tensor([0.0, 0.0, math.log(2)])) == pytest.approx(16 / 18)
+    tables = imported("alarm_tables")
     for rewards, at in (([0.5, 0.7, 0.6, 0.54, 0.5, 0.9], 4), ([0.7, 0.5, 0.7, 0.5, 0.7], math.inf),
                         ([0.7, 0.8, 0.6], math.inf)):  # fmt: skip
         assert tables.collapse(pd.Series(rewards, range(1, len(rewards) + 1))) == at
@@ -467,8 +260,8 @@ def test_alarm_rules(imported):
     at = [tables.collapse(pd.Series(row, range(1, updates + 1))) for row in rewards]
     assert 2 < sum(np.isfinite(at)) < n
     for i, u, j, v in np.ndindex(n, updates, n, updates):
-        known = max(u, v) + 1 < updates - script.AHEAD and i != j
-        if known and u + 1 < at[i] <= u + 1 + script.AHEAD and at[j] > v + 1 + script.AHEAD:
+        known = max(u, v) + 1 < updates - tables.AHEAD and i != j
+        if known and u + 1 < at[i] <= u + 1 + tables.AHEAD and at[j] > v + 1 + tables.AHEAD:
             any_total += 1
             total += u == v
             right += (u == v) * ((kl[i, u] > kl[j, v]) + (kl[i, u] == kl[j, v]) / 2)
@@ -481,7 +274,7 @@ def test_alarm_rules(imported):
     ess = {"a": [0, 5, 1, 9], "b": [9, 9, 3, 2], "c": [5, 6, 7, 8], "d": [6, 7, 8, 9]}  # of 4 runs the lowest has one
     lines = [{"run": run, "method": "m", "update": u, "ess_sequence": x} for run, of in ess.items()
              for u, x in enumerate([9, 9, *of], 1)] + [{"run": "a", "method": "m", "update": 30}]  # fmt: skip
-    times = script.fork_times(pd.DataFrame(lines))
+    times = tables.fork_times(pd.DataFrame(lines))
     assert times[["alarm", "exchanged"]].to_dict("index") == {
         "a": {"alarm": 3, "exchanged": 6}, "b": {"alarm": 6, "exchanged": 3}}  # fmt: skip
     assert times["random"].between(3, 24).all()

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo_lab.plan.shapes import QWEN, Shape
-from pspo_lab.plan.memory import peak_memory_gb
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
+from pspo.model.device import peak_memory_gb
 from pspo.model.load import ready
 from pspo.rollout import encode_prompts
 from pspo.tasks import load_problems
+from pspo_lab.plan.shapes import QWEN, Shape
 
 GPU = "a GPU"
 GROUP = 4  # completions of a prompt

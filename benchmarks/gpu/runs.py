@@ -14,8 +14,8 @@ from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
 from benchmarks.gpu.speed import MICROBATCH, Load
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
-from pspo_lab.plan.memory import peak_memory_gb
 from pspo.cli.files import read_json, read_jsonl
+from pspo.model.device import peak_memory_gb
 
 HELD_OUT = 976  # problems of ASDiv and SVAMP
 PROMPT, COUNTED = 115, 2  # tokens, about; rollouts after the warm-up

@@ -10,14 +10,14 @@ import torch
 
 from benchmarks.ablation import UNSHARED
 from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, timed, tiny_prompts
-from pspo_lab.plan.shapes import GPUS
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
 from pspo.model import autocast, casts_to_bf16
-from pspo.run.optimizers import make_optimizer
 from pspo.rollout import Rollout, Sampling, generate
 from pspo.rollout.generate import left_pad
+from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
+from pspo_lab.plan.shapes import GPUS
 
 MICROBATCH = 16384  # tokens
 OFF = {  # optimisations without a switch

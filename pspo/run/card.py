@@ -15,8 +15,8 @@ from pspo.cli.files import as_argument, as_setting
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.model.find import ASSETS
-from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
+from pspo.tasks.sources import SOURCES
 
 VALIDATION = {
     "validation_reward": "mean reward",

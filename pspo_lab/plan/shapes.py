@@ -29,10 +29,28 @@ class Shape:
         )  # fmt: skip
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's matrices, by name."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
     def layer(self) -> int:
         """Elements of a layer's matrices."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return sum(inputs * outputs for inputs, outputs in self.linears.values())
+
+    def adapters(self, rank: int, targets: str | list[str]) -> int:
+        """Elements of LoRA adapters at the named matrices, or at all of them ("all-linear")."""
+        names = self.linears if targets == "all-linear" else targets
+        return self.layers * sum(rank * sum(self.linears.get(name, (0, 0))) for name in names)
 
     @property
     def head(self) -> int:
@@ -55,21 +73,21 @@ class Shape:
 
     @property
     def tensors(self) -> int:
-        """Of the layers and around them, in a model's state dict."""
+        """Tensors of the layers and around them, in a model's state dict."""
         return (12 if self.qkv_bias else 9) * self.layers + 3
 
     @property
     def pushed_bytes(self) -> int:
-        """Weights that a server of rollout.servers is sent, in float32; a tied embedding under both of its names."""
+        """Bytes of the weights that a server is sent, in float32; a tied embedding under both of its names."""
         return 4 * (self.parameters + self.tied * self.head)
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token's keys and values in bf16."""
+        """Bytes of one token's keys and values in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def flops(self, tokens: float, pairs: float, predicted: float) -> float:
-        """Of a forward pass.
+        """Operations of a forward pass.
 
         Args:
             tokens: that go through the layers.
@@ -90,7 +108,7 @@ class Shape:
         per_token = 26 * self.hidden + 4 * width + 8 * self.intermediate + 4 * self.heads + 8
         layer = tokens * per_token + keys * 4 * width + 2 * pairs
         layers = layer + self.layers * tokens * 4 * self.hidden if checkpointing else self.layers * layer
-        return layers + tokens * (8 * self.hidden + 4)  # and the last norm
+        return layers + tokens * (8 * self.hidden + 4)  # the last norm
 
 
 QWEN = {  # Qwen2.5's technical report and config.json; Qwen2, -Math and -Coder of a size have its layers
@@ -124,7 +142,8 @@ class GPU:
     def collective(self, size: float, calls: int, gpus: int) -> float:
         """Seconds to all-gather, or to reduce and scatter, ``size`` bytes over rings, in so many calls."""
         nodes, local = math.ceil(gpus / self.node), min(gpus, self.node)
-        within, between = size * (1 - 1 / local) / self.nvlink, size * (1 - 1 / nodes) / (self.network * local)
+        within = size * (1 - 1 / local) / self.nvlink
+        between = size * (1 - 1 / nodes) / (self.network * local)
         return max(within, between) + calls * (gpus - 1) * self.latency
 
 

@@ -15,7 +15,6 @@ from pspo.cli.files import as_argument, differences, read_config, read_jsonl
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.progress import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
-from pspo.run.switches import STEERED
 
 Switches = dict[str, Any]
 parse_once = functools.cache(parse)  # a search has two stages with the same switches
@@ -84,7 +83,7 @@ class Job:
     In the stage "untrained" there are the evaluations alone, of the model that the runs begin with.
     """
 
-    folder: Path  # its .yaml, .log and .failed lie beside it
+    folder: Path  # its .yaml, .log and .failed lie next to it
     stage: str
     setting: str
     seed: int
@@ -107,8 +106,17 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A round of a method's runs: how many settings take part (all: None), with which seeds and further switches."""
+
+    settings: int | None
+    seeds: list[int]
+    switches: Switches = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Method:
-    """One method of an experiment: its settings' switches, how many run in each stage, and all possible jobs."""
+    """One method of an experiment: its settings' switches, the settings in each stage, and all possible jobs."""
 
     experiment: str
     name: str
@@ -132,13 +140,16 @@ class Method:
 
     def selection(self) -> dict[str, Any]:
         """The selected setting, and every number that decided."""
-        kept, selected, records = self.chosen("confirm"), self.chosen("full"), []
+        confirmed, selected = self.chosen("confirm"), self.chosen("full")
+        records = []
         for name, switches in self.settings.items():
             jobs = self.jobs(["grid", "confirm"], [name])
             rewards = {job.seed: job.validation_rewards for job in jobs if job.trained}
             last = {seed: values[-1] for seed, values in rewards.items()}
             records.append({
-                "setting": name, "switches": switches, "kept": name in kept,
+                "setting": name,
+                "switches": switches,
+                "kept": name in confirmed,
                 "mean_last": fmean(last.values()) if last else None,
                 "last_validation_reward": last,
                 "best_validation_reward": {seed: max(values) for seed, values in rewards.items()},
@@ -151,28 +162,43 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
     plan = []
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
-        experiment, search = sweep.experiments[name], sweep.experiments[name].search
+        experiment = sweep.experiments[name]
         for folder, switches in experiment.evaluate.items():
-            parse(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", as_args(switches))
-        stages = {"full": (1 if search else None, experiment.seeds, {})}  # settings, seeds, own switches
-        if search:
-            confirm = {"confirm": (search.keep, search.confirm_seeds, search.switches)}
-            stages = {"grid": (None, search.seeds, search.switches)} | confirm | stages
-        for method, grid in Bar(experiment.methods.items(), desc=f"check {name}", leave=False):
-            settings, jobs = {}, []
-            for (stage, (_, seeds, own)), point in product(stages.items(), grid_points(grid)):
-                settings[setting := setting_name(method, point)] = point
-                jobs += jobs_of(sweep, name, setting, stage, seeds, experiment.shared | point | own)
-            unique = 0 < len(jobs) == len({job.folder for job in jobs})
-            require(unique, f"experiments.{name}.methods.{method}", "must have settings and seeds that differ", grid)
-            plan.append(Method(name, method, settings, {stage: n for stage, (n, _, _) in stages.items()}, jobs))
+            parse(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switch_words(switches))
+        methods = [
+            make_method(sweep, name, method, grid)
+            for method, grid in Bar(experiment.methods.items(), desc=f"check {name}", leave=False)
+        ]
+        plan += methods
         if experiment.evaluate:
-            jobs = [job for method in plan if method.experiment == name for job in method.possible]
-            plan.append(evaluations_of_untrained(sweep, name, jobs))
+            plan.append(untrained_evaluations(sweep, name, [job for method in methods for job in method.possible]))
     return plan
 
 
-def evaluations_of_untrained(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
+def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | list[Switches]) -> Method:
+    """A method of an experiment; ValueError if two of its settings or seeds are the same."""
+    experiment = sweep.experiments[name]
+    search = experiment.search
+    stages = {"full": Stage(1 if search else None, experiment.seeds)}
+    if search:
+        stages = {
+            "grid": Stage(None, search.seeds, search.switches),
+            "confirm": Stage(search.keep, search.confirm_seeds, search.switches),
+            **stages,
+        }
+    settings, jobs = {}, []
+    for stage_name, stage in stages.items():
+        for point in grid_points(grid):
+            setting = setting_name(method, point)
+            settings[setting] = point
+            switches = experiment.shared | point | stage.switches
+            jobs += setting_jobs(sweep, name, setting, stage_name, stage.seeds, switches)
+    unique = 0 < len(jobs) == len({job.folder for job in jobs})
+    require(unique, f"experiments.{name}.methods.{method}", "must have settings and seeds that differ", grid)
+    return Method(name, method, settings, {stage_name: stage.settings for stage_name, stage in stages.items()}, jobs)
+
+
+def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
     """A job for each model that these jobs begin with."""
     models = {(job.config["model"]["name_or_path"], job.config["model"]["revision"]): job for job in jobs}
     possible = []
@@ -183,31 +209,36 @@ def evaluations_of_untrained(sweep: SweepConfig, name: str, jobs: list[Job]) -> 
     return Method(name, "untrained", {job.setting: {} for job in possible}, {"untrained": None}, possible)
 
 
-def jobs_of(sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches) -> list[Job]:
+def setting_jobs(
+    sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches
+) -> list[Job]:
     """Jobs of a setting in a stage; ValueError if one cannot run or was run with other switches."""
-    prog, searching, jobs = f"pspo sweep: {name}/{setting}", stage != "full", []
-    parsed, complete = parse_once(TrainConfig, prog, tuple(as_args(switches)))
-    data, rollout, algorithm, run = parsed.data, parsed.rollout, parsed.algorithm, parsed.run
-    tokens = rollout.prompts * rollout.group_size * (data.max_prompt_tokens + rollout.max_completion_tokens)
-    rollouts = math.ceil(run.max_steps / (algorithm.epochs * algorithm.minibatches))
-    tokens = min(rollouts * tokens, (run.max_tokens or math.inf) + tokens)
+    prog, searching = f"pspo sweep: {name}/{setting}", stage != "full"
+    config, switch_values = parse_once(TrainConfig, prog, tuple(switch_words(switches)))
+    jobs = []
     with user_errors(prog):
-        fits = (parsed.distributed.strategy == "none") == (sweep.processes == 1)
+        fits = (config.distributed.strategy == "none") == (sweep.processes == 1)
         require(fits, "processes", "above 1 needs --distributed.strategy ddp or fsdp2, 1 needs none", sweep.processes)
-        parsed.check_ranks(sweep.processes)
-        require(run.validate_every or not searching, "run.validate_every", "must be above 0 in a search", 0)
+        config.check_ranks(sweep.processes)
+        require(config.run.validate_every or not searching, "run.validate_every", "must be above 0 in a search", 0)
         for seed in seeds:
             folder = Path(sweep.output, f"{name}-search" if searching else name, setting, f"seed-{seed}")
-            config = complete | {"run": complete["run"] | {"seed": seed, "output_dir": str(folder)}}
+            values = switch_values | {"run": switch_values["run"] | {"seed": seed, "output_dir": str(folder)}}
             evaluate = {} if searching else sweep.experiments[name].evaluate
-            jobs.append(Job(folder, stage, setting, seed, config, tokens, evaluate))
             begun = (folder / "metrics.jsonl").exists()
-            changed = differences(read_config(folder / "config.yaml"), config) if begun else {}
+            changed = differences(read_config(folder / "config.yaml"), values) if begun else {}
             changed.pop("run.output_dir", None)
-            if not jobs[-1].trained:  # pspo.train resumes or refuses it, but must not steer it
-                changed = {name: pair for name, pair in changed.items() if name in STEERED}
             require(not changed, "output", f"must not hold {folder} with other switches: move it away", changed)
+            jobs.append(Job(folder, stage, setting, seed, values, most_tokens(config), evaluate))
     return jobs
+
+
+def most_tokens(config: TrainConfig) -> int:
+    """Tokens of a run's rollouts, prompts included, if all are as long as they may be."""
+    rollout, steps = config.rollout, config.algorithm.epochs * config.algorithm.minibatches
+    tokens = rollout.prompts * rollout.group_size * (config.data.max_prompt_tokens + rollout.max_completion_tokens)
+    most = (config.run.max_tokens or math.inf) + tokens
+    return min(math.ceil(config.run.max_steps / steps) * tokens, most)
 
 
 def grid_points(grid: Switches | list[Switches]) -> list[Switches]:
@@ -221,12 +252,14 @@ def grid_points(grid: Switches | list[Switches]) -> list[Switches]:
 
 def setting_name(method: str, switches: Switches) -> str:
     """Folder name of a setting, such as clip-epsilon=0.2-lr=1e-06."""
-    named = {name: value for name, value in switches.items() if name not in ("config", "algorithm.surrogate")}
-    parts = [f"{name.rpartition('.')[2]}={as_argument(value)}" for name, value in named.items()]
-    return re.sub(r"[^\w.=+-]", "_", "-".join([method, *parts]))
+    parts = [method]
+    for name, value in switches.items():
+        if name not in ("config", "algorithm.surrogate"):
+            parts.append(f"{name.rpartition('.')[2]}={as_argument(value)}")
+    return re.sub(r"[^\w.=+-]", "_", "-".join(parts))
 
 
-def as_args(switches: Switches) -> list[str]:
+def switch_words(switches: Switches) -> list[str]:
     """Arguments of a command: later ones override, so a file comes first, and a class before its parameters."""
     names = sorted(switches, key=lambda name: (name != "config", name.count(".")))
     return [f"--{name}={as_argument(switches[name])}" for name in names]

@@ -17,25 +17,28 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.cli.files import read_json, to_yaml, write_text
 from pspo.cli.signals import EXIT_STOPPED
-from pspo_lab.sweep.plan import Job, SweepConfig, as_args
+from pspo_lab.sweep.plan import Job, SweepConfig, switch_words
 
 
 class Workers:
     """Processes that carry out jobs, and hold the sweep's ``lock``."""
 
     def __init__(self, sweep: SweepConfig, lock: IO[Any]) -> None:
-        gpus, n = [] if sweep.launcher else dist.visible_gpus(), sweep.processes
+        gpus = [] if sweep.launcher else dist.visible_gpus()
+        n = sweep.processes
         groups = [",".join(gpus[i : i + n]) for i in range(0, len(gpus) - n + 1, n)] or [None]
         workers = sweep.workers or len(groups)
         self.threads = max(1, (os.cpu_count() or 1) // (workers * n))
         self.idle = asyncio.Queue()  # GPUs of the workers that have nothing to do
         for group in islice(cycle(groups), workers):
             self.idle.put_nowait(group)
-        self.sweep, self.lock, self.failed = sweep, lock, {}  # reasons by folder
+        self.sweep = sweep
+        self.lock = lock
+        self.failed: dict[Path, str] = {}  # reasons by folder
 
     async def carry_out(self, job: Job) -> None:
         """Train and evaluate, or do what is left of it; if cancelled, no process is left running."""
-        failure, log_file = job.folder.with_suffix(".failed"), job.folder.with_suffix(".log")
+        failure = job.folder.with_suffix(".failed")
         if failure.exists() and not self.sweep.retry_failed:
             self.failed[job.folder] = failure.read_text(encoding="utf-8")
         elif not job.finished:
@@ -43,20 +46,27 @@ class Workers:
             job.folder.parent.mkdir(parents=True, exist_ok=True)
             failure.unlink(missing_ok=True)
             while not job.finished and job.folder not in self.failed:
-                command, product = next_command(job)
-                with log_file.open("ab") as log:
-                    start = log.tell()
-                    exit_code = await self.launch(command, gpus, log)
-                if not product.exists():
-                    printed = log_file.read_bytes()[start:].decode(errors="replace")
-                    last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's
-                    self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
-                    if exit_code != EXIT_STOPPED:  # that one resumes the next time
-                        write_text(failure, self.failed[job.folder])
+                await self.run_next_command(job, gpus)
             self.idle.put_nowait(gpus)
             tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
-        for name in ("best", "final", "checkpoints") if job.finished and job.stage != "full" else ():
-            shutil.rmtree(job.folder / name, ignore_errors=True)
+        if job.finished and job.stage != "full":  # a search needs no weights
+            for name in ("best", "final", "checkpoints"):
+                shutil.rmtree(job.folder / name, ignore_errors=True)
+
+    async def run_next_command(self, job: Job, gpus: str | None) -> None:
+        """Train, or evaluate once; a command that leaves no result fails the job."""
+        command, product = next_command(job)
+        log_file = job.folder.with_suffix(".log")
+        with log_file.open("ab") as log:
+            start = log.tell()
+            exit_code = await self.launch(command, gpus, log)
+        if product.exists():
+            return
+        printed = log_file.read_bytes()[start:].decode(errors="replace")
+        last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's
+        self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
+        if exit_code != EXIT_STOPPED:  # that one resumes the next time
+            write_text(job.folder.with_suffix(".failed"), self.failed[job.folder])
 
     async def launch(self, command: list[str], gpus: str | None, log: IO[bytes]) -> int:
         """Run a command to its end and return its exit code."""
@@ -68,10 +78,17 @@ class Workers:
         else:
             environment.setdefault("OMP_NUM_THREADS", str(self.threads))
             environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")  # ranks end their rollout and save
-            environment |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-        # With the lock inherited, a sweep that is killed alone cannot start again before its processes have ended.
-        own = {"env": environment, "start_new_session": True, "pass_fds": [self.lock.fileno()], "stdin": DEVNULL}
-        process = await asyncio.create_subprocess_exec(*words, stdout=log, stderr=log, **own)
+            if gpus is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            pass_fds=[self.lock.fileno()],  # a sweep that is killed alone cannot start again before its processes end
+        )
         try:
             return await process.wait()
         finally:
@@ -87,9 +104,11 @@ def next_command(job: Job) -> tuple[list[str], Path]:
         write_text(config, to_yaml(job.config))
         return ["pspo.train", "--config", str(config)], job.folder / "summary.json"
     folder = next(job.folder / name for name in job.evaluate if not (job.folder / name / "results.json").exists())
+    switches = dict(job.evaluate[folder.name])
     if job.stage == "untrained":
-        own = {f"model.{name}": job.config["model"][name] for name in ("name_or_path", "revision", "trust_remote_code")}
+        for name in ("name_or_path", "revision", "trust_remote_code"):
+            switches[f"model.{name}"] = job.config["model"][name]
     else:
-        own = {"model.name_or_path": read_json(job.folder / "summary.json")["best_model"]}
-    own["run.output_dir"] = str(folder)
-    return ["pspo.evaluate", *as_args(job.evaluate[folder.name] | own)], folder / "results.json"
+        switches["model.name_or_path"] = read_json(job.folder / "summary.json")["best_model"]
+    switches["run.output_dir"] = str(folder)
+    return ["pspo.evaluate", *switch_words(switches)], folder / "results.json"

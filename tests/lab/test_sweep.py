@@ -19,7 +19,7 @@ import yaml
 
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo_lab.sweep.__main__ import main
+from pspo_lab.sweep.command import main
 from pspo_lab.sweep.plan import SweepConfig, make_plan
 
 PYTHON, REPOSITORY = sys.executable, Path(__file__).parents[2]
@@ -161,15 +161,15 @@ def test_without_a_search_every_setting_runs_with_every_seed(here):
 
 
 def test_a_search_s_switches_override_a_method_s_these_the_shared_ones_and_all_a_file(here):
-    Path("base.yaml").write_text("run: {max_steps: 9, samples: 5}\nalgorithm: {surrogate: SAPO}\n")
+    Path("base.yaml").write_text("run: {max_steps: 9, record_tokens: 5}\nalgorithm: {surrogate: SAPO}\n")
     own = {"algorithm.surrogate.epsilon": 0.3, "algorithm.surrogate": "Clip", "rollout.prompts": 7, "run.max_steps": 5}
     shared = {"rollout.prompts": 3, "rollout.group_size": 2, "run.max_steps": 4, "config": "base.yaml"}
     sweep_file(methods={"clip": own}, shared=shared, search=SEARCH)
-    (method,) = make_plan(parse(SweepConfig, "pspo_lab.sweep", ["--config", "sweep.yaml"])[0])
+    (method,) = make_plan(parse(SweepConfig, "pspo sweep", ["--config", "sweep.yaml"])[0])
     for stage, steps in (("full", 5), ("grid", 6), ("confirm", 6)):
         job = method.jobs([stage], list(method.settings))[0]
         assert (job.config["rollout"]["prompts"], job.config["rollout"]["group_size"]) == (7, 2)
-        assert (job.config["run"]["max_steps"], job.config["run"]["samples"]) == (steps, 5)
+        assert (job.config["run"]["max_steps"], job.config["run"]["record_tokens"]) == (steps, 5)
         clip = {"class_path": "pspo.losses.Clip", "init_args": {"epsilon": 0.3, "epsilon_high": None, "delta": None}}
         assert job.config["algorithm"]["surrogate"] == clip
         assert job.setting == "clip-epsilon=0.3-prompts=7-max_steps=5"
@@ -226,7 +226,7 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys, n
 def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here, capsys):
     sweep_file(methods={"pspo": {}})
     world(seconds=600)
-    command = ["-m", "pspo_lab.sweep", "--config", "sweep.yaml", "--launcher", f"{sys.executable} {{command}}"]
+    command = ["-m", "pspo", "sweep", "--config", "sweep.yaml", "--launcher", f"{sys.executable} {{command}}"]
     with subprocess.Popen([PYTHON, *command], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}) as first:
         wait_for_calls(1)
         assert sweep() == 2
@@ -239,15 +239,6 @@ def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here,
         time.sleep(0.1)
     assert code == 0
     assert calls() == ["e/pspo/seed-0"] * 2
-
-
-def test_a_sweep_with_auto_takes_the_numbers_of_its_runs_when_it_is_given_again(here):
-    sweep_file(methods={"pspo": {}}, shared={"rollout.max_rows": "auto"})
-    assert sweep() == 0
-    config = Path("out/e/pspo/seed-0/config.yaml")
-    config.write_text(config.read_text().replace("max_rows: auto", "max_rows: 96"))  # as a run does
-    assert "max_rows: 96" in config.read_text()
-    assert (sweep(), len(calls())) == (0, 1)
 
 
 def test_every_untrained_model_is_evaluated(here):
@@ -281,7 +272,7 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     ({"sedes": [1]}, [], "sedes"),
     ({"search": SEARCH | {"keep": 0}}, [], "keep"),
     ({"methods": {"clip": 3}}, [], "methods"),
-    ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo_lab.sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
+    ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
     ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
     ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, [], "experiments.e.methods.both must .* differ"),
     ({"methods": {"pspo": {}}, "search": SEARCH | {"confirm_seeds": [42]}}, [], "must have settings and seeds that"),
@@ -351,7 +342,7 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
-    ("main-table", "[qwen2.5-0.5b]", 18), ("order", "null", 20),
+    ("main-table", "[qwen2.5-0.5b]", 18),
     pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
     pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
@@ -374,7 +365,7 @@ def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch, processes):
         evaluate={"evaluation": {"data.limit": 4}},
     )  # fmt: skip
     done = subprocess.run(
-        [PYTHON, "-m", "pspo_lab.sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
+        [PYTHON, "-m", "pspo sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.cli.escape import in_markdown
-from pspo_lab.report.runs import ARGUMENT, DATA, MODEL, SURROGATE, Runs, labels, methods, settings
-from pspo_lab.report.tables import as_markdown, learning, over_seeds, with_interval
+from pspo_lab.runs import Runs
+from pspo_lab.settings import ARGUMENT, DATA, MODEL, SURROGATE, labels, methods, setting_numbers
+from pspo_lab.tables import learning, mean_over_seeds, mean_text
+from pspo_lab.text import escape_markdown, markdown_table
 
 METHOD = ["model", "data", "method"]
 SETS = ["gsm8k", "asdiv", "svamp", "math"]
@@ -27,27 +28,33 @@ ALPHA = (
 def against_paper(runs: Runs) -> str:
     """Both tables as Markdown: the paper's rows with ours below each, then those of ours that it has not."""
     paper = pd.read_csv(Path(__file__).with_name("paper.csv"), keep_default_na=False)
-    ours, rows = our_accuracies(runs), []
+    ours = our_accuracies(runs)
     columns = SETS + sorted(set(ours["column"]) - set(SETS))
-    of_paper = dict(list(paper[paper["table"] != "alpha"].groupby(METHOD, sort=False)))
-    of_ours = dict(list(ours.groupby(METHOD, sort=False)))
-    for name in dict.fromkeys([*of_paper, *of_ours]):
-        values = of_paper[name].set_index("measure")["value"] if name in of_paper else {}
-        if name in of_paper:
+    paper_rows = dict(list(paper[paper["table"] != "alpha"].groupby(METHOD, sort=False)))
+    our_rows = dict(list(ours.groupby(METHOD, sort=False)))
+    rows = []
+    for name in dict.fromkeys([*paper_rows, *our_rows]):
+        values = paper_rows[name].set_index("measure")["value"] if name in paper_rows else {}
+        if name in paper_rows:
             texts = [f"{values[column]:.1f}" if column in values else "–" for column in columns]
             rows.append([*name, "paper", *texts, ""])
-        for setting, cells in of_ours.get(name, ours[:0]).groupby("setting", sort=False):
-            texts, n = dict.fromkeys(columns, "–"), cells["seeds"].max()
+        for setting, cells in our_rows.get(name, ours[:0]).groupby("setting", sort=False):
+            texts = dict.fromkeys(columns, "–")
             for cell in cells.itertuples():
-                gap = f" ({100 * cell.mean - values[cell.column]:+.1f})" if cell.column in values else ""
-                texts[cell.column] = with_interval(cell, 100, 1) + gap
-            source = f"ours, {n} seed{'' if n == 1 else 's'}" if name[1] else "ours"
+                texts[cell.column] = mean_text(cell, 100, 1)
+                if cell.column in values:
+                    texts[cell.column] += f" ({100 * cell.mean - values[cell.column]:+.1f})"
+            seeds = cells["seeds"].max()
+            source = "ours"
+            if name[1]:  # trained
+                source = "ours, 1 seed" if seeds == 1 else f"ours, {seeds} seeds"
             rows.append([*name, source, *texts.values(), setting.removeprefix(name[2]).strip(" ()")])
-    others = sorted(set(ours["model"]) - set(paper["model"]))
-    said = [in_markdown(f"The paper has no runs of {', '.join(others)}: nothing is compared there.")] if others else []
     table = pd.DataFrame(rows, columns=["model", "trained on", "method", "source", *columns, "setting"])
-    text = as_markdown(table.set_index("model"))
-    return "\n\n".join(["# Against the paper", text, " ".join([NOTE, *said]), *alpha_table(runs, paper)]) + "\n"
+    note = NOTE
+    if others := sorted(set(ours["model"]) - set(paper["model"])):
+        note += " " + escape_markdown(f"The paper has no runs of {', '.join(others)}: nothing is compared there.")
+    parts = ["# Against the paper", markdown_table(table.set_index("model")), note, *alpha_table(runs, paper)]
+    return "\n\n".join(parts) + "\n"
 
 
 def our_accuracies(runs: Runs) -> pd.DataFrame:
@@ -59,27 +66,32 @@ def our_accuracies(runs: Runs) -> pd.DataFrame:
     numbers = numbers[(numbers["split"] == "test") & numbers["stage"].isin(["before", "after"])]
     whole = numbers["group"].isna() & ~numbers["data"].astype(str).str.contains("+", regex=False)
     numbers = numbers[whole | (numbers["part"] == "source")]
-    trained, configs = numbers["stage"] == "after", runs.configs
-    label = {run: name for _, of in configs.groupby([MODEL, DATA, SURROGATE]) for run, name in labels(of).items()}
+    trained = numbers["stage"] == "after"
+    configs = runs.configs
+    label = {}
+    for _, alike in configs.groupby([MODEL, DATA, SURROGATE]):
+        label |= labels(alike).to_dict()
     numbers["model"] = numbers["model"].map(lambda name: Path(name).name)
     numbers = numbers.assign(
-        one=numbers["run"].where(trained, numbers["model"]),
+        source=numbers["run"].where(trained, numbers["model"]),
         data=numbers["run"].map(configs[DATA]).where(trained, ""),
-        method=numbers["run"].map(named_by_epochs(configs)).where(trained, "untrained"),
+        method=numbers["run"].map(methods_with_epochs(configs)).where(trained, "untrained"),
         setting=numbers["run"].map(label).where(trained, "untrained"),
         column=numbers["group"].where(numbers["group"].notna(), numbers["data"]),
     )
-    numbers = numbers.sort_values("n", kind="stable").drop_duplicates(["one", "column"], keep="last")
-    row, numbers = [*METHOD, "setting"], numbers.sort_values(METHOD)
-    cells = over_seeds(numbers.assign(row=pd.MultiIndex.from_frame(numbers[row]).to_flat_index()))
+    numbers = numbers.sort_values("n", kind="stable").drop_duplicates(["source", "column"], keep="last")
+    numbers = numbers.sort_values(METHOD)
+    row = [*METHOD, "setting"]
+    cells = mean_over_seeds(numbers.assign(row=pd.MultiIndex.from_frame(numbers[row]).to_flat_index()))
     return cells.join(pd.DataFrame(cells["row"].tolist(), cells.index, columns=row))
 
 
-def named_by_epochs(configs: pd.DataFrame) -> pd.Series:
+def methods_with_epochs(configs: pd.DataFrame) -> pd.Series:
     """Each run's method, with its epochs where they are not the paper's: one for NoClip, two for the others."""
-    method, epochs = methods(configs), configs.get("algorithm.epochs")
-    papers = pd.Series(2, configs.index).where(method != "NoClip", 1)
-    return method.where(epochs == papers, method + ", epochs " + epochs.astype(str))
+    method = methods(configs)
+    epochs = configs.get("algorithm.epochs")
+    paper_epochs = pd.Series(2, configs.index).where(method != "NoClip", 1)
+    return method.where(epochs == paper_epochs, method + ", epochs " + epochs.astype(str))
 
 
 def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:
@@ -89,14 +101,15 @@ def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:
         return []
     alpha = pd.to_numeric(runs.configs[switch], errors="coerce")
     configs = runs.configs.assign(**{switch: alpha}).dropna(subset=switch)
-    group = settings(configs, besides=[switch])
+    group = setting_numbers(configs, ignore=[switch])
     group = group[configs.groupby(group)[switch].transform("nunique") > 1]
     row = configs[MODEL].map(lambda name: Path(name).name) + ", " + configs[DATA] + ", " + (group + 1).astype(str)
-    values = learning(runs).query("column == 'final validation reward' and run in @group.index")
+    values = learning(runs)
+    values = values[(values["column"] == "final validation reward") & values["run"].isin(group.index)]
     values = values.assign(row=values["run"].map(row), column=values["run"].map(alpha))
-    of_paper = {float(row.alpha): f"{row.value:.3f}" for row in paper[paper["table"] == "alpha"].itertuples()}
-    table = {"paper, Qwen2-Math-1.5B": of_paper}
-    for cell in over_seeds(values).itertuples():
-        table.setdefault(cell.row, {})[cell.column] = with_interval(cell, 1, 3)
-    table = pd.DataFrame(table).T.sort_index(axis=1).fillna("–").rename(columns="alpha {:g}".format)
-    return ["## Alpha", as_markdown(table), ALPHA] if len(table) > 1 else []
+    rewards = paper[paper["table"] == "alpha"]
+    texts = {"paper, Qwen2-Math-1.5B": {float(row.alpha): f"{row.value:.3f}" for row in rewards.itertuples()}}
+    for cell in mean_over_seeds(values).itertuples():
+        texts.setdefault(cell.row, {})[cell.column] = mean_text(cell, 1, 3)
+    table = pd.DataFrame(texts).T.sort_index(axis=1).fillna("–").rename(columns="alpha {:g}".format)
+    return ["## Alpha", markdown_table(table), ALPHA] if len(table) > 1 else []

@@ -1,15 +1,17 @@
-"""The tables of `pspo_lab.report`: the numbers of each run, their means over seeds, and how tables are written."""
+"""Tables of runs: the numbers of each run, their means over seeds, and their texts."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, t
 
-from pspo.cli.escape import in_markdown, one_line
-from pspo_lab.report.runs import LONG, SEED, Runs, methods, settings
+from pspo.cli.escape import one_line
+from pspo_lab.runs import Runs
+from pspo_lab.settings import LONG, SEED, methods, setting_numbers
+from pspo_lab.text import escape_markdown, markdown_table
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
@@ -24,7 +26,6 @@ SCALED = "PSPO's gradient is (1 - alpha) times NoClip's, and AdamW's step does n
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm",
                "gradient_cosine"]  # fmt: skip
-GRADIENTS = ["gradient_norm2", "gradient_variance"]
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
     "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
@@ -39,36 +40,45 @@ NOTES = {
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
     "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
     "weight; total variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; "
-    "gradient norm, share of these clipped; cosine with the first epoch's. The noise scale is of means, in prompts.",
+    "gradient norm, share of these clipped; cosine with the first epoch's.",
 }
 
-# The numbers of each run, as rows of run, column (of a table) and value; accuracies have their interval besides
+# The numbers of each run: rows of run, column (of a table) and value; of accuracies also their interval
 
 
 def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     """Accuracies before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
 
     Problems without gold answers have their mean reward instead. An evaluation counts before the summary where both
-    know the same.
+    have the same number.
     """
     numbers = runs.numbers[(runs.numbers["stage"] == stage) & runs.numbers["group"].isna()]
     numbers = numbers[(numbers["temperature"] == "0") == greedy]
-    one = ["run", "model", "evaluation", "data", "split", "n", "temperature"]
-    answered = numbers["measure"].eq("accuracy").groupby([numbers[name] for name in one], dropna=False).transform("any")
-    named = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|(pass|maj)@.*"
-    rewards = numbers["measure"].eq("mean_reward") & ~answered.astype(bool)
-    numbers = numbers[numbers["measure"].str.fullmatch(named) | rewards]
+    test = ["run", "model", "evaluation", "data", "split", "n", "temperature"]
+    is_accuracy = numbers["measure"].eq("accuracy")
+    answered = is_accuracy.groupby([numbers[name] for name in test], dropna=False).transform("any").astype(bool)
+    measures = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|(pass|maj)@.*"
+    rewards = numbers["measure"].eq("mean_reward") & ~answered
+    numbers = numbers[numbers["measure"].str.fullmatch(measures) | rewards]
     numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")
     numbers["run"] = numbers["model" if stage == "before" else "run"]
-    numbers["column"] = [
-        f"{row.data} {row.split}, n = {row.n:,.0f}{'' if greedy else f', T = {row.temperature}'}: "
-        f"{'final ' * (stage == 'final')}{row.measure.replace('_', ' ')}"
-        f"{'' if row.measure == 'mean_reward' else ' (%)'}"
-        for row in numbers.itertuples()
-    ]
+    numbers["column"] = [accuracy_column(row, stage, greedy) for row in numbers.itertuples()]
     numbers = numbers.drop_duplicates(["run", "column"], keep="last")
     numbers = numbers.sort_values("measure", key=lambda names: names == "gold_anywhere", kind="stable")
     return numbers[["run", "column", "value", "low", "high"]]
+
+
+def accuracy_column(row: Any, stage: str, greedy: bool) -> str:
+    """Such as "gsm8k test, n = 1,319: final accuracy (%)"."""
+    test = f"{row.data} {row.split}, n = {row.n:,.0f}"
+    if not greedy:
+        test += f", T = {row.temperature}"
+    measure = row.measure.replace("_", " ")
+    if stage == "final":
+        measure = f"final {measure}"
+    if row.measure != "mean_reward":
+        measure += " (%)"
+    return f"{test}: {measure}"
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:
@@ -79,35 +89,37 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 def learning(runs: Runs) -> pd.DataFrame:
     """The course of the training reward."""
     rewards = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"]).dropna(subset="reward")
-    found = {}
-    for run, of_run in rewards.groupby("run", sort=False):
-        windows = smoothed(of_run["reward"])
-        peak_at = int(windows.argmax()) + len(of_run) - len(windows)  # the last rollout of the best window
-        final, peak, steps = windows[-1], windows.max(), of_run["step"].iloc[peak_at]
+    rows = {}
+    for run, rollouts in rewards.groupby("run", sort=False):
+        windows = smoothed(rollouts["reward"])
+        peak_at = int(windows.argmax()) + len(rollouts) - len(windows)  # the last rollout of the best window
+        final, peak = windows[-1], windows.max()
         collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
-        validation = of_run["validation_reward"].dropna()
-        validated = [validation.max(), validation.iloc[-1] if len(validation) else np.nan]
-        found[run] = [final, peak, of_run["reward"].mean(), steps, peak_at + 1, collapsed, *validated]
-    table = pd.DataFrame.from_dict(found, orient="index", columns=LEARNING)
+        validation = rollouts["validation_reward"].dropna()
+        rows[run] = [
+            final,
+            peak,
+            rollouts["reward"].mean(),
+            rollouts["step"].iloc[peak_at],
+            peak_at + 1,
+            collapsed,
+            validation.max(),
+            validation.iloc[-1] if len(validation) else np.nan,
+        ]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=LEARNING)
     best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
     table["returned untrained (%)"] = (best_step == 0).astype(float)
-    return _long(table)
+    return run_rows(table)
 
 
 def diagnostics(runs: Runs) -> pd.DataFrame:
-    """Means over the rollouts, the share of them whose last gradient was clipped by its norm, and the noise scale."""
-    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS, *GRADIENTS])
+    """Means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
+    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
     limits = pd.to_numeric(metrics["run"].map(runs.configs["optimizer.max_grad_norm"]), errors="coerce")
     limits = limits.replace(0, np.inf)  # 0: none
     clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna())
     means = metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean()
-    return _long(means.assign(**{"noise scale": noise_scale(means)}).drop(columns=GRADIENTS))
-
-
-def noise_scale(means: pd.DataFrame) -> pd.Series:
-    """The gradient noise scale, in prompts, of means of its parts; NaN where the noise hides the gradient."""
-    size, noise = (means.get(name, pd.Series(np.nan, means.index)) for name in GRADIENTS)
-    return (noise / size).where(size > 0)
+    return run_rows(means)
 
 
 def compared(runs: Runs) -> pd.DataFrame:
@@ -121,20 +133,21 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
     configs = runs.configs
     values = compared(runs).join(configs[["experiment", SEED]].assign(label=labels), on="run")
-    alike = settings(configs, besides=[name for name in configs if name.startswith(TREATMENT)])
-    first = labels[configs.index].drop_duplicates()
-    found = {}
-    for baseline in first.index[methods(configs)[first.index].isin(BASELINES)]:
-        for other in first.index[alike[first.index] == alike[baseline]]:
-            if other != baseline and (baseline, other) not in found:
+    treatments = [name for name in configs if name.startswith(TREATMENT)]
+    rest = setting_numbers(configs, ignore=treatments)
+    first = labels[configs.index].drop_duplicates().index  # a run of each setting
+    differences = {}
+    for baseline in first[methods(configs)[first].isin(BASELINES)]:
+        for other in first[rest[first] == rest[baseline]]:
+            if other != baseline and (baseline, other) not in differences:
                 both = (values[values["label"] == labels[run]] for run in (other, baseline))
                 pairs = pd.merge(*both, on=["experiment", SEED, "column"])
                 row = f"{labels[other]} - {labels[baseline]}"
-                found[other, baseline] = pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"])
-    return pd.concat(found.values()) if found else pd.DataFrame(columns=["row", "column", "value"])
+                differences[other, baseline] = pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"])
+    return pd.concat(differences.values()) if differences else pd.DataFrame(columns=["row", "column", "value"])
 
 
-def _long(numbers: pd.DataFrame) -> pd.DataFrame:
+def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
     """Rows of run, column and value from a table indexed by run."""
     return numbers.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
 
@@ -142,19 +155,21 @@ def _long(numbers: pd.DataFrame) -> pd.DataFrame:
 # Means over seeds: rows of row, column, seeds, mean, low and high
 
 
-def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
-    """The mean of each row and column, with Student's 95% interval from three seeds on; a single seed keeps its own.
+def mean_over_seeds(values: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each row and column, with Student's 95% interval from three seeds on; one seed keeps its interval.
 
     Shares of the seeds have Wilson's interval.
     """
     values = values.reindex(columns=["row", "column", "value", "low", "high"])
     groups = values.groupby(["row", "column"], sort=False)
     cells = groups[["low", "high"]].first().assign(seeds=groups.size())
-    cells["mean"], cells["sem"] = groups["value"].mean(), groups["value"].sem()
+    cells["mean"] = groups["value"].mean()
+    cells["sem"] = groups["value"].sem()
     cells = cells.reset_index()
     half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
     for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
-        cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, cells[side].where(cells["seeds"] == 1))
+        single = cells[side].where(cells["seeds"] == 1)
+        cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, single)
     for i, cell in cells[cells["column"].isin(SHARES) & cells["low"].notna()].iterrows():
         wilson = binomtest(round(cell["mean"] * cell["seeds"]), cell["seeds"]).proportion_ci(method="wilson")
         cells.loc[i, ["low", "high"]] = list(wilson)
@@ -163,16 +178,17 @@ def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
 
 def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
     """The tables of one task by title: its finished runs, and these models before training."""
-    found = {}
+    by_title = {}
     for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
-        before, *after = (accuracies(runs, stage, greedy) for stage in ("before", "after", "final"))
-        after = pd.concat(after)
-        untrained = over_seeds(before[before["run"].isin(models)].rename(columns={"run": "row"})).assign(seeds=0)
-        found[title] = pd.concat([untrained, over_seeds(after.assign(row=after["run"].map(labels)))])
+        before = accuracies(runs, "before", greedy)
+        before = before[before["run"].isin(models)].rename(columns={"run": "row"})
+        after = pd.concat([accuracies(runs, stage, greedy) for stage in ("after", "final")])
+        after = after.assign(row=after["run"].map(labels))
+        by_title[title] = pd.concat([mean_over_seeds(before).assign(seeds=0), mean_over_seeds(after)])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
-        found[title] = over_seeds(values.assign(row=values["run"].map(labels)))
-    found["Paired differences"] = add_holm(over_seeds(paired_differences(runs, labels)))
-    return {title: found[title] for title in NOTES if len(found[title])}
+        by_title[title] = mean_over_seeds(values.assign(row=values["run"].map(labels)))
+    by_title["Paired differences"] = add_holm(mean_over_seeds(paired_differences(runs, labels)))
+    return {title: by_title[title] for title in NOTES if len(by_title[title])}
 
 
 def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
@@ -197,75 +213,76 @@ def scale(column: str) -> int:
     return 100 if column.endswith("(%)") else 1
 
 
-def with_interval(cell: Any, factor: float, digits: int) -> str:
+def mean_text(cell: Any, factor: float, digits: int) -> str:
     """A cell's mean, and its interval if it has one, such as "86.8 [86.0, 87.5]"."""
     mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
     return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
 
 
-def by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """A table to read for each test, such as "gsm8k test, n = 1,319", of what was tested there; "" is no test."""
+def split_by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Texts of each test, such as "gsm8k test, n = 1,319", and of what was measured there; "" is no test."""
     names = cells["column"].str.rpartition(": ")
-    for test, of_test in cells.assign(column=names[2]).groupby(names[0], sort=False):
-        yield test, as_text(of_test)
+    for test, test_cells in cells.assign(column=names[2]).groupby(names[0], sort=False):
+        yield test, text_table(test_cells)
 
 
-def as_text(cells: pd.DataFrame) -> pd.DataFrame:
-    """A table to read: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
+def text_table(cells: pd.DataFrame) -> pd.DataFrame:
+    """A table of texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
     seeds = cells.groupby("row", sort=False)["seeds"].max()
     texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
     for cell in cells.itertuples():
-        digits = 0 if cell.column.endswith("to peak") else 1 if cell.column.endswith("(%)") else 3
-        mean = with_interval(cell, scale(cell.column), digits)
-        mean += "*" * (getattr(cell, "holm", 1) < 0.05)
-        mean += f" (n = {cell.seeds})" if cell.seeds != seeds[cell.row] else ""
-        texts.loc[cell.row, cell.column] = mean
+        digits = 3
+        if cell.column.endswith("to peak"):
+            digits = 0
+        elif cell.column.endswith("(%)"):
+            digits = 1
+        text = mean_text(cell, scale(cell.column), digits)
+        if getattr(cell, "holm", 1) < 0.05:
+            text += "*"
+        if cell.seeds != seeds[cell.row]:
+            text += f" (n = {cell.seeds})"
+        texts.loc[cell.row, cell.column] = text
     return texts
 
 
-def in_words(differences: pd.DataFrame) -> list[str]:
+def difference_sentences(differences: pd.DataFrame) -> list[str]:
     """What the paired differences say of where runs end, a sentence each; nothing without three seeds."""
     measure = next((name for name in ENDS if name in set(differences["column"])), None)
-    cells, lines = differences[(differences["column"] == measure) & differences["low"].notna()], []
+    cells = differences[(differences["column"] == measure) & differences["low"].notna()]
+    lines = []
     for cell in cells.itertuples():
-        one, other = cell.row.split(" - ")
-        size, known = with_interval(cell, 1, 3), cell.low > 0 or cell.high < 0
-        what = f"ends {'above' if cell.mean > 0 else 'below'} {other}" if known else f"and {other} cannot be told apart"
-        expected = one.startswith("PSPO") and other.startswith("NoClip") and not known
-        lines.append(f"{one} {what}: {size}." + f" No difference is expected: {SCALED}." * expected)
+        setting, baseline = cell.row.split(" - ")
+        size = mean_text(cell, 1, 3)
+        if cell.low > 0:
+            lines.append(f"{setting} ends above {baseline}: {size}.")
+        elif cell.high < 0:
+            lines.append(f"{setting} ends below {baseline}: {size}.")
+        else:
+            line = f"{setting} and {baseline} cannot be told apart: {size}."
+            if setting.startswith("PSPO") and baseline.startswith("NoClip"):
+                line += f" No difference is expected: {SCALED}."
+            lines.append(line)
     return [f"Differences in {measure}, with 95% intervals over seeds:", *lines] if lines else []
 
 
-def as_markdown(texts: pd.DataFrame, escape: Callable[[str], str] = in_markdown) -> str:
-    rows = [["", *texts.columns], *([row, *cells] for row, *cells in texts.itertuples())]
-    rows = [[escape(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def for_report(cells: pd.DataFrame) -> str:
+def report_text(cells: pd.DataFrame) -> str:
+    """Markdown of a table for each test."""
     parts = []
-    for test, texts in by_test(cells):
-        parts += [in_markdown(f"On {test}:")] if test else []
-        parts.append(as_markdown(texts))
+    for test, texts in split_by_test(cells):
+        if test:
+            parts.append(escape_markdown(f"On {test}:"))
+        parts.append(markdown_table(texts))
     return "\n\n".join(parts)
 
 
-def for_terminal(cells: pd.DataFrame) -> str:
+def terminal_text(cells: pd.DataFrame) -> str:
     """Tables of at most 100 columns, without where the gold value is anywhere; of a model's long path the end."""
     parts = []
-    for test, texts in by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
+    for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
         texts = texts.rename(index=lambda row: row if len(row) <= LONG else f"…{row[1 - LONG :]}")
-        table = as_markdown(texts, one_line)
+        table = markdown_table(texts, one_line)
         if table.index("\n") > TERMINAL:
-            table = "\n\n".join(as_markdown(texts[["seeds", name]], one_line) for name in texts.columns[1:])
+            table = "\n\n".join(markdown_table(texts[["seeds", name]], one_line) for name in texts.columns[1:])
         parts += [one_line(test), table]
     return "\n\n".join(parts)
-
-
-def as_latex(texts: pd.DataFrame) -> str:
-    texts = texts.rename(index=one_line, columns=one_line).rename_axis(None)
-    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from pspo.cli.escape import tolerate_output
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
-from pspo_lab.view.page import make_page, packed_data
+from pspo_lab.view_page import make_page, packed_data
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,6 +58,21 @@ def version(roots: list[Path]) -> str:
     return "-".join(str(file.stat().st_mtime_ns) for file in sorted(files))
 
 
+def serve(roots: list[Path], surrogates: list[str], port: int) -> None:
+    """Serve the page on this machine alone until Ctrl-C, from the first rollout on."""
+    if not version(roots):
+        print("waiting for the first rollout", file=sys.stderr)
+    while not version(roots):
+        time.sleep(2)
+    packed_data(roots, surrogates)  # raises what is wrong before anything is served
+    server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, roots, surrogates))
+    print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, packed folders, or above them")
@@ -69,19 +84,7 @@ def main(args: Sequence[str] | None = None) -> None:
     tolerate_output()
     with user_errors("pspo view"):
         if options.watch:
-            if not version(options.runs):
-                print("waiting for the first rollout", file=sys.stderr)
-            while not version(options.runs):
-                time.sleep(2)
-            packed_data(options.runs, options.surrogates)  # raises what is wrong before anything is served
-            handler = partial(Handler, options.runs, options.surrogates)
-            server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
-            print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
-            try:
-                server.serve_forever()
-            except KeyboardInterrupt:
-                print(file=sys.stderr)
-            return
+            return serve(options.runs, options.surrogates, options.port)
         output = options.output or options.runs[0] / "view.html"
         write_text(output, make_page(options.runs, options.surrogates))
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")

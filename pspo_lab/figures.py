@@ -1,0 +1,197 @@
+"""Pictures of runs: SVG, dark text on white, also on dark pages.
+
+A method has one colour, its settings shades of it. The same numbers give the same bytes.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from pspo.cli.escape import one_line
+from pspo_lab.runs import Runs
+from pspo_lab.settings import ARGUMENT, SEED, methods, setting_numbers
+from pspo_lab.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, mean_over_seeds, scale, smoothed
+from pspo_lab.text import file_name
+
+# A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
+COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
+           "TOPR": "#56B4E9", "REINFORCE": "#AA3377", "CISPO": "#44AA99", "GSPO": "#999933", "GMPO": "#B2182B",
+           "VESPO": "#6C63B5", "DPPO": "#B58900"}  # fmt: skip
+OTHERS_COLOUR = "#8A6D3B"
+DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
+SHARED = 6  # settings that share the axes of a panel
+INK, GREY = "#333333", "#7d7d7d"  # text and axes; curves behind others
+RC = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "figure.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "pspo",
+    "text.parse_math": False,  # names of others have dollars
+    **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), INK),
+}
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[Figure]:
+    """A figure of this size in inches, saved at the end."""
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.supxlabel(one_line(x_label), fontsize=8)
+        yield figure
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
+def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Colour and dashes of each row {row: method}: shades of the method's colour, from dark to light."""
+    row_styles, order = {}, list(COLOURS)
+    for method in dict.fromkeys(rows.values()):
+        settings = [row for row in rows if rows[row] == method]
+        colour = COLOURS.get(method, OTHERS_COLOUR)
+        first = order.index(method) if method in COLOURS else 0
+        for i, row in enumerate(settings):
+            shade = 0.45 * (2 * i / (len(settings) - 1) - 1) if len(settings) > 1 else 0.0
+            mixed = [(1 - abs(shade)) * part + max(shade, 0) for part in to_rgb(colour)]
+            row_styles[row] = {"color": to_hex(mixed), "ls": DASHES[(first + i) % len(DASHES)]}
+    return row_styles
+
+
+def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list[Path]:
+    """Draw the curves, the diagnostics, and the ablation of every argument of a surrogate; returns the files."""
+    about = pd.DataFrame({"row": label, "method": methods(runs.configs), "seed": runs.configs[SEED]})
+    x_label = "optimizer step; means over a tenth of the run"
+    rewards = {"training reward": "reward", "validation reward": "validation_reward"}
+    diagnostics = {name: name for name in DIAGNOSTICS}
+    files = draw_curves(curve_points(runs, rewards).join(about, on="run"), x_label, Path(f"{prefix}curves.svg"))
+    points = curve_points(runs, diagnostics).join(about, on="run")
+    files += draw_curves(points, x_label, Path(f"{prefix}diagnostics.svg"))
+
+    configs, numbers = finished.configs, compared(finished)
+    numbers = numbers.assign(panel=numbers["column"], y=numbers["value"] * numbers["column"].map(scale))
+    numbers = numbers[["run", "panel", "y"]]
+    for switch in [name for name in configs if name.startswith(ARGUMENT)]:
+        name = switch.removeprefix(ARGUMENT)
+        values = pd.to_numeric(configs[switch], errors="coerce").dropna()
+        others = setting_numbers(configs, ignore=[switch])
+        values = values[values.groupby(others).transform("nunique") > 1]
+        for method, x in values.groupby(methods(configs)):
+            line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
+            points = numbers[numbers["run"].isin(x.index)].join(about.assign(row=pd.Series(line), x=x), on="run")
+            path = Path(f"{prefix}{file_name(f'{method}-{name}')}.svg")
+            files += draw_curves(points.sort_values("x"), name, path, marker="o")
+    return files
+
+
+def curve_points(runs: Runs, metrics: dict[str, str]) -> pd.DataFrame:
+    """Rows of panel, run, x and y of smoothed metrics by panel; the untrained model's are at step 0."""
+    untrained = runs.untrained().set_index("run")
+    parts = [pd.DataFrame(columns=["panel", "run"])]
+    for panel, metric in metrics.items():
+        values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
+        for run, rollouts in values.groupby("run", sort=False):
+            y = smoothed(rollouts[metric])
+            points = dict(zip(rollouts["step"].iloc[len(rollouts) - len(y) :], y, strict=True))
+            if run in untrained.index and metric in untrained:
+                points = {0: untrained.loc[run, metric]} | points
+            parts.append(pd.DataFrame({"panel": panel, "run": run, "x": points.keys(), "y": points.values()}))
+    return pd.concat(parts)
+
+
+def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = "") -> list[Path]:
+    """Draw means over seeds with their 95% intervals from rows of panel, row, method, seed, x and y; returns the files.
+
+    Up to `SHARED` rows share the axes of a panel, all panels in one file. More are small multiples, a file for each
+    panel: every row has axes to itself, and the others are grey behind it.
+    """
+    style = styles(dict(zip(curves["row"], curves["method"], strict=True)))
+    panels = dict(list(curves.groupby("panel", sort=False)))
+    if not style:
+        return []
+    if len(style) <= SHARED:
+        with picture(path, 4 * min(2, len(panels)) + 1, 2.4 * math.ceil(len(panels) / 2) + 0.4, x_label) as figure:
+            cells = {name: (points, list(style)) for name, points in panels.items()}
+            grid = draw_grid(figure, cells, style, marker, columns=min(2, len(panels)), share_axes=False)
+            handles = legend_handles(grid[0].get_lines())
+            figure.legend(handles=handles, loc="outside right center")
+        return [path]
+    files = []
+    for name, points in panels.items():
+        file = path.with_stem(file_name(f"{path.stem} {name}"))
+        with picture(file, 2.2 * 4, 1.7 * math.ceil(len(style) / 4) + 0.4, x_label) as figure:
+            figure.suptitle(one_line(name))
+            cells = {row: (points, [row]) for row in style}
+            draw_grid(figure, cells, style, marker, columns=4, share_axes=True)
+        files.append(file)
+    return files
+
+
+def draw_grid(
+    figure: Figure,
+    cells: dict[str, tuple[pd.DataFrame, list[str]]],
+    style: dict[str, dict[str, Any]],
+    marker: str,
+    columns: int,
+    share_axes: bool,
+) -> list[Axes]:
+    """Draw axes for each cell {title: (points, rows in colour)}; the other rows are grey."""
+    lines = math.ceil(len(cells) / columns)
+    grid = list(figure.subplots(lines, columns, sharex=share_axes, sharey=share_axes, squeeze=False).flat)
+    for axes in grid[len(cells) :]:
+        axes.set_axis_off()
+    for axes, (title, (points, coloured)) in zip(grid, cells.items(), strict=False):
+        means = mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
+        means = means.sort_values("column", kind="stable")
+        axes.set(title=wrap(title), ylim=y_limits(points["y"], means))
+        for row, row_means in means.groupby("row", sort=False):
+            if row in coloured:
+                draw_row(axes, points[points["row"] == row], row_means, marker, style[row])
+            else:
+                axes.plot(row_means["column"], row_means["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
+    return grid
+
+
+def draw_row(axes: Axes, points: pd.DataFrame, means: pd.DataFrame, marker: str, style: dict[str, Any]) -> None:
+    """Draw the mean in a band where three seeds or more have a value; if they never do, a thin line for each seed."""
+    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
+    label = wrap(points["row"].iloc[0])
+    if len(banded):
+        x = banded["column"]
+        axes.plot(x, banded["mean"], marker=marker, markersize=4, label=label, **style)
+        axes.fill_between(x, banded["low"], banded["high"], alpha=0.12, linewidth=0, color=style["color"])
+    for _, seed in points.groupby("seed"):
+        if banded.empty:
+            visible = "o" if len(seed) == 1 else marker  # a line of one point cannot be seen
+            axes.plot(seed["x"], seed["y"], marker=visible, markersize=4, linewidth=0.9, label=label, **style)
+        elif marker:
+            axes.plot(seed["x"], seed["y"], ".", markersize=4, alpha=0.6, color=style["color"])
+
+
+def wrap(name: str) -> str:
+    return textwrap.fill(one_line(name), 28)
+
+
+def legend_handles(lines: Sequence[Line2D]) -> list[Line2D]:
+    """One line of each name, in the order in which they end."""
+    lines_by_name = {line.get_label(): line for line in lines if not line.get_label().startswith("_child")}
+    return sorted(lines_by_name.values(), key=lambda line: -line.get_ydata()[-1])
+
+
+def y_limits(values: pd.Series, means: pd.DataFrame) -> tuple[float, float]:
+    """Limits of a y axis: the values, the intervals that are drawn, and a margin."""
+    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
+    visible = pd.concat([values, banded["low"], banded["high"]])
+    margin = 0.05 * (visible.max() - visible.min()) or 0.05
+    return visible.min() - margin, visible.max() + margin

@@ -1,0 +1,115 @@
+"""Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
+
+Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
+run.max_steps, and what stops scaling first, by arithmetic. pspo_lab/plan/README.md has the assumptions, the formulas
+and what was checked.
+"""
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+
+from pspo.cli.parse import parse, user_errors
+from pspo_lab.plan.cost import (
+    PHASES,
+    PlanConfig,
+    Strategy,
+    candidates,
+    choose,
+    memory,
+    messages,
+    overhead,
+    seconds,
+    shapes,
+    total,
+)
+from pspo_lab.plan.shapes import Shape
+
+
+def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
+    """One line of the table: the model on so many GPUs, by the fastest strategy that fits."""
+    s = choose(shape, config, gpus)
+    tried = [s] if s else candidates(config, gpus)
+    if not tried:
+        return {"model": name, "GPUs": gpus, "strategy": "no GPU for a server"}
+    gigabytes = [[sum(parts.values()) / 1e9 for parts in memory(shape, config, one).values()] for one in tried]
+    cells = {"model": name, "GPUs": gpus, "strategy": s or "does not fit"}
+    for phase, gb in zip(PHASES, min(gigabytes, key=max), strict=True):  # if none fits, of the one that needs least
+        cells[f"GB {phase}"] = f"{gb:.1f}"
+    return cells | time_cells(shape, config, s, gpus) if s else cells
+
+
+def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict[str, object]:
+    """Seconds, bytes and rates of a placement that fits."""
+    phases = seconds(shape, config, s)
+    draw, train = (sum(phases[phase].values()) for phase in PHASES)
+    whole = total(phases, config.draws_ahead)
+    cells: dict[str, object] = {}
+    if s.servers:
+        pushed = phases["rollout"]["push"]
+        times = {
+            "push s": pushed,
+            "at once": pushed / s.servers,
+            "draw s": draw - pushed,
+            "training s": train,
+            "lag 0 s": total(phases),
+            "lag 1 s": total(phases, ahead=True),
+        }
+        cells |= {name: f"{time:.1f}" for name, time in times.items()}
+    else:
+        ring = s.shards if s.name == "fsdp2" else gpus
+        rollout_gb, step_gb = (size * (1 - 1 / ring) / 1e9 for size, _ in messages(shape, config, s))
+        cells |= {"rollout s": f"{draw:.2f}", "training s": f"{train:.2f}"}
+        cells |= {"GB sent/rollout": f"{rollout_gb:.1f}", "GB sent/step": f"{step_gb:.1f}"}
+    rollout = config.rollout
+    tokens = rollout.prompts * rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
+    alone = total(seconds(shape, config, Strategy("none", 1)))
+    rollouts = math.ceil(config.run.max_steps / (config.algorithm.epochs * config.algorithm.minibatches))
+    cells["hours"] = f"{rollouts * whole / 3600:.2f}"
+    cells["tokens/s"] = f"{tokens / whole:,.0f}"
+    cells["efficiency"] = f"{alone / gpus / whole:.0%}"
+    if gpus > 1 and not s.servers:
+        lost = overhead(shape, config, s)
+        cells["most lost to"] = max(lost, key=lost.get)
+    return cells
+
+
+def details(shape: Shape, config: PlanConfig, unit: str) -> pd.DataFrame:
+    """Memory (GB) or time (ms) by part, with a column for each number of GPUs that the model fits."""
+    columns = {}
+    for gpus in config.plan.gpus:
+        s = choose(shape, config, gpus)
+        if s is None:
+            continue
+        phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
+        columns[f"{gpus}: {s}"] = {
+            f"{phase}: {part}": value / scale for phase in PHASES for part, value in phases[phase].items()
+        }
+    table = pd.DataFrame(columns).rename_axis(columns=unit)
+    return table[(table != 0).any(axis=1)]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    config, _ = parse(PlanConfig, "pspo plan", args)
+    with user_errors("pspo plan"):
+        models = shapes(config.model)
+    rollout, algorithm, plan = config.rollout, config.algorithm, config.plan
+    print(
+        f"{rollout.prompts} prompts x {rollout.group_size}, {plan.prompt_tokens} + {config.completion_tokens:g} tokens "
+        f"each, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches; {plan.gpu}: {plan.mfu:.0%} of its "
+        f"bf16 peak, {plan.mbu:.0%} of its bandwidths, {plan.usable:.0%} of its memory; least times"
+    )
+    rows = [row(name, shape, config, gpus) for name, shape in models.items() for gpus in plan.gpus]
+    print(pd.DataFrame(rows).fillna("-").to_string(index=False))
+    if len(models) == 1:
+        for shape in models.values():
+            for unit in ("GB", "ms"):
+                table = details(shape, config, unit)
+                if len(table):
+                    print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
+    print(f"\nGroups stay whole: at most {rollout.prompts} GPUs or servers have work.")
+
+
+if __name__ == "__main__":
+    main()

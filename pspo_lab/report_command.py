@@ -1,0 +1,176 @@
+"""Tables and pictures of trainings: ``pspo report RUNS... --output_dir report``.
+
+RUNS are run folders, packed folders, or folders that hold some, however deep. Settings of another model or other
+training data are another task, with tables and pictures of its own. Writes ``report.md`` (everything), the tables as
+``table.tex`` and ``table.csv`` (one line a cell, shares not in percent), and pictures as SVG.
+Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave them out. Of several
+evaluations of a model on the same problems the last one, by folder, counts.
+
+``--pack FOLDER`` writes the runs as two tables and a file of their settings, which are reported as the runs are.
+"""
+
+import argparse
+import base64
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from pspo.cli.escape import one_line, tolerate_output
+from pspo.cli.files import write_text
+from pspo_lab.figures import draw_task
+from pspo_lab.findings import find
+from pspo_lab.paper import against_paper
+from pspo_lab.runs import Runs, pack, read_runs, warn
+from pspo_lab.settings import DATA, MODEL, SEED, labels, number_long_labels, shared_sentence
+from pspo_lab.tables import (
+    NOTES,
+    accuracies,
+    difference_sentences,
+    report_text,
+    split_by_test,
+    tables,
+    terminal_text,
+)
+from pspo_lab.text import escape_cell, escape_markdown, file_name, latex_table
+
+CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
+DEFAULTS = "A switch that a name leaves out has its default."
+
+
+class Page(str):
+    """Markdown that a notebook shows as such."""
+
+    _repr_markdown_ = str.__str__
+
+
+def report(*runs: str | Path, output_dir: str | Path = "report") -> Page:
+    """Write the report of some runs, as the command does; returns it for a notebook, with its pictures."""
+    output = Path(output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        write_report(read_runs([Path(run) for run in runs]), output)
+
+    def inline(link: re.Match) -> str:
+        image = base64.b64encode((output / link[2]).read_bytes()).decode()
+        return f"{link[1]}(data:image/svg+xml;base64,{image})"
+
+    text = (output / "report.md").read_text(encoding="utf-8")
+    return Page(re.sub(r"^(!\[.*\])\((\S+\.svg)\)$", inline, text, flags=re.MULTILINE))
+
+
+def write_report(runs: Runs, output: Path) -> list[Path]:
+    """Write the tables and pictures of every task, and print the main ones; returns the files."""
+    tasks = group_tasks(runs)
+    markdown, latex, cells, pictures = ["# Report"], [], [], []
+    for title, (models, names) in tasks.items():
+        task_runs = runs.take(names)
+        finished = task_runs.take(task_runs.finished())
+        label, key = number_long_labels(labels(task_runs.configs))
+        markdown.append(f"## {escape_markdown(title)}")
+        markdown += describe_runs(task_runs, finished, label, key)
+        for name, table in tables(finished, label, models).items():
+            differences = table["p"].count() if "p" in table else 0
+            markdown.append(f"### {name}\n\n{report_text(table)}\n\n{NOTES[name].format(n=differences)}")
+            if name == "Accuracy":
+                print(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n")
+            sentences = difference_sentences(table) if name == "Paired differences" else []
+            if sentences:
+                print("\n".join(sentences) + "\n")
+                items = [f"* {escape_markdown(line)}" for line in sentences[1:]]
+                markdown.append("\n".join([f"{sentences[0]}\n", *items]))
+            for test, texts in split_by_test(table):
+                latex.append(f"% {one_line(f'{title}: {name}, {test}').removesuffix(', ')}\n{latex_table(texts)}")
+            cells.append(table.assign(task=title, table=name))
+        if findings := worst_findings(task_runs, label):
+            print("Findings\n" + "\n".join(findings) + "\n")
+            items = [f"* {escape_markdown(line)}" for line in findings]
+            markdown.append("### Findings\n\n" + "\n".join(items))
+        if names:
+            prefix = f"{file_name(title)}-" if len(tasks) > 1 else ""
+            files = draw_task(task_runs, finished, label, f"{output}/{prefix}")
+            markdown += [f"![{path.stem}]({path.name})" for path in files]
+            pictures += files
+
+    write_text(output / "report.md", "\n\n".join(markdown) + "\n")
+    write_text(output / "table.tex", "\n\n".join(latex) + "\n")
+    table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
+    table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
+    names = ["task", "row", "column"]
+    table[names] = table[names].map(lambda text: escape_cell(one_line(text)))
+    table.to_csv(output / "table.csv", columns=CELLS, index=False)
+    return [output / "report.md", output / "table.tex", output / "table.csv", *pictures]
+
+
+def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
+    """The models before training and the runs of each task: one model on the same training data."""
+    tasks = {}
+    for (model, data), names in runs.configs.groupby([MODEL, DATA]).groups.items():
+        tasks[f"{model} on {data}"] = ([model], list(names))
+    if len(tasks) > 1:
+        warn(f"runs of {len(tasks)} tasks, each in tables of its own: {', '.join(tasks)}")
+    if others := set(runs.numbers["model"]) - set(runs.configs[MODEL]):
+        tasks["Other evaluations"] = (sorted(others), [])
+    return tasks
+
+
+def describe_runs(runs: Runs, finished: Runs, label: pd.Series, key: dict[str, str]) -> list[str]:
+    """Paragraphs of Markdown: what the runs share, the key of long labels, and what is not finished."""
+    paragraphs = []
+    if len(runs.configs):
+        sentence = f"{shared_sentence(runs.configs)} {DEFAULTS}".strip()
+        paragraphs.append(escape_markdown(sentence))
+    if key:
+        paragraphs.append("\n".join("* " + escape_markdown(f"{number} is {text}") for number, text in key.items()))
+    tested = set(accuracies(finished, "after")["run"])
+    for run in runs.configs.index:
+        if run not in finished.configs.index:
+            warn(f"{run}: not finished (no summary.json); its curves are drawn, the tables leave it out")
+            seed = runs.configs.loc[run, SEED]
+            paragraphs.append(escape_markdown(f"Not finished, in the curves alone: {label[run]}, seed {seed}"))
+        elif run not in tested:
+            warn(f"{run}: no accuracy, neither in summary.json nor by an evaluation")
+    return paragraphs
+
+
+def worst_findings(runs: Runs, label: pd.Series) -> list[str]:
+    """The worst finding of each run that has one."""
+    lines = []
+    for name, metrics in runs.metrics.groupby("run", sort=False):
+        switches = runs.configs.loc[name].dropna().to_dict()
+        summary = runs.folders[name].summary if name in runs.folders else {}
+        for finding in find(metrics, switches, summary)[:1]:
+            lines.append(f"{label[name]}, seed {switches[SEED]}: {finding.text}. Try: {finding.advice}")
+    return [one_line(line) for line in lines]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("pspo report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="run folders, packed folders, or above them")
+    parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
+    against = "also the paper's numbers beside these runs' (against-paper.md)"
+    parser.add_argument("--against", choices=["paper"], help=against)
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
+    options = parser.parse_args(args)
+    tolerate_output()
+    output = options.pack or options.output_dir
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        runs = read_runs(options.runs)
+        files = pack(runs, output) if options.pack else write_report(runs, output)
+        if options.against:
+            text = against_paper(runs)
+            write_text(output / "against-paper.md", text)
+            print(text)
+            files.append(output / "against-paper.md")
+    except (OSError, ValueError) as error:
+        warn(f"error: {error}")
+        raise SystemExit(2) from None
+    print("\n".join(one_line(str(file)) for file in files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Read runs: folders of `pspo train` and `pspo evaluate`, and packed folders, as data frames; pack them.
+
+Folder names mean nothing, the configuration everything: runs that differ only in their seed and output folder are the
+seeds of one setting. What cannot be read is named on stderr and left out.
+"""
+
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from pspo.cli.escape import one_line
+from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_steps, write_text
+from pspo_lab.settings import (
+    DATA,
+    MODEL,
+    NOT_COMPARED,
+    SEED,
+    SURROGATE,
+    labels,
+    plain_switches,
+    setting_numbers,
+    shared_switches,
+)
+
+NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
+           "value", "low", "high"]  # fmt: skip
+METRICS_FILE = "runs.parquet"  # of a packed folder
+SUMMARIES_FILE = "summaries.parquet"
+SETTINGS_FILE = "settings.yaml"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LabRun:
+    """What a run's folder holds.
+
+    Attributes:
+        switches: the configuration, by switch; lists and mappings as JSON.
+        metrics: step and the metrics, one row per rollout; NaN where one is missing or not finite.
+        summary: ``summary.json``, empty while the run is not finished.
+    """
+
+    folder: Path
+    switches: Row
+    metrics: pd.DataFrame
+    summary: Row
+
+    @property
+    def best_model(self) -> str:
+        """Name of the folder of the model that the run returned."""
+        return Path(self.summary.get("best_model", "best")).name
+
+    @property
+    def untrained_validation(self) -> Row | None:
+        """The validation of step 0, once the run is finished."""
+        return self.summary.get("validation", {}).get("untrained")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Three tables, joined by `run`: a run's folder, or its setting and seed in a packed folder.
+
+    Attributes:
+        configs: indexed by run; every switch, and the experiment: the folder above the setting's.
+        metrics: run, step and the metrics, one row per rollout.
+        numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
+            ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
+            with), evaluation ("summary", or its folder's name), data, split, n, temperature ("0": greedy), part and
+            group (of the problems; missing: all of them), measure, value, low and high (95% interval over problems).
+        folders: by run; a packed one has none.
+    """
+
+    configs: pd.DataFrame
+    metrics: pd.DataFrame
+    numbers: pd.DataFrame
+    folders: dict[str, LabRun]
+
+    def take(self, runs: Sequence[str]) -> "Runs":
+        """These runs, in this order, and the evaluations of models that no run trained."""
+        place = {run: i for i, run in enumerate(runs)}
+
+        def rows(table: pd.DataFrame) -> pd.DataFrame:
+            table = table[table["run"].isin(runs) | table["run"].isna()]
+            return table.sort_values("run", key=lambda run: run.map(place), kind="stable")
+
+        return replace(self, configs=self.configs.loc[runs], metrics=rows(self.metrics), numbers=rows(self.numbers))
+
+    def finished(self) -> list[str]:
+        """The runs that have a summary."""
+        summaries = set(self.numbers.loc[self.numbers["evaluation"] == "summary", "run"])
+        return [run for run in self.configs.index if run in summaries]
+
+    def untrained(self) -> pd.DataFrame:
+        """Run, step 0 and the validation before training, of finished runs that have a folder."""
+        rows = []
+        for name in self.configs.index:
+            if name in self.folders and self.folders[name].untrained_validation:
+                rows.append(self.folders[name].untrained_validation | {"run": name, "time": 0.0})
+        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
+
+
+def warn(line: str) -> None:
+    print(f"pspo_lab: {one_line(line)}", file=sys.stderr)
+
+
+@contextmanager
+def skip_unreadable(folder: Path) -> Iterator[None]:
+    """Name a folder that cannot be read, and continue."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        warn(f"{folder}: {error}; left out")
+    except DAMAGE as error:
+        warn(f"{folder}: damaged ({type(error).__name__}: {error}); left out")
+
+
+# Folders
+
+
+def read_runs(roots: Sequence[Path]) -> Runs:
+    """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
+    names = ("metrics.jsonl", "results.json", "config.yaml", METRICS_FILE)
+    places: dict[str, set[Path]] = {name: set() for name in names}
+    for root in roots:
+        files = [path for path in root.rglob("*") if path.name in names]
+        if not files:
+            warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
+        for path in files:
+            places[path.name].add(path.parent.resolve())
+    run_folders, evaluation_folders, config_folders, packs = (sorted(places[name]) for name in names)
+
+    runs: dict[str, LabRun] = {}
+    configs: dict[str, Row] = {}
+    metrics: list[pd.DataFrame] = []
+    numbers: list[pd.DataFrame] = []
+    rows: list[Row] = []  # of numbers
+    for folder in run_folders:
+        with skip_unreadable(folder):
+            run, name = read_run(folder), str(folder)
+            rows += [{"run": name, **row} for row in summary_rows(run)]
+            runs[name] = run
+            configs[name] = run.switches | {"experiment": str(folder.parent.parent)}
+            metrics.append(run.metrics.assign(run=name))
+    for folder in evaluation_folders:
+        with skip_unreadable(folder):
+            rows += list(evaluation_rows(folder, runs))
+    for folder in config_folders:
+        in_run = any(str(parent) in runs for parent in folder.parents)  # a checkpoint, say
+        read = folder in run_folders or folder in evaluation_folders
+        if not read and (not in_run or (folder / "completions.jsonl").exists()):
+            warn(f"{folder}: neither metrics nor results; left out")
+    for folder in packs:
+        with skip_unreadable(folder):
+            packed_configs, packed_metrics, packed_numbers = read_pack(folder)
+            configs |= packed_configs
+            metrics.append(packed_metrics)
+            numbers.append(packed_numbers)
+    if rows:
+        numbers.append(pd.DataFrame(rows))
+    if not metrics and not numbers:
+        raise ValueError("nothing to report in " + ", ".join(map(str, roots)))
+
+    table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
+    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, "optimizer.max_grad_norm", *NOT_COMPARED, *table}))
+    metrics = pd.concat(metrics or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
+    numbers = pd.concat(numbers or [pd.DataFrame(columns=NUMBERS)], ignore_index=True).reindex(columns=NUMBERS)
+    numbers = numbers.replace({"measure": {"true_accuracy": "gold_anywhere"}})  # its name in 0.1
+    return sort_runs(Runs(table.where(table.notna(), None), metrics, numbers, runs))
+
+
+def sort_runs(runs: Runs) -> Runs:
+    """Sort by setting and seed, each once: of two runs the finished one."""
+    configs = runs.configs
+    keys = pd.DataFrame({"label": labels(configs), "setting": setting_numbers(configs), "seed": configs[SEED]})
+    keys["unfinished"] = ~keys.index.isin(runs.finished())
+    keys = keys.sort_values(["label", "setting", "seed", "unfinished"], kind="stable")
+    first = keys.groupby(["setting", "seed"])["label"].transform(lambda seed_runs: seed_runs.index[0])
+    for run, other in first[first != first.index].items():
+        warn(f"{run}: the same setting and seed as {other}; left out")
+    return runs.take(list(first.unique()))
+
+
+def read_run(folder: Path) -> LabRun:
+    """Read a run's folder; raises ValueError if it is damaged."""
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
+
+
+def read_switches(folder: Path) -> Row:
+    switches = flat(read_config(folder / "config.yaml"))
+    if missing := [name for name in (DATA, MODEL, SEED) if switches.get(name) is None]:
+        raise ValueError(f"config.yaml says nothing of {', '.join(missing)}")
+    " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
+    if switches[DATA] == "file":  # of which there are many
+        path = switches["data.path"]
+        switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
+    if switches.get("run.fork_from"):
+        switches["forked"] = True  # the folder it was forked from is another one for every seed
+    return plain_switches(switches) | {
+        MODEL: str(switches[MODEL]),
+        DATA: str(switches[DATA]),
+        SEED: int(str(switches[SEED])),
+    }
+
+
+def problems_fingerprint(folder: Path, path: Path) -> str | None:
+    """A name by content for the problems that `pspo.train` wrote into each run's folder; None for other files."""
+    for run in (folder, *folder.parents):  # an evaluation's is above it
+        files = sorted((run / "data").glob("*.jsonl"))
+        if path.parts[-2:] == (run.name, "data") and files:
+            content = b"".join(file.name.encode() + file.read_bytes() for file in files)
+            return f"problems {zlib.crc32(content):08x}"
+    return None
+
+
+def read_metrics(folder: Path) -> pd.DataFrame:
+    """The rollouts in order of steps, the last record of each."""
+    records = read_steps(folder / "metrics.jsonl")
+    if not records:
+        raise ValueError("metrics.jsonl holds no rollout")
+    metrics = pd.DataFrame(records)
+    if nulls := sum(value is None for record in records for value in record.values()):
+        warn(f"{folder}: {nulls} values that were not finite; left out")
+    metrics = metrics.drop_duplicates("step", keep="last").sort_values("step")
+    return metrics.apply(pd.to_numeric, errors="coerce").replace([np.inf, -np.inf], np.nan).astype({"step": int})
+
+
+def summary_rows(run: LabRun) -> Iterator[Row]:
+    """The numbers of a run's summary, none while it is not finished."""
+    config, summary = run.switches, run.summary
+    about = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
+    yield from result_rows(summary, about)
+    for stage in ("before", "after", "final"):
+        if result := summary.get(stage):  # {} with --run.test_limit 0
+            intervals = {name: result.get("ci95" if name == "accuracy" else f"{name}_ci95") for name in result}
+            estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}
+            test = {"stage": stage, "data": config[DATA], "split": "test", "temperature": "0"}
+            yield from result_rows(result | estimates, about | test)
+
+
+def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
+    """The numbers of an evaluation's folder, of the run whose model it evaluates if that is known."""
+    results = read_json(folder / "results.json")
+    if not {"model", "data", "split", "n", "temperatures"} <= results.keys():
+        raise ValueError("results.json is not of an evaluation")
+    model = Path(results["model"])
+    candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
+    name = next((candidate for candidate in candidates if candidate in runs), None)
+    if name is None or results["model"] == runs[name].switches[MODEL]:
+        about = {"stage": "before", "model": results["model"]}
+    elif model.name in (runs[name].best_model, "final"):
+        stage = "after" if model.name == runs[name].best_model else "final"
+        about = {"run": name, "stage": stage, "model": runs[name].switches[MODEL]}
+    else:
+        raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
+    about["evaluation"] = folder.name
+    about["data"] = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
+    about |= {"split": results["split"], "n": results["n"]}
+    yield from result_rows(results, about)  # its switches
+    for temperature, result in results["temperatures"].items():
+        yield from result_rows(result, about | {"temperature": temperature})
+
+
+def result_rows(result: Row, about: Row) -> Iterator[Row]:
+    """One row per number of a result, breakdowns included."""
+    about = about | {"n": result.get("n", about.get("n"))}
+    for name, value in result.items():
+        if isinstance(value, dict) and "ci95" in value and "value" in value:
+            low, high = value["ci95"] or (None, None)  # of one problem
+            yield about | {"measure": name, "value": value["value"], "low": low, "high": high}
+        elif isinstance(value, int | float) and name != "n":
+            yield about | {"measure": name, "value": value}
+    for part, groups in result.get("breakdown", {}).items():
+        for group, group_result in groups.items():
+            yield from result_rows(group_result, about | {"part": part, "group": group})
+
+
+# Packed folders
+
+
+def pack(runs: Runs, folder: Path) -> list[Path]:
+    """Write runs.parquet, summaries.parquet and settings.yaml, which `read_runs` reads as it reads the runs' folders.
+
+    Settings are named by what they differ in from the others of their experiment.
+    """
+    if runs.configs.empty:
+        raise ValueError("no run to pack")
+    experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
+    setting = pd.concat([labels(configs) for _, configs in runs.configs.groupby(experiment)])
+    names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})
+    for file, table in ((METRICS_FILE, runs.metrics), (SUMMARIES_FILE, runs.numbers)):
+        row_names = names.reindex(table["run"]).set_index(table.index)
+        pd.concat([row_names, table.drop(columns="run")], axis=1).to_parquet(folder / file, index=False)
+
+    compared = runs.configs.drop(columns=NOT_COMPARED)
+    shared = shared_switches(compared)
+    content = {"shared": shared, "experiments": {}}
+    for name, configs in compared.drop(columns=list(shared)).groupby(experiment):
+        shared = shared_switches(configs)
+        rows = configs.drop(columns=list(shared)).iterrows()
+        settings = {setting[run]: switches.dropna().to_dict() for run, switches in rows}
+        content["experiments"][name] = {"shared": shared, "settings": settings}
+    head = "# Settings by their switches: what all share, what those of an experiment share, and each one's own.\n"
+    text = yaml.safe_dump(content, sort_keys=False, width=120, allow_unicode=True)
+    write_text(folder / SETTINGS_FILE, f"{head}# A switch that is not here is null.\n{text}")
+    return [folder / name for name in (METRICS_FILE, SUMMARIES_FILE, SETTINGS_FILE)]
+
+
+def read_pack(folder: Path) -> tuple[dict[str, Row], pd.DataFrame, pd.DataFrame]:
+    """Switches by run, metrics and numbers of a packed folder."""
+    metrics, numbers = pd.read_parquet(folder / METRICS_FILE), pd.read_parquet(folder / SUMMARIES_FILE)
+    for table in (metrics, numbers):
+        name = table["experiment"] + ": " + table["setting"] + ", seed " + table["seed"].astype(str)
+        table["run"] = f"{folder}/" + name
+    content, configs = read_config(folder / SETTINGS_FILE), {}
+    for row in metrics.drop_duplicates("run").itertuples():
+        experiment = content["experiments"][row.experiment]
+        switches = content["shared"] | experiment["shared"] | experiment["settings"][row.setting]
+        configs[row.run] = switches | {"experiment": f"{folder}/{row.experiment}", SEED: row.seed}
+    names = ["experiment", "setting", "seed"]
+    return configs, metrics.drop(columns=names), numbers.drop(columns=names)

@@ -1,0 +1,132 @@
+"""Settings of runs: the switches that make one, and the name that a table or a picture gives it."""
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import pandas as pd
+
+from pspo.cli.escape import one_line
+from pspo.cli.files import flat
+
+MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
+SURROGATE, ARGUMENT = "algorithm.surrogate.class_path", "algorithm.surrogate.init_args."
+LONG = 40  # characters of a label; longer ones are numbered, and stand in a key
+NO_SETTING = {  # switches that make no other setting: files, logs, processes, memory; and seeds
+    "data.path", "distributed.strategy", "model.attn_implementation", "model.gradient_checkpointing",
+    "optimizer.microbatch_tokens", "reward.on_error", "reward.timeout", "reward.workers", "rollout.max_rows",
+    "run.fork_from", "run.keep", "run.output_dir", "run.quiet", "run.record_tokens", "run.save_every", "run.test_limit",
+    "run.tracker", "run.validate_every", "run.validation_limit",
+    # of versions before 1.0, in results/
+    "distributed.gather", "distributed.rollout", "distributed.shard", "distributed.timeout", "model.compile",
+    "optimizer.halve_on_oom", "optimizer.max_skipped", "optimizer.one_pass", "rollout.engine_memory", "rollout.servers",
+    "run.name", "run.resume", "run.samples",
+}  # fmt: skip
+NOT_COMPARED = ["experiment", SEED, *sorted(NO_SETTING)]  # columns of `Runs.configs` that are no part of a setting
+
+
+def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
+    """Switches with lists and mappings as JSON, so that tables can group by them."""
+    plain = {}
+    for name, value in switches.items():
+        plain[name] = json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
+    return plain
+
+
+@functools.cache
+def defaults() -> dict[str, Any]:
+    """The default of every switch, as `Runs.configs` has it."""
+    from pspo.cli.parse import read_config  # slow to import: torch
+    from pspo.config import TrainConfig
+
+    return plain_switches(flat(read_config(TrainConfig, "pspo report", {})[1]))
+
+
+def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:
+    """Number of each run's setting; settings that differ in the ignored switches alone have one number."""
+    switches = configs.drop(columns=[*NOT_COMPARED, *ignore], errors="ignore")
+    return switches.groupby([*switches], dropna=False, sort=False).ngroup()
+
+
+def methods(configs: pd.DataFrame) -> pd.Series:
+    """Name of each run's surrogate, with its module where two have one name."""
+    paths = configs[SURROGATE].astype(str)
+    names = paths.str.split(".").str[-1]
+    return names.where(paths.groupby(names).transform("nunique") == 1, paths)
+
+
+def labels(configs: pd.DataFrame) -> pd.Series:
+    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
+
+    A surrogate's arguments come first and are compared among the runs of this surrogate; other switches follow in the
+    order of their names. Settings whose names are the same are numbered.
+    """
+    short, setting, texts = short_names(configs), setting_numbers(configs), {}
+    switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
+    for method, runs in configs.groupby(methods(configs)):
+        arguments = [name for name in differing(runs) if name.startswith(ARGUMENT)]
+        for run, values in runs[arguments + switches].iterrows():
+            parts = [
+                f"{short[name]}={short_value(value)}"
+                for name, value in values.dropna().items()
+                if name in arguments or value != defaults().get(name)
+            ]
+            text = f"{method} ({', '.join(parts)})" if parts else method
+            texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
+    label = pd.Series(texts, dtype=object).reindex(configs.index)
+    same = setting.groupby(label)
+    number = same.transform(lambda numbers: pd.factorize(numbers)[0] + 1).astype(str)
+    return label.where(same.transform("nunique") == 1, label + " [" + number + "]")
+
+
+def differing(configs: pd.DataFrame) -> list[str]:
+    """The switches in which settings differ, their surrogates aside, by name."""
+    switches = configs.drop(columns=[*NOT_COMPARED, SURROGATE], errors="ignore")
+    return sorted(name for name in switches if switches[name].nunique(dropna=False) > 1)
+
+
+def shared_switches(configs: pd.DataFrame) -> dict[str, Any]:
+    """The switches that are the same in all runs and not null."""
+    same = [name for name in configs if configs[name].nunique(dropna=False) == 1]
+    return configs[same].iloc[0].dropna().to_dict()
+
+
+def shared_sentence(configs: pd.DataFrame) -> str:
+    """What all runs share and is no default, model and data aside; "" if nothing is."""
+    short = short_names(configs)
+    shared = shared_switches(configs.drop(columns=[*NOT_COMPARED, MODEL, DATA, SURROGATE], errors="ignore"))
+    texts = []
+    for name, value in shared.items():
+        if value != defaults().get(name, value):
+            text = short_value(value)
+            texts.append(f"{short[name]}={text if len(text) <= LONG else f'{text[: LONG - 1]}…'}")
+    return f"All have {', '.join(texts)}." if texts else ""
+
+
+def short_names(configs: pd.DataFrame) -> dict[str, str]:
+    """The last word of each switch, and the whole where another one ends in it."""
+    words = {name: name.rpartition(".")[2] for name in configs}
+    count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
+    return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
+
+
+def short_value(value: Any) -> str:
+    """A switch's value in a label: of classes and functions their last names, of a folder its last part."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):  # text, and no list
+            return " ".join(map(short_value, json.loads(value)))
+    if isinstance(value, dict) and "class_path" in value:
+        arguments = ", ".join(f"{name}={short_value(part)}" for name, part in value.get("init_args", {}).items())
+        return short_value(value["class_path"]) + (f"({arguments})" if arguments else "")
+    return re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
+
+
+def number_long_labels(label: pd.Series) -> tuple[pd.Series, dict[str, str]]:
+    """Labels of at most `LONG` characters, and the whole label by each number that stands for one."""
+    long = [text for text in dict.fromkeys(label) if len(text) > LONG]
+    short = {text: f"{text.partition(' (')[0][: LONG - 5]} #{number}" for number, text in enumerate(long, 1)}
+    return label.replace(short), {number: text for text, number in short.items()}

@@ -1,0 +1,317 @@
+"""What the page shows, as plain data: curves, groups, tokens under several surrogates, tests before and after."""
+
+import ast
+import base64
+import contextlib
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from pyarrow import parquet
+from scipy.stats import t
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import pspo.losses
+from pspo.cli.files import read_json, read_jsonl
+from pspo.losses import Surrogate, token_weights
+from pspo_lab.figures import COLOURS, OTHERS_COLOUR
+from pspo_lab.findings import find
+from pspo_lab.runs import LabRun, Runs, skip_unreadable
+from pspo_lab.settings import ARGUMENT, DATA, MODEL, SEED, SURROGATE, labels, methods, setting_numbers
+from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL
+
+TOKENS = "tokens.parquet"  # a folder with a file for each recorded rollout, step-N.parquet
+TOKEN_COLUMNS = ["step", "problem", "sample", "position", "token_id", "text", "logprob", "old_logprob",
+                 "sampler_logprob", "reference_logprob", "entropy", "advantage", "weight"]  # fmt: skip
+MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
+MOST_SAMPLES = 8_000  # completions on it, of each run
+LONGEST = 20_000  # characters of a completion on the page
+MOST_CHANGES = 200  # test problems that came out differently
+RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
+
+Record = dict[str, Any]
+
+
+def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
+    """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
+    label = labels(runs.configs)
+    pages, tests = {}, []
+    for name in [name for name in runs.configs.index if name in runs.folders]:
+        run = runs.folders[name]
+        with skip_unreadable(run.folder):
+            page = describe_run(run, label[name])
+            tests.append(changed_tests(run.folder))
+            pages[run.folder] = page
+    return {
+        "curves": list(setting_curves(runs, label)),
+        "runs": list(pages.values()),
+        "surrogates": {name: surrogate_curve(surrogate) for name, surrogate in surrogates.items()},
+        **recorded_groups(list(pages), surrogates),
+        "tests": tests,
+    }
+
+
+# Curves
+
+
+def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
+    """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
+    time = runs.metrics.filter(like="seconds/").sum(axis=1).groupby(runs.metrics["run"]).cumsum()
+    metrics = pd.concat([runs.untrained(), runs.metrics.assign(time=time)], ignore_index=True)
+    setting, method = setting_numbers(runs.configs), methods(runs.configs)
+    names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
+    groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
+    means, counts = groups.mean(), groups.count()
+    half = groups.sem() * t.ppf(0.975, (counts - 1).where(counts >= SEEDS_FOR_AN_INTERVAL))
+    tables = {"mean": means, "low": means - half, "high": means + half}
+    for number, members in setting.groupby(setting, sort=False).groups.items():
+        sides = {side: table.loc[number].dropna(axis=1, how="all") for side, table in tables.items()}
+        yield {
+            "label": label[members[0]],
+            "color": COLOURS.get(method[members[0]], OTHERS_COLOUR),
+            "setting": number,
+            "seeds": len(members),
+            "step": encode_floats(sides["mean"].index),
+            **{side: {name: encode_floats(table[name]) for name in table} for side, table in sides.items()},
+        }
+
+
+def encode_floats(values: Any) -> str:
+    """Numbers as the base64 text of float32, which the page reads without rounding."""
+    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
+
+# Runs
+
+
+def describe_run(run: LabRun, label: str) -> Record:
+    """A run's name, its ends, its best model, and what the doctor finds."""
+    return {
+        "name": run.folder.name,
+        "label": label,
+        "about": describe_progress(run),
+        "curve": run_curve(run.switches),
+        "events": list(run_events(run)),
+        "findings": [finding._asdict() for finding in find(run.metrics, run.switches, run.summary)],
+    }
+
+
+def describe_progress(run: LabRun) -> str:
+    """A run in a line: model, data, method, how far it is, and its test."""
+    config, step = run.switches, int(run.metrics["step"].max())
+    parts = [f"{Path(config[MODEL]).name} on {config[DATA]}", str(config[SURROGATE]).rpartition(".")[2]]
+    parts += [f"seed {config[SEED]}", f"step {step} of {config['run.max_steps']}"]
+    if before := run.summary.get("before"):
+        name = "accuracy" if "accuracy" in before else "mean_reward"
+        after = run.summary["after"][name]
+        parts.append(f"{name.replace('_', ' ')} {before[name]:.3f} before, {after:.3f} after")
+    return " · ".join(parts)
+
+
+def run_events(run: LabRun) -> Iterator[Record]:
+    """The step of the best model so far."""
+    best = run.folder / "best" / "validation.json"
+    step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
+    if step is not None:
+        yield {"step": step, "kind": "best", "text": f"best model (step {step})"}
+
+
+def changed_tests(folder: Path) -> Record:
+    """Test problems whose completion changed its worth in training, how many, and the first: the worst."""
+    before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
+    if not before or not after:
+        return {"worse": 0, "better": 0, "shown": []}
+    key = "reward" if all(record["correct"] is None for record in before) else "correct"
+    changes = []
+    for old, new in zip(before, after, strict=False):
+        if None not in (old[key], new[key]) and old[key] != new[key]:
+            changes.append({
+                "prompt": prompt_text(old["prompt"]),
+                "gold": old["gold"],
+                "before": {"text": cut_text(old["completion"]), "value": float(old[key])},
+                "after": {"text": cut_text(new["completion"]), "value": float(new[key])},
+            })  # fmt: skip
+    changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
+    worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)
+    return {"worse": worse, "better": len(changes) - worse, "shown": changes[:MOST_CHANGES]}
+
+
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def cut_text(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... {len(text) - LONGEST:,} characters more"
+
+
+# Groups and tokens
+
+
+def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
+    """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
+    files = [{int(file.stem.partition("-")[2]): file for file in folder.glob(f"{TOKENS}/step-*.parquet")
+              if file.stem.partition("-")[2].isdecimal()} for folder in folders]  # fmt: skip
+    visits = sum(parquet.read_metadata(file).num_rows for run_files in files for file in run_files.values())
+    groups, left_out = [], 0
+    for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
+        samples = [sample for sample in read_jsonl(folder / "samples.jsonl") if "sample" in sample]
+        steps = sorted({sample["step"] for sample in samples})
+        every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
+        on_page = {*steps[::every], *steps[-1:]}
+        left_out += len(steps) - len(on_page)
+        sequences = {step: read_sequences(token_files[step], surrogates) for step in on_page & token_files.keys()}
+        starts = [i for i, sample in enumerate(samples) if sample["sample"] == 0]
+        for start, end in pairwise([*starts, len(samples)]):
+            first = samples[start]
+            if first["step"] in on_page:
+                step_sequences = sequences.get(first["step"], {})
+                groups.append({
+                    "run": run,
+                    "step": first["step"],
+                    "problem": first["problem"],
+                    "prompt": prompt_text(first["prompt"]),
+                    "gold": first["gold"],
+                    "completions": [describe_completion(sample, step_sequences) for sample in samples[start:end]],
+                })  # fmt: skip
+    return {"groups": groups, "left_out": left_out}
+
+
+def describe_completion(sample: Record, sequences: dict[tuple[int, int], list[Record]]) -> Record:
+    """A line of ``samples.jsonl``, with what optimizer steps computed at its tokens, None if none visited it."""
+    copies = sequences.get((sample["problem"], sample["sample"]))
+    record = {name: sample[name] for name in ("reward", "rewards", "advantage", "tokens", "truncated")}
+    record["text"] = cut_text(sample["completion"])
+    record["recorded"] = copies.pop(0) if copies else None
+    return record
+
+
+def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[int, int], list[Record]]:
+    """By problem and sample the completions that a rollout's file has: their tokens, and every visit to them."""
+    try:
+        table = pd.read_parquet(file)[TOKEN_COLUMNS]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{file} is not what a run records ({error})") from error
+    keys = ["step", "problem", "sample"]
+    begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
+    table["sequence"] = begins.cumsum()
+    for name, surrogate in surrogates.items():
+        steps = [surrogate_weights(surrogate.bind_step(step - 1), visit) for step, visit in table.groupby("step")]
+        table[f"weight {name}"] = pd.concat(steps)
+    sequences = table.groupby("sequence")[keys].first()
+    table["copy"] = table["sequence"].map(sequences.groupby(keys).cumcount())  # a problem may come twice in a rollout
+    records: dict[tuple[int, int], list[Record]] = {}
+    for (problem, sample, _), tokens in table.groupby(["problem", "sample", "copy"]):
+        visits = [visit for _, visit in tokens.groupby("sequence")]
+        first = visits[0]
+        record = {name: first[column].tolist() for name, column in
+                  (("text", "text"), ("id", "token_id"), ("position", "position"))}  # fmt: skip
+        for name in ("old_logprob", "sampler_logprob", "reference_logprob"):
+            if first[name].notna().any():
+                record[name] = encode_floats(first[name])
+        record["visits"] = [describe_visit(visit, surrogates) for visit in visits]
+        records.setdefault((problem, sample), []).append(record)
+    return records
+
+
+def describe_visit(visit: pd.DataFrame, surrogates: dict[str, Surrogate]) -> Record:
+    """What an optimizer step computed at the tokens of a completion; the run's weights are named ""."""
+    weights = {name: encode_floats(visit[f"weight {name}"]) for name in surrogates}
+    weights[""] = encode_floats(visit["weight"])
+    return {
+        "step": int(visit["step"].iloc[0]),
+        "weights": weights,
+        "logprob": encode_floats(visit["logprob"]),
+        "entropy": encode_floats(visit["entropy"]),
+    }
+
+
+def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> pd.Series:
+    """`token_weights` of a surrogate at the recorded tokens, by the code that trains."""
+    lengths = table.groupby("sequence").size().tolist()
+    names = ("logprob", "old_logprob", "advantage")
+    values = [pad_sequence(torch.tensor(table[name].to_numpy()).split(lengths), batch_first=True) for name in names]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, T)
+    return pd.Series(token_weights(surrogate, *values, mask)[mask].numpy(), table.index)
+
+
+# Surrogates
+
+
+def surrogate_curve(surrogate: Surrogate) -> Record | None:
+    """dL/dlogprob against the ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
+    tokens = torch.tensor(np.log(RATIOS), dtype=torch.float32)[:, None]  # (201, 1): completions of one token
+    curve = {"ratio": encode_floats(RATIOS)}
+    for name, advantage in (("above", 1.0), ("below", -1.0)):
+        alone, together = (ratio_weights(surrogate, logprobs, advantage) for logprobs in (tokens, tokens.T))
+        if not torch.allclose(alone.flatten(), together.flatten()):
+            return None
+        curve[name] = encode_floats(together[0])
+    return curve
+
+
+def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float) -> Tensor:
+    """(B, T) `token_weights` at log-ratios (B, T)."""
+    advantages = torch.full_like(log_ratios, advantage)
+    mask = torch.ones_like(log_ratios, dtype=torch.bool)
+    return token_weights(surrogate.bind_step(0), log_ratios, torch.zeros_like(log_ratios), advantages, mask)
+
+
+def make_surrogate(text: str) -> Surrogate:
+    """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        name, words = (call.func, call.keywords) if isinstance(call, ast.Call) else (call, [])
+        cls = find_surrogate(ast.unparse(name))
+        return cls(**{word.arg: ast.literal_eval(word.value) for word in words})
+    except (SyntaxError, TypeError, ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--surrogates {text}: {error}; write Name or 'Name(parameter=1.0)'") from error
+
+
+def find_surrogate(name: str) -> type[Surrogate]:
+    """A class of `pspo.losses` in any case, or one by its import path."""
+    if "." not in name:
+        classes = {known.lower(): cls for known, cls in surrogate_classes().items()}
+        if name.lower() not in classes:
+            raise ValueError(f"no such surrogate; choose from {', '.join(surrogate_classes())}, or an import path")
+        return classes[name.lower()]
+    module, _, attribute = name.rpartition(".")
+    cls = getattr(importlib.import_module(module), attribute)
+    if not (inspect.isclass(cls) and issubclass(cls, Surrogate)):
+        raise ValueError(f"{name} is no subclass of pspo.losses.Surrogate")
+    return cls
+
+
+def surrogate_classes() -> dict[str, type[Surrogate]]:
+    """The surrogates of `pspo.losses` by name."""
+    classes = inspect.getmembers(pspo.losses, inspect.isclass)
+    return {name: cls for name, cls in classes if issubclass(cls, Surrogate) and not inspect.isabstract(cls)}
+
+
+def built_in_surrogates() -> dict[str, Surrogate]:
+    """The surrogates of `pspo.losses` with their defaults, by name."""
+    return {name: cls() for name, cls in surrogate_classes().items()}
+
+
+def run_curve(switches: Record) -> Record | None:
+    """The curve of a run's surrogate; None of one that is not ours: a page runs no code that a run's files name."""
+    room, _, name = str(switches.get(SURROGATE)).rpartition(".")
+    if room != "pspo.losses" or name not in surrogate_classes():
+        return None
+    arguments = {
+        switch.removeprefix(ARGUMENT): value
+        for switch, value in switches.items()
+        if switch.startswith(ARGUMENT) and value is not None
+    }
+    with contextlib.suppress(Exception):  # a file may give it any arguments
+        return surrogate_curve(surrogate_classes()[name](**arguments))
+    return None

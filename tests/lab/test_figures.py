@@ -1,0 +1,111 @@
+"""Pictures of `pspo report` and of the documentation: colours, intervals, axes, text."""
+
+import importlib
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import reference
+from matplotlib.figure import Figure
+
+from pspo_lab import figures
+from pspo_lab.figures import COLOURS, OTHERS_COLOUR
+from pspo_lab.view_data import surrogate_classes
+
+T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures as they are saved, to empty files: rendering takes longer than all else here."""
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (found.append(figure), Path(path).touch()))
+    return found
+
+
+def drawn(method, r, A):
+    """J(r) - J(1) + A and dJ/dr of one token, J being minus the loss."""
+
+    def of(r):
+        if method == "TOPR":
+            return reference.topr(0, {0: math.log(r)}, [A], math.log(r), 0.0)
+        return reference.SCALAR[method](r, A, **({"alpha": 0.2} if method == "PSPO" else {}))
+
+    loss, slope = of(r)  # slope is dL/dlogprob
+    return of(1.0)[0] - loss + A, -slope / r
+
+
+def test_each_loss_is_drawn_beside_noclip(tmp_path, saved, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    importlib.import_module("draw_surrogates").draw_surrogates(tmp_path)
+    assert {path.stem for path in tmp_path.iterdir()} >= {"surrogates", "others", "pspo", "clip"}
+    for i, axes in enumerate(saved[0].axes):  # Figure 1: surrogate and gradient for A = 1, then for A = -1
+        for method, line in zip(("Clip", "NoClip", "P3O", "PSPO", "SAPO", "TOPR"), axes.get_lines(), strict=True):
+            x, y = line.get_data()
+            expected = [drawn(method, r, 1.0 if i < 2 else -1.0)[i % 2] for r in x.tolist()]
+            assert np.allclose(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def curves(rows, seeds=3, method="PSPO"):
+    steps = range(2, 12, 2)
+    return pd.DataFrame(
+        {"panel": panel, "row": f"PSPO (alpha={row})", "method": method, "seed": seed, "x": x,
+         "y": math.sin(x + row) + seed / 9}
+        for panel in ("reward", "ess") for row in range(rows) for seed in range(seeds) for x in steps
+    )  # fmt: skip
+
+
+def test_a_method_has_one_colour_and_its_settings_are_shades_of_it():
+    rows = {"Clip": "Clip", "a": "PSPO", "b": "PSPO", "c": "PSPO", "mine": "my_loss.Mine"}
+    found = figures.styles(rows)
+    assert [found[row]["color"] for row in ("Clip", "b")] == [COLOURS[name].lower() for name in ("Clip", "PSPO")]
+    assert len({style["color"] for style in found.values()}) == 5
+    assert len({str(found[row]["ls"]) for row in "abc"}) == 3
+    parts = [[int(found[row]["color"][i : i + 2], 16) for i in (1, 3, 5)] for row in "abc"]
+    assert all(dark <= middle <= light for dark, middle, light in zip(*parts, strict=True))
+    assert len({*COLOURS.values(), OTHERS_COLOUR}) == len(COLOURS) + 1
+    assert set(COLOURS) == set(surrogate_classes())
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_up_to_six_settings_share_axes_and_one_legend_in_the_order_of_their_ends(tmp_path, saved, rows):
+    assert figures.draw_curves(curves(rows), "step", tmp_path / "a.svg") == [tmp_path / "a.svg"]
+    (legend,) = saved[0].legends
+    names = [text.get_text() for text in legend.get_texts()]
+    for axes in saved[0].axes:
+        lines = dict(zip((f"PSPO (alpha={row})" for row in range(rows)), axes.get_lines(), strict=True))
+        assert set(names) == set(lines)
+        ends = [lines[name].get_ydata()[-1] for name in names]
+        assert ends == sorted(ends, reverse=True)
+        for row, band in enumerate(axes.collections):  # 95% t-intervals over seeds, inside the axes
+            x, y = band.get_paths()[0].vertices.T
+            assert np.allclose(abs(y - np.sin(x + row) - 1 / 9), T2 / 9)
+            assert axes.get_ylim()[0] < y.min() < y.max() < axes.get_ylim()[1]
+
+
+def test_more_settings_are_small_multiples_before_the_others_in_grey(tmp_path, saved):
+    files = figures.draw_curves(curves(7), "step", tmp_path / "a.svg")
+    assert [file.name for file in files] == ["a-reward.svg", "a-ess.svg"]
+    for figure in saved:
+        panels = [axes for axes in figure.axes if axes.get_lines()]
+        assert [axes.get_title() for axes in panels] == [f"PSPO (alpha={row})" for row in range(7)]
+        for row, axes in enumerate(panels):
+            colours = [line.get_color() for line in axes.get_lines()]
+            assert [i for i, colour in enumerate(colours) if colour != figures.GREY] == [row]
+
+
+def test_pictures_are_white_and_deterministic_and_their_text_is_dark_text(tmp_path):
+    first, second = (
+        figures.draw_curves(curves(2), "step", tmp_path / name)[0].read_text() for name in ("a.svg", "b.svg")
+    )
+    assert first == second
+    assert re.search(r"<text[^>]*>PSPO \(alpha=1\)</text>", first)
+    assert "<dc:date>" not in first
+    grounds = re.findall(r'id="patch_1">\s*<path d="M 0 (\S+) \nL (\S+) .*?style="fill: #ffffff"', first, re.DOTALL)
+    assert grounds == [(height, width) for width, height in re.findall(r'viewBox="0 0 (\S+) (\S+)"', first)]
+    texts = re.findall(r'<text style="([^"]*)"', first)
+    assert texts
+    assert all("fill: #333333" in style for style in texts)  # 12.6:1 on white
