@@ -121,7 +121,7 @@ def test_what_a_run_says_and_writes(run):
     folder, done = run
     for moment in ("before, step 0", r"after, step \d"):
         assert re.search(rf"^{moment} +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
-    assert re.search(r"^validation reward 0\.\d+ at step 0 \(untrained", done.stdout, re.MULTILINE)
+    assert re.search(r"^validation reward 0\.\d+ at step 0", done.stdout, re.MULTILINE)
     assert "python -m pspo.evaluate --model.name_or_path out/best" in done.stdout
     lines = re.sub(r".*  (test|validate) .*\n", "", done.stderr)  # if they take long
     number, time = r"-?\d+(\.\d+)?(e-\d+)?", r"\d\d:\d\d"
