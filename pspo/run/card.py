@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo.cli.escape import in_markdown
-from pspo.cli.files import as_argument, as_setting
+from pspo.cli.files import as_argument, import_spec
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.model.find import ASSETS
@@ -161,7 +161,7 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
             if is_set and part.name not in ("name_or_path", "revision", "lora", "limit"):
                 switches[f"{name}.{part.name}"] = value
     if config.reward.functions != RewardConfig().functions:
-        switches["reward.functions"] = [as_setting(function) for function in config.reward.functions]
+        switches["reward.functions"] = [import_spec(function) for function in config.reward.functions]
         if config.reward.weights:
             switches["reward.weights"] = config.reward.weights
     if config.run.test_limit:

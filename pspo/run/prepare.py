@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,9 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         with generators:
             learner = make_learner(config, device)
         signals = StopSignals()
-        sampling = make_sampling(
-            learner.policy,
-            tokenizer,
-            config.rollout,
-            logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
-            nucleus=config.algorithm.nucleus == "replay",
-        )
+        needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
+        sampling = make_sampling(learner.policy, tokenizer, config.rollout, logprobs=needs_logprobs)
+        sampling = replace(sampling, nucleus=config.algorithm.nucleus == "replay")
         decoder = Sampler(learner.policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
         with dist.unsharded(learner.policy):
             decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
