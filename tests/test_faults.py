@@ -16,6 +16,7 @@ import torch
 from processes import Payload, assert_same, one_layer, run_command
 from safetensors.torch import load_file
 
+import pspo.api
 import pspo.run.recorder
 import pspo.train
 from pspo.cli.parse import parse
@@ -282,7 +283,7 @@ class ForkingCalculator(Calculator):
 def test_user_code_that_forks_makes_no_second_trainer(sections):
     rollout = {"prompts": 2, "max_completion_tokens": 8, "temperature": 1} | sections.pop("rollout", {})
     run = {"output_dir": "out", "max_steps": 4, "validate_every": 0, "test_limit": 0}
-    pspo.train(one_layer(), rollout=rollout, run=run, **{"data": {"limit": 20}} | sections)
+    pspo.api.train(one_layer(), rollout=rollout, run=run, **{"data": {"limit": 20}} | sections)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
     assert [line["step"] for line in metrics()] == [2, 4]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,9 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
 
 def make_run_sampling(config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """Sampling as --rollout says, with what --algorithm needs of the tokens that are drawn."""
-    return make_sampling(
-        learner.policy,
-        tokenizer,
-        config.rollout,
-        logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
-        nucleus=config.algorithm.nucleus == "replay",
-    )
+    needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
+    sampling = make_sampling(learner.policy, tokenizer, config.rollout, logprobs=needs_logprobs)
+    return replace(sampling, nucleus=config.algorithm.nucleus == "replay")
 
 
 def make_sampler(
