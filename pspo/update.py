@@ -168,7 +168,7 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     without_reference = replace(learner, reference=None)
     add_fixed_logprobs(without_reference, minibatches, config, first=0)
     learner.microbatch_limit = without_reference.microbatch_limit
-    logprobs = torch.zeros(rollout.completion_ids.shape, device=rollout.completion_ids.device)
+    logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)
     for minibatch in minibatches:
         for batch in minibatch.batches:
             width = batch.old_logprobs.shape[1]

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection, Iterable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,7 @@ def model_card(
             "## Evaluation",
             "\n".join(["| model | measure | value |", "|---|---|---|", *evaluation]) if evaluation else "None.",
             "## Use",
-            fenced("python", use_code(config)),
-            "Evaluated by",
-            fenced("bash", evaluate_command(public_paths(config), "path/to/this/model")),
+            f"````python\n{use_code(config)}\n````",  # four: a system prompt may hold three
         ]
     ) + "\n"  # fmt: skip
 
@@ -150,22 +148,6 @@ def use_code(config: TrainConfig) -> str:
     template = config.data.chat_template
     arguments = "".join(f"{name}={value!r}, " for name, value in template.items()) if isinstance(template, dict) else ""
     return USE.format(system=system, arguments=arguments, max_tokens=config.rollout.max_completion_tokens)
-
-
-def fenced(language: str, code: str) -> str:
-    """A block of code in Markdown, in a fence that nothing in the code closes."""
-    fence = "`" * max(3, 1 + max(len(ticks) for ticks in re.findall("`*", code)))
-    return f"{fence}{language}\n{code}\n{fence}"
-
-
-def public_paths(config: TrainConfig) -> TrainConfig:
-    """The configuration without paths of this machine; a chat template's file is saved with the model."""
-    data = config.data
-    if data.path is not None:
-        data = replace(data, path="path/to/data")
-    if isinstance(data.chat_template, str):
-        data = replace(data, chat_template=None)
-    return replace(config, data=data)
 
 
 def evaluate_command(config: TrainConfig, model: str) -> str:

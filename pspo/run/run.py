@@ -32,6 +32,13 @@ from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, end_forks
 
+USER_CODE = {  # that runs in each phase, for messages
+    "test": "a reward",
+    "generate": "an environment",
+    "reward": "a reward or --algorithm.advantages",
+    "validate": "a reward",
+}
+
 
 @dataclass
 class Run:
@@ -121,29 +128,16 @@ class Run:
                 self.checkpointer.save(self.checkpointer.snapshot)
                 resume = f"the same command with --run.output_dir {self.output} resumes"
                 saved = f"saved at step {self.learner.steps}: {resume}"
-            text = f"{self.user_code(name)} failed\n\n{error}\n\nThe run is {saved}"
+            text = f"{USER_CODE[name]} failed\n\n{error}\n\nThe run is {saved}"
             raise UserCodeFailed(text) from error.__cause__
 
-    def user_code(self, phase: str) -> str:
-        """The user's code that runs in a phase, for messages."""
-        if phase == "generate":
-            return "an environment" if self.config.rollout.environment else "decoding"
-        if phase == "reward" and callable(self.config.algorithm.advantages):
-            return "a reward or --algorithm.advantages"
-        return "a reward"
-
     def require_some_reward(self, rewards: Tensor) -> None:
-        """End the run, saved, if no completion of any rank has a reward (B,), and functions have failed.
-
-        Where none has failed, say so in the first rollout; the run fails at its end if there never is a reward.
-        """
-        unknown = all(dist.gather_objects(bool(rewards.isnan().all())))
+        """End the run, saved, if no completion of any rank has a reward (B,), because functions have failed."""
+        is_unknown = all(dist.gather_objects(bool(rewards.isnan().all())))
         failures = self.describe_failures()
         with self.phase("reward"):
-            if unknown and failures:
+            if is_unknown and failures:
                 raise RewardError(f"every completion of this rollout is without a reward: {failures}")
-        if unknown and self.recorder.tokens == 0 and dist.is_main():
-            self.recorder.bar.write("WARNING: every reward of the first rollout is None", file=sys.stderr)
 
     def describe_failures(self) -> str:
         """The first failure of each reward on any rank, in one line; "" without any."""
