@@ -55,6 +55,11 @@ class Checkpointer:
     def states(self) -> States:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
+    def load_states(self, states: States) -> None:
+        for name, part in self.parts.items():
+            if name in states:
+                part.load_state_dict(states[name])
+
     def take_snapshot(self) -> None:
         self.snapshot = self.states()
 

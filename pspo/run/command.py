@@ -122,17 +122,14 @@ def print_header(run: Run) -> None:
 
 
 def describe_model(config: TrainConfig, policy: PreTrainedModel) -> str:
-    """Such as "494.0M parameters, 8.8M of them trained (LoRA of rank 16) in float32"."""
+    """Such as "494.0M parameters, 8.8M of them trained, in float32"."""
     text = f"{policy.num_parameters() / 1e6:.1f}M parameters"
     if has_adapters(policy):
         trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-        rank = f" of rank {config.model.lora.rank}" if config.model.lora.rank > 0 else ""
-        text += f", {trained / 1e6:.1f}M of them trained (LoRA{rank})"
+        text += f", {trained / 1e6:.1f}M of them trained,"
     dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in policy.parameters())
-    text += f" in {' and '.join(dtypes)}"
-    if casts_to_bf16(config.model.autocast, policy.device):
-        text += " under bf16 autocast"
-    return text
+    autocast = " under bf16 autocast" if casts_to_bf16(config.model.autocast, policy.device) else ""
+    return f"{text} in {' and '.join(dtypes)}{autocast}"
 
 
 def config_warnings(run: Run) -> Iterator[str]:
@@ -187,15 +184,14 @@ def test_table(config: TrainConfig, summary: dict[str, Any]) -> str:
 
 
 def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
-    """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100 (final)"; "" of none."""
-    names: dict[tuple[int, float], list[str]] = {}  # by step and reward
-    for name, validation in validations.items():
-        if validation and (name != "best_trained" or validation != validations["best"]):
-            names.setdefault((validation["step"], validation["validation_reward"]), []).append(name.replace("_", " "))
-    if not names:
-        return ""
-    parts = [f"{reward:.3f} at step {step} ({', '.join(names[step, reward])})" for step, reward in sorted(names)]
-    text = f"validation reward {', '.join(parts)}"
-    if validations["best"].get("step") == 0:
+    """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100"; "" of none."""
+    best = validations["best"]
+    rewards = {validation["step"]: validation["validation_reward"] for validation in validations.values() if validation}
+    parts = []
+    for step in sorted(rewards):
+        mark = " (best)" if step == best["step"] else ""
+        parts.append(f"{rewards[step]:.3f} at step {step}{mark}")
+    text = f"validation reward {', '.join(parts)}" if parts else ""
+    if best and best["step"] == 0:
         text += ". No trained step was better than the untrained model, which is returned"
     return text
