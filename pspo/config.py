@@ -298,8 +298,6 @@ class RolloutConfig(Section, name="rollout"):
     environment: str | dict[str, Any] | None = None
     lag: int = number(0, at_least=0)
     resample: int = number(0, at_least=0)
-    engine_memory = 0.3  # TODO: no fields any more, go with their last use
-    servers = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -452,10 +450,6 @@ class DistributedConfig(Section, name="distributed"):
     """
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
-    shard = None  # TODO: no fields any more, go with their last use
-    rollout = "gathered"
-    gather = "microbatch"
-    timeout = 600.0
 
     @property
     def sharded(self) -> bool:

@@ -40,10 +40,10 @@ def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def defaults() -> dict[str, Any]:
     """The default of every switch, as `Runs.configs` has it."""
-    from pspo.cli.parse import read_config  # slow to import: torch
+    from pspo.cli.parse import parse_settings  # slow to import: torch
     from pspo.config import TrainConfig
 
-    return plain_switches(flat(read_config(TrainConfig, "pspo report", {})[1]))
+    return plain_switches(flat(parse_settings(TrainConfig, {})[1]))
 
 
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from pspo.tasks import CodeReward, Problem
+from pspo.tasks import Problem
 from pspo.tasks.failures import RewardError
-from pspo_lab.code import SANDBOX, extract_code
+from pspo_lab.code import SANDBOX, CodeReward, extract_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is seccomp")
 SQUARE = "\ndef square(x): return x * x\n"
