@@ -48,9 +48,9 @@ import torch
 
 from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
 from pspo.config import SYSTEM_PROMPT
-from pspo.rollout.engine import EngineSampler
 from pspo.model import token_logprobs
 from pspo.rollout import Prompts, Sampler
+from pspo.rollout.engine import EngineSampler
 from pspo.update import update
 
 SIDES, VLLM_SIDES = ("trl", "pspo"), ("trl-vllm", "pspo", "pspo-vllm")

@@ -8,9 +8,9 @@ import importlib.util
 import inspect
 import json
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,18 +25,17 @@ from pspo.losses import (
     Surrogate,
     Term,
 )
-from pspo.tasks.datasets import own_kind
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
+from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
 ADVANTAGE_INPUTS = ("lengths", "mask", "truncated", "rewards_by_function", "weights", "problems")
 Decoder = Literal["pspo", "graphs", "hf"]
-SpecialTokens = Literal["text", "allow"]
 
 
-def require(ok: bool, switch: str, rule: str, value: object) -> None:
+def require(ok: object, switch: str, rule: str, value: object) -> None:
     """Raise ValueError, naming the switch, unless ok."""
     if not ok:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
@@ -44,26 +43,18 @@ def require(ok: bool, switch: str, rule: str, value: object) -> None:
 
 # Default learning rates: the embedded models', and the paper's for Qwen2.5-0.5B and -1.5B (tables of hyperparameters in
 # its appendix; for Qwen2-Math-1.5B two of six methods differ). docs/guide/start.md compares the other defaults.
-TINY_LR, PAPER_LR = 3e-5, 1e-6
+TINY_LR = 3e-5
+PAPER_LR = 1e-6
 LORA_LR = {TINY_LR: 3e-4, PAPER_LR: 1e-5}  # ten times as high: best with LoRA at about any size (Schulman et al. 2025)
 TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle between 0.9M and the paper's 0.5B
 
 
-RANGES = {
-    "above 0": lambda x: 0 < x < math.inf,
-    "at least 0": lambda x: 0 <= x < math.inf,
-    "above 0 and below 2^31": lambda x: 0 < x < 2**31,
-    "at least 0 and below 2^31": lambda x: 0 <= x < 2**31,
-    "at least 2": lambda x: 2 <= x < math.inf,
-    "in [0, 1)": lambda x: 0 <= x < 1,
-    "in (0, 1]": lambda x: 0 < x <= 1,
-    "in [0, 2^32)": lambda x: 0 <= x < 2**32,
-}
+COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
-def number(default: float | None, interval: str) -> Any:
-    """Field with a number in one of `RANGES`, or None for not set."""
-    return field(default=default, metadata={"range": interval})
+def number(default: float | None, **limits: float) -> Any:
+    """Field for a finite number, or None for not set, within limits by the names of `COMPARISONS`: at_least=0."""
+    return field(default=default, metadata={name.replace("_", " "): limit for name, limit in limits.items()})
 
 
 @dataclass(frozen=True)
@@ -75,9 +66,11 @@ class Section:
 
     def __post_init__(self) -> None:
         for part in fields(self):
-            interval, value = part.metadata.get("range"), getattr(self, part.name)
-            ok = interval is None or value is None or RANGES[interval](value)
-            require(ok, f"{self.section}.{part.name}", f"must be {interval}", value)
+            value = getattr(self, part.name)
+            if part.metadata and value is not None:
+                is_within = all(COMPARISONS[name](value, limit) for name, limit in part.metadata.items())
+                rule = " and ".join(f"{name} {limit}" for name, limit in part.metadata.items())
+                require(is_within and math.isfinite(value), f"{self.section}.{part.name}", f"must be {rule}", value)
 
 
 @dataclass(frozen=True)
@@ -90,16 +83,17 @@ class LoraConfig(Section, name="model.lora"):
         target_modules: layers that get new adapters, by name or as a regular expression
     """
 
-    rank: int = number(0, "at least 0")
-    alpha: float = number(32.0, "above 0")
+    rank: int = number(0, at_least=0)
+    alpha: float = number(32.0, above=0)
     target_modules: str | list[str] = "all-linear"
     name_or_path = None  # no field: see `LoraFolder`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "target_modules"):
-            value, default = getattr(self, name), getattr(LoraConfig, name)
-            require(self.rank > 0 or value == default, f"model.lora.{name}", "needs --model.lora.rank", value)
+        if self.rank == 0:
+            require(self.alpha == 32, "model.lora.alpha", "needs --model.lora.rank", self.alpha)
+            is_default = self.target_modules == "all-linear"
+            require(is_default, "model.lora.target_modules", "needs --model.lora.rank", self.target_modules)
         if isinstance(self.target_modules, str) and self.target_modules.isidentifier():
             object.__setattr__(self, "target_modules", [self.target_modules])  # PEFT takes texts as expressions
 
@@ -149,13 +143,14 @@ class ModelConfig(Section, name="model"):
 
         Raises ValueError if adapters are wanted without peft.
         """
-        config, folder = self, Path(self.name_or_path).expanduser()
+        config = self
+        folder = Path(self.name_or_path).expanduser()
         if (folder / "adapter_config.json").is_file():
-            about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            base = {"name_or_path": about.get("base_model_name_or_path") or "", "revision": about.get("revision")}
-            if not base["name_or_path"]:
-                raise ValueError(f"--model.name_or_path {folder} names no base model")
-            config = replace(self, **base, lora=LoraFolder(rank=self.lora.rank, name_or_path=str(folder)))
+            peft_config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            base = peft_config.get("base_model_name_or_path")
+            require(base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
+            adapters = LoraFolder(rank=self.lora.rank, name_or_path=str(folder))
+            config = replace(self, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
         if config.has_adapters and importlib.util.find_spec("peft") is None:
             raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
         return config
@@ -169,7 +164,8 @@ def default_lr(model: ModelConfig) -> DefaultRate:
     """The learning rate for a model by the size of its weights, as far as that is known before it is loaded."""
     model = model.resolved()
     folder = Path(__file__).parent / "assets" / model.name_or_path
-    folder = folder if folder.is_dir() else Path(model.name_or_path).expanduser()
+    if not folder.is_dir():
+        folder = Path(model.name_or_path).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     rate = TINY_LR if 0 < size < TINY_BYTES else PAPER_LR
     return DefaultRate(LORA_LR[rate] if model.has_adapters else rate)
@@ -196,15 +192,14 @@ class DataConfig(Section, name="data"):
     name: str = "arithmetic"
     path: str | None = None
     hub: dict[str, Any] = field(default_factory=dict)
-    limit: int | None = number(None, "above 0")
+    limit: int | None = number(None, above=0)
     seed: int = 0
     columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt", "answer": "answer"})
     answer_kind: AnswerKind | None = None
-    holdout: float = number(0.0, "in [0, 1)")
+    holdout: float = number(0.0, at_least=0, below=1)
     system_prompt: str | None = None
     chat_template: dict[str, Any] | str | None = None
-    max_prompt_tokens: int = number(512, "above 0")
-    special_tokens = "text"  # TODO: no field any more, goes with its last use
+    max_prompt_tokens: int = number(512, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,7 +212,7 @@ class DataConfig(Section, name="data"):
     @property
     def numeric(self) -> bool:
         """True if all gold answers are numbers."""
-        return all((self.answer_kind or own_kind(name)) == "number" for name in self.name.split("+"))
+        return all((self.answer_kind or default_answer_kind(name)) == "number" for name in self.name.split("+"))
 
     @property
     def system_text(self) -> str:
@@ -240,29 +235,32 @@ class RewardConfig(Section, name="reward"):
 
     functions: list[Reward | Callable] = field(default_factory=lambda: [MathReward()])
     weights: list[float] | None = None
-    timeout: float = number(0.0, "at least 0 and below 2^31")
+    timeout: float = number(0.0, at_least=0, below=2**31)
     on_error: OnError = "raise"
-    workers: int = number(0, "at least 0")
+    workers: int = number(0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.functions) > 0, "reward.functions", "must name at least one reward", self.functions)
-        instances = all(callable(function) and not isinstance(function, type) for function in self.functions)
-        require(instances, "reward.functions", "must be functions or instances, as MathReward()", self.functions)
-        fits = self.weights is None or len(self.weights) == len(self.functions)
-        require(fits, "reward.weights", f"must have one weight for each of {len(self.functions)} rewards", self.weights)
-        require(all(map(math.isfinite, self.weights or [])), "reward.weights", "must be finite", self.weights)
-        for function in self.functions if self.workers else ():
-            check_importable(function)
+        require(self.functions, "reward.functions", "must name at least one reward", self.functions)
+        for function in self.functions:
+            is_made = callable(function) and not isinstance(function, type)
+            require(is_made, "reward.functions", "must be functions or instances, as MathReward()", function)
+            if self.workers > 0:
+                check_importable(function)
+        if self.weights is not None:
+            rule = f"must have one weight for each of {len(self.functions)} rewards"
+            require(len(self.weights) == len(self.functions), "reward.weights", rule, self.weights)
+            require(all(map(math.isfinite, self.weights)), "reward.weights", "must be finite", self.weights)
 
 
 def check_reward(data: DataConfig, reward: RewardConfig) -> None:
     """Raise ValueError if `MathReward` would have to score answers that are no numbers."""
     if not data.numeric and any(isinstance(function, MathReward) for function in reward.functions):
-        none = ("none", "a reward of your own, such as [my_rewards.brevity]")
-        kind, fix = none if data.answer_kind == "none" else ("text", "ExactMatch")
-        what = f"compares numbers, but the answers of --data.name {data.name} are {kind}"
-        raise ValueError(f"--reward.functions MathReward {what}: set --reward.functions {fix}")
+        kind, fix = "text", "ExactMatch"
+        if data.answer_kind == "none":
+            kind, fix = "none", "a reward of your own, such as [my_rewards.brevity]"
+        problem = f"compares numbers, but the answers of --data.name {data.name} are {kind}"
+        raise ValueError(f"--reward.functions MathReward {problem}: set --reward.functions {fix}")
 
 
 @dataclass(frozen=True)
@@ -286,26 +284,22 @@ class RolloutConfig(Section, name="rollout"):
         resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
-    prompts: int = number(32, "above 0")
-    group_size: int = number(4, "at least 2")
-    max_completion_tokens: int = number(128, "above 0")
+    prompts: int = number(32, above=0)
+    group_size: int = number(4, at_least=2)
+    max_completion_tokens: int = number(128, above=0)
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
-    temperature: float = number(0.6, "above 0")
-    top_p: float = number(0.85, "in (0, 1]")
-    top_k: int = number(0, "at least 0")
-    max_rows: int = number(256, "above 0")
+    temperature: float = number(0.6, above=0)
+    top_p: float = number(0.85, above=0, at_most=1)
+    top_k: int = number(0, at_least=0)
+    max_rows: int = number(256, above=0)
     decoder: Decoder = "pspo"
     engine: str | dict[str, Any] | None = None
     environment: str | dict[str, Any] | None = None
-    lag: int = number(0, "at least 0")
-    resample: int = number(0, "at least 0")
-    min_completion_tokens = 0  # TODO: no fields any more, go with their last use
-    min_p = 0.0
-    repetition_penalty = 1.0
-    engine_memory = 0.3
+    lag: int = number(0, at_least=0)
+    resample: int = number(0, at_least=0)
+    engine_memory = 0.3  # TODO: no fields any more, go with their last use
     servers = ()
-    max_turns = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,7 +317,7 @@ class AlgorithmConfig(Section, name="algorithm"):
 
     Args:
         surrogate: PSPO (the default), another class of pspo.losses, or the import path of your own
-        terms: more of the loss, after the surrogate: classes of pspo.losses or your own, such as [OffPolicyMask]
+        terms: more of the loss, after the surrogate: import paths of terms, of pspo.losses or your own
         epochs: passes over each rollout
         minibatches: optimizer steps per pass
         aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
@@ -334,39 +328,33 @@ class AlgorithmConfig(Section, name="algorithm"):
         mask_truncated: exclude completions that hit the token limit from the loss
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
-        correction: truncate or mask weights old / sampler probability, or a function; unset, as vllm needs it
+        correction: truncate or mask weights old / sampler probability, or a function; unset, as an engine needs it
         correction_cap: largest correction weight
     """
 
     surrogate: Surrogate = field(default_factory=PSPO)
     terms: list[Callable] = field(default_factory=list)
-    epochs: int = number(2, "above 0")
-    minibatches: int = number(1, "above 0")
+    epochs: int = number(2, above=0)
+    minibatches: int = number(1, above=0)
     aggregation: Aggregation | Callable = "dapo"
     advantages: Advantages | Callable = "none"
-    beta: float = number(0.0, "at least 0")
+    beta: float = number(0.0, at_least=0)
     kl_estimator: KLEstimator = "k3"
-    entropy_coef: float = number(0.0, "at least 0")
+    entropy_coef: float = number(0.0, at_least=0)
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     correction: Correction | Callable | None = None
-    correction_cap: float = number(3.0, "above 0")
-    entropy_target = None  # TODO: no fields any more, go with their last use
-    entropy_quantile = 1.0
-    mask_off_policy = None
-    correction_floor = 0.0
+    correction_cap: float = number(3.0, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for switch, function, inputs, offered in (
-            ("surrogate", self.surrogate.bind_step(0), ("logprobs", "old_logprobs", "advantages", "mask"), ()),
-            *(("terms", term, ("losses", "x"), ()) for term in self.terms),
-            ("advantages", self.advantages, ("rewards", "group_size"), ADVANTAGE_INPUTS),
-            ("aggregation", self.aggregation, ("mask", "counts"), ()),
-            ("correction", self.correction, ("old_logprobs", "sampler_logprobs", "mask"), ()),
-        ):
-            check_function(switch, function, inputs, offered)
+        check_call("surrogate", self.surrogate.bind_step(0), ["logprobs", "old_logprobs", "advantages", "mask"])
+        for term in self.terms:
+            check_call("terms", term, ["losses", "x"])
+        check_call("advantages", self.advantages, ["rewards", "group_size"], ADVANTAGE_INPUTS)
+        check_call("aggregation", self.aggregation, ["mask", "counts"])
+        check_call("correction", self.correction, ["old_logprobs", "sampler_logprobs", "mask"])
 
     @property
     def loss_terms(self) -> list[Term]:
@@ -387,17 +375,17 @@ class AlgorithmConfig(Section, name="algorithm"):
         return all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
 
 
-def check_function(switch: str, function: Callable | str | None, inputs: Sequence[str], offered: Sequence[str]) -> None:
-    """Raise ValueError if a function cannot be called with the inputs, and those offered that its signature names."""
-    if not callable(function):
+def check_call(switch: str, value: Any, inputs: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raise ValueError unless a function takes the inputs, and the optional ones that its signature names."""
+    if not callable(value):
         return
-    name = getattr(function, "__name__", type(function).__name__)
     try:
-        signature = inspect.signature(function)
-        signature.bind(*inputs, **{name: None for name in offered if name in signature.parameters})
+        signature = inspect.signature(value)
+        signature.bind(*inputs, **{name: None for name in optional if name in signature.parameters})
     except TypeError as error:
-        may = f", and may ask for {', '.join(offered)}" if offered else ""
-        raise ValueError(f"--algorithm.{switch} {name} must take {', '.join(inputs)}{may}: {error}") from error
+        name = getattr(value, "__name__", type(value).__name__)
+        also = f", and may ask for {', '.join(optional)}" if optional else ""
+        raise ValueError(f"--algorithm.{switch} {name} must take {', '.join(inputs)}{also}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -415,15 +403,12 @@ class OptimizerConfig(Section, name="optimizer"):
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
-    lr: float | None = number(None, "above 0")
+    lr: float | None = number(None, above=0)
     options: dict[str, Any] = field(default_factory=dict)
-    warmup_steps: int = number(0, "at least 0")
+    warmup_steps: int = number(0, at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: float = number(1.0, "at least 0")
-    microbatch_tokens: int = number(4096, "above 0")
-    halve_on_oom = True  # TODO: no fields any more, go with their last use
-    one_pass = True
-    max_skipped = 10
+    max_grad_norm: float = number(1.0, at_least=0)
+    microbatch_tokens: int = number(4096, above=0)
 
 
 @dataclass(frozen=True)
@@ -448,23 +433,17 @@ class RunConfig(Section, name="run"):
 
     output_dir: str | None = None
     fork_from: str | None = None
-    seed: int = number(0, "in [0, 2^32)")
-    max_steps: int = number(100, "above 0")
-    max_tokens: int | None = number(None, "above 0")
-    validate_every: int = number(20, "at least 0")
-    validation_limit: int = number(128, "above 0")
-    test_limit: int = number(500, "at least 0")
-    save_every: int = number(50, "at least 0")
-    keep: int = number(2, "above 0")
-    record_tokens: int = number(2, "at least 0")
+    seed: int = number(0, at_least=0, below=2**32)
+    max_steps: int = number(100, above=0)
+    max_tokens: int | None = number(None, above=0)
+    validate_every: int = number(20, at_least=0)
+    validation_limit: int = number(128, above=0)
+    test_limit: int = number(500, at_least=0)
+    save_every: int = number(50, at_least=0)
+    keep: int = number(2, above=0)
+    record_tokens: int = number(2, at_least=0)
     quiet: bool = False
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    name = None  # TODO: no fields any more, go with their last use
-    resume = "auto"
-
-    @property
-    def samples(self) -> int:
-        return self.record_tokens
 
 
 @dataclass(frozen=True)
@@ -484,30 +463,6 @@ class DistributedConfig(Section, name="distributed"):
     @property
     def sharded(self) -> bool:
         return self.strategy == "fsdp2"
-
-
-# What does not go together, for every run: the switch to change, what it must be, and when it is not.
-NO_LOGPROBS = "with rollout.decoder hf or an environment, which record no log-probs"
-CONFLICTS: tuple[tuple[str, str, Callable[["TrainConfig"], bool]], ...] = (
-    ("algorithm.correction", "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own "
-     "log-probs", lambda c: c.ratios_to_engine and c.algorithm.correction != "none"),
-    ("algorithm.minibatches", "must not be above rollout.prompts ({rollout.prompts}): groups stay whole",
-     lambda c: c.algorithm.minibatches > c.rollout.prompts),
-    ("algorithm.correction", f"must be none {NO_LOGPROBS}",
-     lambda c: c.algorithm.correction != "none" and not c.samples_with_logprobs),
-    ("algorithm.nucleus", f"must be ignore {NO_LOGPROBS}",
-     lambda c: c.algorithm.nucleus != "ignore" and not c.samples_with_logprobs),
-    ("algorithm.nucleus", "must be ignore with an engine, which does not tell what it kept",
-     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.external),
-    ("algorithm.nucleus", "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing",
-     lambda c: c.algorithm.nucleus != "ignore" and c.rollout.top_p == 1 and not c.rollout.top_k),
-    ("optimizer.warmup_steps", "must be below run.max_steps ({run.max_steps}) for a {optimizer.schedule} schedule",
-     lambda c: c.optimizer.schedule != "constant" and c.optimizer.warmup_steps >= c.run.max_steps),
-    ("optimizer.name", "must be adamw or sgd under fsdp2, which shards it",
-     lambda c: c.sharded and "8bit" in c.optimizer.name),
-    ("model.dtype", "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them",
-     lambda c: c.sharded and c.model.dtype == "bfloat16" and not c.model.resolved().has_adapters),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -530,9 +485,40 @@ class TrainConfig:
             needed = self.rollout.external and self.rollout.environment is None and not self.ratios_to_engine
             default = "token_truncate" if needed else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
-        for switch, rule, is_conflict in CONFLICTS:
-            require(not is_conflict(self), switch, rule.format_map(vars(self)), attrgetter(switch)(self))
+        self.check_sampling()
+        self.check_optimizer()
         check_reward(self.data, self.reward)
+
+    def check_sampling(self) -> None:
+        """Raise ValueError for parts of the algorithm for which the sampler does not record what they need."""
+        algorithm = self.algorithm
+        if algorithm.correction != "none":
+            rule = "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own log-probs"
+            require(not self.ratios_to_engine, "algorithm.correction", rule, algorithm.correction)
+            rule = "must be none with rollout.decoder hf or an environment, which record no log-probs"
+            require(self.samples_with_logprobs, "algorithm.correction", rule, algorithm.correction)
+        if algorithm.nucleus == "replay":
+            rule = "must be ignore with an engine, rollout.decoder hf or an environment, which record no nucleus"
+            is_recorded = self.samples_with_logprobs and not self.rollout.external
+            require(is_recorded, "algorithm.nucleus", rule, algorithm.nucleus)
+            rule = "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing"
+            require(self.rollout.top_p < 1 or self.rollout.top_k > 0, "algorithm.nucleus", rule, algorithm.nucleus)
+
+    def check_optimizer(self) -> None:
+        """Raise ValueError for optimizer steps that the rollout, the run's length or the shards do not allow."""
+        minibatches = self.algorithm.minibatches
+        rule = f"must not be above rollout.prompts ({self.rollout.prompts}): groups stay whole"
+        require(minibatches <= self.rollout.prompts, "algorithm.minibatches", rule, minibatches)
+        optimizer = self.optimizer
+        if optimizer.schedule != "constant":
+            rule = f"must be below run.max_steps ({self.run.max_steps}) for a {optimizer.schedule} schedule"
+            require(optimizer.warmup_steps < self.run.max_steps, "optimizer.warmup_steps", rule, optimizer.warmup_steps)
+        if self.sharded:
+            rule = "must be adamw or sgd under fsdp2, which shards it"
+            require("8bit" not in optimizer.name, "optimizer.name", rule, optimizer.name)
+            rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
+            trains_bf16 = self.model.dtype == "bfloat16" and not self.model.resolved().has_adapters
+            require(not trains_bf16, "model.dtype", rule, self.model.dtype)
 
     @property
     def sharded(self) -> bool:
@@ -541,9 +527,8 @@ class TrainConfig:
     @property
     def samples_with_logprobs(self) -> bool:
         """True if the sampler can return log-probs (and, without an engine, nuclei) with its tokens."""
-        rollout = self.rollout
-        library = not rollout.external and rollout.decoder == "hf"
-        return not library and rollout.environment is None
+        records = self.rollout.external or self.rollout.decoder != "hf"
+        return records and self.rollout.environment is None
 
     @property
     def ratios_to_engine(self) -> bool:
@@ -561,10 +546,10 @@ class TrainConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless a minibatch's prompts divide evenly among the ranks."""
-        prompts, parts = self.rollout.prompts, self.algorithm.minibatches * ranks
-        rule = f"must be a multiple of algorithm.minibatches x ranks ({parts})"
-        if ranks > 1 and prompts % parts:
-            raise ValueError(f"--rollout.prompts {prompts} {rule}")
+        if ranks > 1:
+            parts = self.algorithm.minibatches * ranks
+            rule = f"must be a multiple of algorithm.minibatches x ranks ({parts})"
+            require(self.rollout.prompts % parts == 0, "rollout.prompts", rule, self.rollout.prompts)
 
 
 @dataclass(frozen=True)
@@ -585,18 +570,18 @@ class EvalConfig(Section, name="eval"):
 
     split: Literal["train", "validation", "test"] = "test"
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    samples: int = number(1, "above 0")
-    top_p: float = number(1.0, "in (0, 1]")
-    max_completion_tokens: int = number(128, "above 0")
+    samples: int = number(1, above=0)
+    top_p: float = number(1.0, above=0, at_most=1)
+    max_completion_tokens: int = number(128, above=0)
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
-    max_tokens: int = number(65_536, "above 0")
+    max_tokens: int = number(65_536, above=0)
     environment: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = self.temperatures and all(0 <= temperature < math.inf for temperature in self.temperatures)
-        require(ok, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
+        is_range = self.temperatures and all(0 <= temperature < math.inf for temperature in self.temperatures)
+        require(is_range, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
         require(all(self.stop_strings), "eval.stop_strings", "must not be empty texts", self.stop_strings)
@@ -613,7 +598,7 @@ class EvalRunConfig(Section, name="run"):
     """
 
     output_dir: str = "evaluation"
-    seed: int = number(0, "in [0, 2^32)")
+    seed: int = number(0, at_least=0, below=2**32)
     quiet: bool = False
 
 

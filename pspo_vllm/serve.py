@@ -93,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> None:
     config, _ = parse(ServeConfig, "pspo serve", switches)
     with user_errors("pspo serve"):
         if not command:
-            serve(config)
+            return serve(config)
         require_vllm()
         server_command = [sys.executable, "-m", "pspo_vllm.serve", *switches, "--servers=1"]
         ports = range(config.port, config.port + config.servers)

@@ -50,9 +50,10 @@ class Servers:
         well_formed = {url for url in urls if re.fullmatch(r"https?://[^/\s]+:\d+", url)}
         if not urls or len(well_formed) != len(urls):
             rule = "must be different addresses such as http://host:8000"
-            raise ValueError(f"urls {rule}, got {urls!r}")
+            raise ValueError(f"--rollout.engine pspo_vllm.Servers: urls {rule}, got {urls!r}")
         if not 0 < timeout < 2**31:
-            raise ValueError(f"timeout must be above 0 and below 2^31, got {timeout!r}")
+            rule = "must be above 0 and below 2^31"
+            raise ValueError(f"--rollout.engine pspo_vllm.Servers: timeout {rule}, got {timeout!r}")
         self.urls = list(urls)
         self.timeout = timeout
         self.version = ""
@@ -139,8 +140,8 @@ class Servers:
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus."""
+    ) -> tuple[Tensor, Tensor]:
+        """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
         if not self.pending:
             self.begin(prompts, sampling, group_size)
         results = self.pending

@@ -43,7 +43,7 @@ class VLLM:
 
     def __init__(self, memory: float = 0.3) -> None:
         if not 0 < memory <= 1:
-            raise ValueError(f"memory must be in (0, 1], got {memory!r}")
+            raise ValueError(f"--rollout.engine pspo_vllm.VLLM: memory must be in (0, 1], got {memory!r}")
         self.memory = memory
         self.version: int | None = None
         self.is_drawing = False
@@ -86,8 +86,8 @@ class VLLM:
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Completions (N * group_size, T), padded after their stop token; their log-probs; no nucleus."""
+    ) -> tuple[Tensor, Tensor]:
+        """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
         if not self.is_drawing:
             self.begin(prompts, sampling, group_size)
         self.is_drawing = False
@@ -180,11 +180,11 @@ def sampling_params(prompts: int, sampling: Sampling, group_size: int) -> list[d
     return [values | {"seed": seed} for seed in torch.randint(2**31, (prompts,)).tolist()]
 
 
-def pad_rows(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor, None]:
-    """(N, T) token ids and log-probs of completions, padded after their stop token; no nucleus."""
+def pad_rows(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
+    """(N, T) token ids and log-probs of completions, padded after their stop token."""
     ids = pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True, padding_value=pad_id)
     logprobs = pad_sequence([torch.tensor(values) for _, values in rows], batch_first=True)
-    return ids, logprobs, None
+    return ids, logprobs
 
 
 def serve(connection: Connection) -> None:

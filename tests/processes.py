@@ -143,7 +143,7 @@ def send(*signals: signal.Signals) -> None:
 
 def kill_at_step(step: int) -> None:
     """Kill this process when it is about to take this optimizer step."""
-    before("optimizer_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+    before("take_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
 
 
 def kill_at_file_event(n: int) -> None:

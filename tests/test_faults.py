@@ -16,6 +16,7 @@ import torch
 from processes import Payload, assert_same, one_layer, run_command
 from safetensors.torch import load_file
 
+import pspo.run.recorder
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import ModelConfig, TrainConfig
@@ -108,9 +109,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_steps_gone_bad_in_a_row_end_the_run_and_leave_its_last_good_checkpoint(capsys, kind):
+def test_steps_gone_bad_in_a_row_end_the_run_and_leave_its_last_good_checkpoint(capsys, monkeypatch, kind):
+    monkeypatch.setattr(pspo.run.recorder, "MAX_SKIPPED", 3)
     args = ("--reward.functions=[test_faults.Length]", "--algorithm.surrogate=test_faults.Broken",
-            f"--algorithm.surrogate.kind={kind}", "--optimizer.max_skipped=3")  # fmt: skip
+            f"--algorithm.surrogate.kind={kind}")  # fmt: skip
     assert train(*args) == 1
     err = capsys.readouterr().err.splitlines()[-1]
     assert "3 optimizer steps in a row were skipped" in err
@@ -129,8 +131,11 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
         return calls[-1] if len(calls) == 3 else calls[-1] * math.nan
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
-    assert train("--reward.functions=[test_faults.Length]", "--algorithm.epochs=1", "--optimizer.max_skipped=3",
-                 "--run.max_steps=8", "--run.keep=8") == 1  # fmt: skip
+    monkeypatch.setattr(pspo.run.recorder, "MAX_SKIPPED", 3)
+    assert (
+        train("--reward.functions=[test_faults.Length]", "--algorithm.epochs=1", "--run.max_steps=8", "--run.keep=8")
+        == 1
+    )
     assert [line["steps_skipped"] for line in metrics()] == [1, 1, 0, 1, 1, 1]
     two, three, five = (load_file(f"out/checkpoints/step-00000{n}/model.safetensors") for n in (2, 3, 5))
     assert same(two, start())

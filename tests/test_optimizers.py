@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import pspo.train
 from pspo.config import OptimizerConfig
-from pspo.run.optimizers import make_optimizer
+from pspo.run.optimizers import check_optimizer, make_optimizer
 from pspo.run.learner import Learner
 
 SMALL = (
@@ -44,9 +44,9 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
     """Against torch's own AdamW with two groups, or its SGD with L2; the learning rate changes on the way."""
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
-    config = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1)
+    config = OptimizerConfig(name=name, lr=1e-2, options={"weight_decay": 0.1})
     policy, peer, plain = (tiny_model(dtype=dtype) for _ in range(3))
-    optimizer, without = make_optimizer(policy, config), make_optimizer(plain, replace(config, weight_decay=0.0))
+    optimizer, without = make_optimizer(policy, config), make_optimizer(plain, replace(config, options={}))
     groups = [[p for p in peer.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
     decayed = [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}]
     reference = torch.optim.SGD(decayed, lr=1e-2) if name == "sgd" else torch.optim.AdamW(decayed, lr=1e-2)
@@ -85,3 +85,17 @@ def test_a_learner_without_a_schedule_keeps_its_rate_and_is_restored():
     assert restored.optimizer.param_groups[0]["lr"] == 0.1
     restored.optimizer.param_groups[0].update(lr=0.02, initial_lr=0.1)  # as a run's schedule leaves it
     assert Learner(layer, restored.optimizer).scheduler.get_last_lr() == [0.02]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"momentum": 0.9, "dampening": 0.1}, None), ({"beta1": 0.9}, "beta1"), ({"momentum": -1.0}, "momentum")],
+)
+def test_options_are_those_of_the_optimizers_class(tiny_model, options, said):
+    config = OptimizerConfig(name="sgd", lr=0.1, options=options)
+    if said is None:
+        check_optimizer(config)
+        assert make_optimizer(tiny_model(), config).param_groups[0]["momentum"] == 0.9
+    else:
+        with pytest.raises(ValueError, match=f"--optimizer.options .*{said}"):
+            check_optimizer(config)

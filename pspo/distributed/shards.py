@@ -33,7 +33,6 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         fully_shard(module, mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo divides otherwise
-    policy.is_gathered = False
     policy.call_with_weights = call
     register_fsdp_forward_method(policy, "call_with_weights")  # FSDP gathers weights for it, as for `forward`
 
@@ -87,22 +86,17 @@ def read_weights(model: nn.Module, folder: Path, device: torch.device) -> tuple[
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather all weights on every rank for a `with` block: passes need no communication.
-
-    Does nothing for a model that is not sharded, or in another such block.
-    """
-    if not is_sharded(model) or model.is_gathered:
+    """Gather all weights on every rank for a `with` block, if the model is sharded: passes need no communication."""
+    if not is_sharded(model):
         yield
         return
     modules = [module for module in model.modules() if is_sharded(module)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
-    model.is_gathered = True
     try:
         yield
     finally:
-        model.is_gathered = False
         for module in modules:
             module.reshard()
             module.set_reshard_after_forward(True, recurse=False)

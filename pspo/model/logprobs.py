@@ -158,7 +158,8 @@ class TokenLogprobs(torch.autograd.Function):
             total = exp.sum(dim=1)
             log_total = total.log()
             logprobs[rows] = target - log_total
-            entropies[rows] = log_total - torch.linalg.vecdot(exp, shifted) / total
+            with torch.autocast(probs.device.type, enabled=False):  # which takes dot products in 16 bits on a CPU
+                entropies[rows] = log_total - torch.linalg.vecdot(exp, shifted) / total
             torch.div(exp, total[:, None], out=shifted)  # now probabilities
         ctx.set_materialize_grads(False)
         ctx.probs = probs

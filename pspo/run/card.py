@@ -15,8 +15,8 @@ from pspo.cli.files import as_argument, as_setting
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.model.find import ASSETS
-from pspo.tasks.datasets import SOURCES
 from pspo.tasks.rewards import reward_name
+from pspo.tasks.sources import SOURCES
 
 VALIDATION = {
     "validation_reward": "mean reward",
@@ -131,7 +131,9 @@ def changed_settings(config: TrainConfig, sections: Iterable[str], left_out: Col
 def describe_value(value: Any) -> str:
     if isinstance(value, list):
         return " + ".join(describe_value(item) for item in value)
-    return getattr(value, "__name__", str(value))
+    if callable(value) and not is_dataclass(value):
+        return reward_name(value)
+    return str(value)
 
 
 def describe_rewards(config: RewardConfig) -> str:

@@ -75,9 +75,11 @@ class Number(NamedTuple):
 
 def _read(match: re.Match[str]) -> Number | None:
     """Number spelled by a match of `_NUMBER`; None for a zero denominator or too many digits."""
-    sign, numerator, denominator, over, under, decimal, exponent = match.groups("")
-    above, below = numerator or over or decimal, denominator or under or "1"
-    above_digits, below_digits = _digits(above), _digits(below)
+    sign, frac_numerator, frac_denominator, dividend, divisor, decimal, exponent = match.groups("")
+    above = frac_numerator or dividend or decimal
+    below = frac_denominator or divisor or "1"
+    above_digits = above if above.isdecimal() else above.translate(_NOT_DIGITS)  # the test alone is ten times as fast
+    below_digits = below if below.isdecimal() else below.translate(_NOT_DIGITS)
     if max(len(above_digits), len(below_digits)) > MAX_DIGITS or len(exponent.lstrip("+-")) > MAX_EXPONENT_DIGITS:
         return None
     a, b = int(above_digits), int(below_digits)
@@ -86,10 +88,6 @@ def _read(match: re.Match[str]) -> Number | None:
     minuses = sign.count("-") + above.count("-") + below.count("-")
     decimals = len(above.partition(".")[2]) - len(below.partition(".")[2])
     return Number(-a if minuses % 2 else a, b, int(exponent or "0") - decimals if a else 0)
-
-
-def _digits(text: str) -> str:
-    return text if text.isdecimal() else text.translate(_NOT_DIGITS)  # the test alone is ten times as fast
 
 
 def find_numbers(text: str) -> Iterator[Number]:

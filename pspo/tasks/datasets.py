@@ -1,8 +1,7 @@
-r"""Load problems: from the Hugging Face hub, from local files, or generated.
+"""Load problems: from the Hugging Face hub, from local files, or generated.
 
-`SOURCES` are the published data sets, `GENERATED` those made here; `file` is your own, and `organisation/name` any data
-set of the hub; `gsm8k+math` mixes sources. Numeric gold answers are read strictly, by `parse_gold`; problems without
-one (`x=5`, `(1,2)`, `3 (apples); 4 (pears)`, `10\text{ inches}`, `2\frac{1}{2}`) are left out and counted.
+`pspo.tasks.sources` has the published data sets and those made here; `file` is your own, and `organisation/name` any
+data set of the hub; `gsm8k+math` mixes sources.
 
 The split of a local file or a hub set's split is the one word of train, validation (valid, val, dev) or test in its
 name, for a file the path below the given folder. Those without such a word are test if no other has one, and ignored
@@ -13,220 +12,109 @@ of GSM8K, otherwise 5% and at most 500.
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pspo.tasks import arithmetic, calculator, letters
-from pspo.tasks.answers import MAX_DIGITS, parse_number
+from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.files import READERS, Row, file_rows
 from pspo.tasks.problem import AnswerKind, Problem
+from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, parse_gold, user_source
 
 _SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
-_MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
-                  "prealgebra", "precalculus")  # fmt: skip
-
-Gold = tuple[str, dict[str, str]]  # text of the gold answer, "" without one; and further attributes of `Problem`
+GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 
 
-@dataclass(frozen=True)
-class Source:
-    """Data set: how to read one of its rows, and where the hub has it."""
-
-    prompt: tuple[str, ...]  # columns
-    read_gold: Callable[[Row, AnswerKind], Gold]
-    hub_id: str = ""
-    revision: str | None = None  # of the hub's, so that everybody has the same problems
-    configs: tuple[str | None, ...] = ()
-    splits: dict[str, str] | None = None  # the hub's names by ours; None goes by their words
-    train_size: int | None = None  # rows of the published train split to train on; the rest is validation
-    skip: str = ""  # local files with this in their path hold the same problems in another form
+def group_by_split(items: dict[str, Any]) -> dict[str, list[Any]]:
+    """Group by the one split that each name says; all are test if no name says one."""
+    groups: dict[str, list[Any]] = {}
+    for name, item in items.items():
+        words = re.split("[^a-z]+", name.lower())
+        splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+        if len(splits) == 1:
+            groups.setdefault(splits.pop(), []).append(item)
+    return groups or {"test": list(items.values())}
 
 
-def _gsm8k(row: Row, kind: AnswerKind) -> Gold:
-    answer = row.text("answer")
-    return answer.rpartition("####")[2], {"solution": answer}
+def files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
+    """Find the data files at path, by the split that their names say; all are test if none says one."""
+    if path.is_file():
+        return group_by_split({path.name: path})
+    files = {}
+    for file in sorted(path.rglob("*")):
+        place = file.relative_to(path)
+        hidden = any(part.startswith(".") for part in place.parts)
+        if file.suffix in READERS and not hidden and not (skip and skip in str(place)):
+            files[str(place)] = file
+    if not files:
+        raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
+    return group_by_split(files)
 
 
-def _math(row: Row, kind: AnswerKind) -> Gold:
-    solution = row.text("solution")
-    boxes = boxed(solution)
-    gold = boxes[-1] if boxes else ""
-    if kind == "number":
-        several = len({parse_gold(box) for box in boxes} - {None}) > 1  # "-2 and 1" is no number,
-        listed = "separated by commas" in row.text("problem") and "," in gold  # and 70,110 is two then
-        gold = "" if several or listed else gold
-    return gold, {"category": row.optional("type"), "level": row.optional("level"), "solution": solution}
+def load_hub(source: Source) -> dict[str | None, Any]:
+    """Load a data set of the hub: by configuration, its splits by their names."""
+    import datasets  # slow to import
+
+    try:
+        return {
+            config: datasets.load_dataset(source.hub_id, config, revision=source.revision) for config in source.configs
+        }
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        fix = "check --data.name and --data.hub, or load local files with --data.path"
+        raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
 
 
-def _svamp(row: Row, kind: AnswerKind) -> Gold:
-    category = row.optional("Type").replace("Common-Divison", "Common-Division")  # one of the 1,000 is misspelt
-    return row.text("Answer"), {"category": category}
+def hub_splits(source: Source, tables: dict[str | None, Any]) -> dict[str, list[str]]:
+    """The hub's names of splits, by ours."""
+    names = list(next(iter(tables.values())))
+    if not source.splits:
+        return group_by_split({name: name for name in names})
+    for name in source.splits.values():
+        if name not in names:
+            raise ValueError(f"{source.hub_id} has no {name} split, only {', '.join(names)}; check --data.hub")
+    return {split: [name] for split, name in source.splits.items()}
 
 
-def _asdiv(row: Row, kind: AnswerKind) -> Gold:
-    answer = re.sub(r"\s*\([^()]*\)$", "", row.text("answer"))  # 9 (apples)
-    return answer, {"category": row.optional("solution_type"), "level": row.optional("grade")}
+def hub_rows(source: Source, tables: dict[str | None, Any], splits: list[str]) -> list[Row]:
+    """Rows of some of the hub's splits, of all configurations."""
+    rows = []
+    for config, table in tables.items():
+        for split in splits:
+            place = " ".join(filter(None, (source.hub_id, config, split)))
+            rows += [Row(f"{place} record {number}", record) for number, record in enumerate(table[split], 1)]
+    return rows
 
 
-def _user_gold(row: Row, kind: AnswerKind, column: str, on_hub: bool) -> Gold:
-    required = kind == "number" and not on_hub  # a record of a file can be mended, one of the hub is left out
-    gold = "" if kind == "none" else row.text(column, required)
-    return gold, {"category": row.optional("category"), "level": row.optional("level")}
+def is_held_out(problem: Problem, seed: int, share: float) -> bool:
+    """Decide by the hash of the prompt's words, without case and punctuation."""
+    chat = problem.prompt
+    text = chat if isinstance(chat, str) else " ".join(turn["content"] for turn in chat)
+    words = " ".join(re.findall(r"\w+", text.lower()))
+    return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
 
 
-def user_source(name: str, columns: dict[str, str], hub: dict[str, Any], on_hub: bool) -> Source:
-    """A user's own file, or a data set of the hub that `SOURCES` does not name."""
-    read_gold = partial(_user_gold, column=columns["answer"], on_hub=on_hub)
-    return Source((columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits"))
-
-
-GSM8K = "740312add88f781978c0658806c59bc2815b9866"  # revisions
-MATH = "21a5633873b6a120296cce3e2df9d5550074f4a3"
-SVAMP = "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef"
-ASDIV = "8f95807222d87b4c688c3c22a6ba2801e1fa03e2"
-
-SOURCES = {
-    "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic"),
-    "math": Source(("problem",), _math, "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS),
-    "svamp": Source(("Body", "Question"), _svamp, "ChilleD/SVAMP", SVAMP, ("default",)),
-    "asdiv": Source(("body", "question"), _asdiv, "EleutherAI/asdiv", ASDIV, ("asdiv",), {"test": "validation"}),
-}
-
-
-@dataclass(frozen=True)
-class Generated:
-    """Endless problems of a split, by a seed."""
-
-    problems: Callable[[str, int], Iterator[Problem]]
-    answer_kind: AnswerKind = "number"
-    sizes: dict[str, int] = field(default_factory=lambda: {"train": 10_000, "validation": 500, "test": 500})
-
-
-GENERATED = {
-    "arithmetic": Generated(arithmetic.problems),
-    "letters": Generated(letters.problems, "text"),
-    "sums": Generated(calculator.problems),
-}
-NAMES = (*SOURCES, *GENERATED, "file")
-
-
-def own_kind(name: str) -> AnswerKind:
-    """Return the kind of a source's gold answers if --data.answer_kind is unset."""
-    return GENERATED[name].answer_kind if name in GENERATED else "number"
-
-
-def load_problems(
-    name: str,
-    split: str,
-    path: str | Path | None = None,
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    answer_kind: AnswerKind | None = None,
-    columns: dict[str, str] | None = None,
-    hub: dict[str, Any] | None = None,
-    holdout: float = 0.0,
-) -> list[Problem]:
-    """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
-
-    Train, a validation split made of it, and both of a mixture are shuffled by the seed; everything else keeps its
-    order, a mixture's test split one source after the other. The parameters are `pspo.config.DataConfig`'s. Besides:
-
-    Args:
-        split: train, validation or test.
-        path: in a source's own format; mixtures need a folder with one folder per source.
-        limit: of a generated source, how many problems to generate; None for 10,000 of train, 500 of the others. Of a
-            test split it takes a sample by the seed.
-        columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. `category` and `level` are read
-            besides, if present. Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are
-            `Problem.fields`.
-        hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours.
-        holdout: share of a single split that becomes test; problems of the same words are on one side.
-    """
-    columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
-    hub = hub or {}
-    check_arguments(name, split, path, hub)
-    names = name.split("+")
+def parse_answers(drafts: list[Problem], kind: AnswerKind) -> list[Problem]:
+    """Turn gold answers from text into the kind asked for; leave out problems that have none."""
+    if kind == "none":
+        return [replace(draft, answer=None) for draft in drafts]
+    if kind == "text":
+        return [draft for draft in drafts if draft.answer]
     problems = []
-    for part in names:
-        kind = answer_kind or own_kind(part)
-        place: Path | str = part  # for messages
-        if part in GENERATED:
-            count = limit or GENERATED[part].sizes[split]
-            generated = islice(GENERATED[part].problems(split, seed), count)
-            drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
-        else:
-            source = SOURCES.get(part) or user_source(part, columns, hub, on_hub=path is None)
-            source = replace(source, revision=hub.get("revision", source.revision))
-            source_path = find_source(part, path, mixture=len(names) > 1)
-            place = source_path or source.hub_id
-            drafts = read_split(source, part, kind, split, source_path, seed, holdout)
-        if not drafts:
-            raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
-        answered = parse_answers(drafts, kind)
-        what = "a numeric answer" if kind == "number" else "an answer"
-        if not answered:
-            fix = "check --data.columns"
-            if kind == "number":
-                fix = "such as 42, 1,234.5 or 3/4; for answers of another kind set --data.answer_kind text, or none"
-            raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
-        if len(answered) < len(drafts):
-            print(f"{part} {split}: {len(answered):,} of {len(drafts):,} problems have {what}")
-        problems += answered
-    if len(names) > 1 and split != "test":
-        random.Random(seed).shuffle(problems)
-    if split == "test" and limit and limit < len(problems):
-        sample = random.Random(seed).sample(range(len(problems)), limit)
-        problems = [problems[i] for i in sorted(sample)]
-    return problems[:limit]
-
-
-def check_arguments(name: str, split: str, path: str | Path | None, hub: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of `load_problems` that name nothing, or do not fit each other."""
-    names = name.split("+")
-    for part in names:
-        if part not in NAMES and ("/" not in part or Path(part).exists()):
-            raise ValueError(
-                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
-                "or join some by +; for a local file or folder set --data.name file and --data.path"
-            )
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if "revision" in hub and (path is not None or len(names) > 1 or name in GENERATED):
-        raise ValueError("the revision in --data.hub is that of a single data set of the hub: unset it")
-    if name in GENERATED and path is not None:
-        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
-
-
-def find_source(name: str, path: str | Path | None, mixture: bool) -> Path | None:
-    """Return the local file or folder of one source; None for the hub's."""
-    if path is None:
-        if name == "file":
-            raise ValueError("data name 'file' needs --data.path: your .jsonl, .json, .parquet or .csv file or folder")
-        return None
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; check --data.path")
-    if path.is_file() and path.suffix not in READERS:
-        raise ValueError(f"{path} is none of {', '.join(READERS)}; check --data.path")
-    if (path / name).is_dir():
-        return path / name
-    if mixture:
-        raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
-    return path
+    for draft in drafts:
+        answer = parse_gold(draft.answer)
+        if answer is not None and max(abs(answer.numerator), answer.denominator) < 10**MAX_DIGITS:  # not 1e5000
+            problems.append(replace(draft, answer=answer))
+    return problems
 
 
 def read_split(
     source: Source, name: str, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
 ) -> list[Problem]:
-    """Read one split, gold answers still as text; divide a single split by `holdout`, and train into train and
-    validation, as needed.
+    """Read one split, gold answers still as text.
+
+    A single split is divided by ``holdout``, and train into train and validation where no split is validation.
     """
     if path is None:
         tables = load_hub(source)
@@ -268,112 +156,102 @@ def read_split(
     return drafts[:-held_out] if split == "train" else drafts[-held_out:]
 
 
-def is_held_out(problem: Problem, seed: int, share: float) -> bool:
-    """Decide by the hash of the prompt's words, without case and punctuation."""
-    chat = problem.prompt
-    text = chat if isinstance(chat, str) else " ".join(turn["content"] for turn in chat)
-    words = " ".join(re.findall(r"\w+", text.lower()))
-    return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
+def find_source(name: str, path: str | Path | None, mixture: bool) -> Path | None:
+    """Return the local file or folder of one source; None for the hub's."""
+    if path is None:
+        if name == "file":
+            raise ValueError("data name 'file' needs --data.path: your .jsonl, .json, .parquet or .csv file or folder")
+        return None
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; check --data.path")
+    if path.is_file() and path.suffix not in READERS:
+        raise ValueError(f"{path} is none of {', '.join(READERS)}; check --data.path")
+    if (path / name).is_dir():
+        return path / name
+    if mixture:
+        raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
+    return path
 
 
-def parse_answers(drafts: list[Problem], kind: AnswerKind) -> list[Problem]:
-    """Turn gold answers from text into the kind asked for; leave out problems that have none."""
-    if kind == "none":
-        return [replace(draft, answer=None) for draft in drafts]
-    if kind == "text":
-        return [draft for draft in drafts if draft.answer]
-    problems = []
-    for draft in drafts:
-        answer = parse_gold(draft.answer)
-        if answer is not None and max(abs(answer.numerator), answer.denominator) < 10**MAX_DIGITS:  # not 1e5000
-            problems.append(replace(draft, answer=answer))
-    return problems
+def check_arguments(name: str, split: str, path: str | Path | None, hub: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of `load_problems` that name nothing, or do not fit each other."""
+    names = name.split("+")
+    for part in names:
+        if part not in NAMES and ("/" not in part or Path(part).exists()):
+            raise ValueError(
+                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
+                "or join some by +; for a local file or folder set --data.name file and --data.path"
+            )
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
+    if "revision" in hub and (path is not None or len(names) > 1 or name in GENERATED):
+        raise ValueError("the revision in --data.hub is that of a single data set of the hub: unset it")
+    if name in GENERATED and path is not None:
+        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
 
 
-def parse_gold(text: str) -> Fraction | None:
-    r"""Return the value of a gold answer that is one number by the grammar of `answers.py`, else None.
+def load_problems(
+    name: str,
+    split: str,
+    path: str | Path | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    answer_kind: AnswerKind | None = None,
+    columns: dict[str, str] | None = None,
+    hub: dict[str, Any] | None = None,
+    holdout: float = 0.0,
+) -> list[Problem]:
+    """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
-    A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped, as
-    they are in a model's answer: 25% is 25.
+    Train, a validation split made of it, and both of a mixture are shuffled by the seed; everything else keeps its
+    order, a mixture's test split one source after the other. The parameters are `pspo.config.DataConfig`'s. Besides:
+
+    Args:
+        split: train, validation or test.
+        path: in a source's own format; mixtures need a folder with one folder per source.
+        limit: of a generated source, how many problems to generate; None for 10,000 of train, 500 of the others. Of a
+            test split it takes a sample by the seed.
+        columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. `category` and `level` are read
+            besides, if present. Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are
+            `Problem.fields`.
+        hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours.
+        holdout: share of a single split that becomes test; problems of the same words are on one side.
     """
-    text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
-    return parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
-
-
-def boxed(solution: str) -> list[str]:
-    r"""Return the contents of each outermost `\boxed{...}`, in order; "" for a last one that is never closed."""
-    contents = []
-    end = 0
-    while (start := solution.find(r"\boxed{", end)) >= 0:
-        start += len(r"\boxed{")
-        depth = 1
-        end = start
-        while depth and end < len(solution):
-            depth += {"{": 1, "}": -1}.get(solution[end], 0)
-            end += 1
-        contents.append("" if depth else solution[start : end - 1])
-    return contents
-
-
-def load_hub(source: Source) -> dict[str | None, Any]:
-    """Load a data set of the hub: by configuration, its splits by their names."""
-    import datasets  # slow to import
-
-    try:
-        return {
-            config: datasets.load_dataset(source.hub_id, config, revision=source.revision) for config in source.configs
-        }
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        fix = "check --data.name and --data.hub, or load local files with --data.path"
-        raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
-
-
-def hub_splits(source: Source, tables: dict[str | None, Any]) -> dict[str, list[str]]:
-    """The hub's names of splits, by ours."""
-    names = list(next(iter(tables.values())))
-    if not source.splits:
-        return group_by_split({name: name for name in names})
-    for name in source.splits.values():
-        if name not in names:
-            raise ValueError(f"{source.hub_id} has no {name} split, only {', '.join(names)}; check --data.hub")
-    return {split: [name] for split, name in source.splits.items()}
-
-
-def hub_rows(source: Source, tables: dict[str | None, Any], splits: list[str]) -> list[Row]:
-    """Rows of some of the hub's splits, of all configurations."""
-    rows = []
-    for config, table in tables.items():
-        for split in splits:
-            place = " ".join(filter(None, (source.hub_id, config, split)))
-            rows += [Row(f"{place} record {number}", record) for number, record in enumerate(table[split], 1)]
-    return rows
-
-
-def files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
-    """Find the data files at path, by the split that their names say; all are test if none says one."""
-    if path.is_file():
-        return group_by_split({path.name: path})
-    files = {}
-    for file in sorted(path.rglob("*")):
-        place = file.relative_to(path)
-        hidden = any(part.startswith(".") for part in place.parts)
-        if file.suffix in READERS and not hidden and not (skip and skip in str(place)):
-            files[str(place)] = file
-    by_split = group_by_split(files)
-    for split, paths in by_split.items():
-        if not paths:
-            raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
-        if len({file.suffix for file in paths}) > 1:
-            raise ValueError(f"{path} holds {split} in several formats ({paths[0].name}, {paths[-1].name}); keep one")
-    return by_split
-
-
-def group_by_split(items: dict[str, Any]) -> dict[str, list[Any]]:
-    """Group by the one split that each name says; all are test if no name says one."""
-    groups: dict[str, list[Any]] = {}
-    for name, item in items.items():
-        words = re.split("[^a-z]+", name.lower())
-        splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
-        if len(splits) == 1:
-            groups.setdefault(splits.pop(), []).append(item)
-    return groups or {"test": list(items.values())}
+    columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
+    hub = hub or {}
+    check_arguments(name, split, path, hub)
+    names = name.split("+")
+    problems = []
+    for part in names:
+        kind = answer_kind or default_answer_kind(part)
+        place: Path | str = part  # for messages
+        if part in GENERATED:
+            count = limit or GENERATED_SIZES[split]
+            generated = islice(GENERATED[part](split, seed), count)
+            drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
+        else:
+            source = SOURCES.get(part) or user_source(part, columns, hub, on_hub=path is None)
+            source = replace(source, revision=hub.get("revision", source.revision))
+            source_path = find_source(part, path, mixture=len(names) > 1)
+            place = source_path or source.hub_id
+            drafts = read_split(source, part, kind, split, source_path, seed, holdout)
+        if not drafts:
+            raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
+        answered = parse_answers(drafts, kind)
+        what = "a numeric answer" if kind == "number" else "an answer"
+        if not answered:
+            fix = "check --data.columns"
+            if kind == "number":
+                fix = "such as 42, 1,234.5 or 3/4; for answers of another kind set --data.answer_kind text, or none"
+            raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
+        if len(answered) < len(drafts):
+            print(f"{part} {split}: {len(answered):,} of {len(drafts):,} problems have {what}")
+        problems += answered
+    if len(names) > 1 and split != "test":
+        random.Random(seed).shuffle(problems)
+    if split == "test" and limit and limit < len(problems):
+        sample = random.Random(seed).sample(range(len(problems)), limit)
+        problems = [problems[i] for i in sorted(sample)]
+    return problems[:limit]

@@ -36,14 +36,6 @@ def import_path(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def import_for(switch: str, path: str, rule: str) -> Any:
-    """Import the class or function that a switch names; raises ValueError with the rule if there is none."""
-    try:
-        return import_path(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--{switch} {path} cannot be imported ({error}): {rule}") from error
-
-
 def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
     """Import the class, or the function that makes objects, that a switch names; returns what makes one.
 

@@ -1,7 +1,7 @@
 """Rewards: functions of completions and whatever else they ask for by the names of their parameters.
 
 A reward of your own is a function or a subclass of `Reward`, named by its import path: --reward.functions
-'[my_rewards.brevity]'. It is called with the keyword arguments that its signature names, of those in `input_names`;
+'[my_rewards.brevity]'. It is called with the keyword arguments that its signature names, of those in `all_inputs`;
 ``**kwargs`` takes all. docs/guide/rewards.md explains each. A plain function gets, as in TRL, completions as chats of
 one message where the prompt is a chat.
 
@@ -9,28 +9,21 @@ It returns one finite number per completion, as a list, tuple, array or tensor; 
 out of that completion's sum. ``async def`` functions are awaited.
 """
 
-import asyncio
-import contextlib
 import inspect
 import math
-import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
-from numbers import Real
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
-from pspo.tasks.failures import RewardError, report_failure
+from pspo.tasks.calls import OnError, call_reward, checked_values, guarded_values, reward_name
+from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
-from pspo.tasks.workers import worker_pool
 
-OnError = Literal["raise", "none"]
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MAX_REWARD = 1e15  # above it gradient norms overflow in float32
@@ -114,9 +107,42 @@ class FormatReward(Reward):
         return [float(matches_format(completion)) for completion in completions]
 
 
-def reward_name(function: Callable[..., Any]) -> str:
-    """Name of a reward in metrics and messages: the function's, or the object's class."""
-    return getattr(function, "__name__", type(function).__name__)
+def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Everything that rewards may ask for, by name; lists have one entry per completion.
+
+    Args:
+        inputs: what `total_rewards` was given; it comes before columns of the data of the same names.
+    """
+    problems = inputs["problems"]
+    columns = dict.fromkeys(name for problem in problems for name in problem.fields)
+    derived: dict[str, Any] = {name: [getattr(problem, name) for problem in problems] for name in ATTRIBUTES}
+    derived |= {name: [problem.fields.get(name) for problem in problems] for name in columns}
+    derived["prompts"] = [problem.prompt for problem in problems]
+    if "completion_ids" in inputs:
+        derived["completion_tokens"] = [len(ids) for ids in inputs["completion_ids"]]
+    derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
+    return derived | {"log_metric": None, "log_extra": None} | inputs  # `call_reward` has the functions
+
+
+def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that a function's signature names; ValueError if there is none for a parameter without default."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_all or not inputs.keys() >= parameters.keys():
+        inputs = all_inputs(inputs)
+    for name, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
+        if required and name not in inputs:
+            names = ", ".join(sorted(inputs))
+            raise RewardError(f"reward {reward_name(function)} asks for {name!r}; there is only {names}")
+    arguments = {name: value for name, value in inputs.items() if takes_all or name in parameters}
+    if "completions" in arguments and not isinstance(function, Reward):
+        pairs = zip(inputs["completions"], inputs["problems"], strict=False)  # no completions in `check_rewards`
+        arguments["completions"] = [
+            [{"role": "assistant", "content": text}] if isinstance(problem.prompt, list) else text
+            for text, problem in pairs
+        ]
+    return arguments
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
@@ -130,211 +156,6 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     inputs = {"completions": [], "problems": problems, "completion_ids": [], "truncated": [], "step": 0}
     for function in functions:
         reward_arguments(function, inputs | {"max_completion_tokens": 0})
-
-
-def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that a function's signature names; ValueError if there is none for a parameter without default.
-
-    Args:
-        inputs: those of `total_rewards`, by name; `derived_input` makes further ones of them when they are asked for.
-    """
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments = {}
-    for name in [*parameters, *(input_names(inputs) if takes_all else ())]:
-        if name in inputs:
-            arguments[name] = inputs[name]
-        elif name in input_names(inputs):
-            arguments[name] = derived_input(name, inputs)
-        elif parameters[name].default is inspect.Parameter.empty and parameters[name].kind not in VARIADIC:
-            names = ", ".join(sorted(input_names(inputs)))
-            raise RewardError(f"reward {reward_name(function)} asks for {name!r}; there is only {names}")
-    if "completions" in arguments and not isinstance(function, Reward):
-        pairs = zip(inputs["completions"], inputs["problems"], strict=False)  # no completions in `check_rewards`
-        arguments["completions"] = [
-            [{"role": "assistant", "content": text}] if isinstance(problem.prompt, list) else text
-            for text, problem in pairs
-        ]
-    return arguments
-
-
-def input_names(inputs: dict[str, Any]) -> list[str]:
-    """Names of everything that rewards may ask for; lists have one entry per completion."""
-    names = [*inputs, "prompts", "trainer_state", "log_metric", "log_extra"]
-    if "completion_ids" in inputs:
-        names.append("completion_tokens")
-    columns = {name for problem in inputs["problems"] for name in problem.fields}
-    return [*names, *columns.difference(names), *set(ATTRIBUTES).difference(names, columns)]
-
-
-def derived_input(name: str, inputs: dict[str, Any]) -> Any:
-    """An input that is made of others: counts of tokens, TRL's trainer state, columns and attributes of problems."""
-    problems = inputs["problems"]
-    if name == "prompts":
-        return [problem.prompt for problem in problems]
-    if name == "completion_tokens" and "completion_ids" in inputs:
-        return [len(ids) for ids in inputs["completion_ids"]]
-    if name == "trainer_state":
-        return SimpleNamespace(global_step=inputs.get("step", 0))
-    if name in ("log_metric", "log_extra"):
-        return None  # `call_reward` has the functions
-    if any(name in problem.fields for problem in problems):
-        return [problem.fields.get(name) for problem in problems]
-    return [getattr(problem, name) for problem in problems]
-
-
-def call_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged.
-
-    What it raises is an Exception, and the current folder stays the trainer's.
-    """
-    logs: dict[str, Any] = {}
-
-    def log_metric(name: str, value: float) -> None:
-        logs[name] = float(value)
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        values = [value.item() if hasattr(value, "item") else value for value in values]
-        logs[column] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
-
-    loggers = {"log_metric": log_metric, "log_extra": log_extra}
-    arguments = {name: loggers.get(name, value) for name, value in arguments.items()}
-    try:
-        with contextlib.chdir("."):
-            values = function(**arguments)
-            if inspect.iscoroutine(values):
-                values = await_result(values)
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {error!r}"
-        raise RewardError(f"reward {reward_name(function)} {what}") from error
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list | tuple):
-        raise RewardError(f"reward {reward_name(function)} returned {values!r}; it must return a list of numbers")
-    return [value.item() if hasattr(value, "item") else value for value in values], logs
-
-
-def checked_values(
-    name: str,
-    rows: range,
-    result: tuple[list[Any], dict[str, Any]],
-    on_error: OnError,
-    logged: dict[str, list[Any]],
-) -> list[float | None]:
-    """Values of `call_reward` for some rows of a batch; what the reward logged is added to ``logged``.
-
-    Raises ValueError unless there is one finite number or None of each row; with ``on_error`` "none" another value is
-    NaN, and shown.
-    """
-    values, logs = result
-    for key, value in logs.items():
-        column = value if isinstance(value, list) else [value] * len(rows)
-        if len(column) != len(rows):
-            what = f"logged {len(column)} values of {key!r} for {len(rows)} completions"
-            raise RewardError(f"reward {name} {what}")
-        batch_column = logged.setdefault(key, [])
-        batch_column += [None] * (rows.stop - len(batch_column))
-        batch_column[rows.start : rows.stop] = column
-    if len(values) != len(rows):
-        raise RewardError(f"reward {name} returned {len(values)} values for {len(rows)} completions")
-    checked: list[float | None] = []
-    for i, value in zip(rows, values, strict=True):
-        if value is None:
-            checked.append(None)
-        elif isinstance(value, Real) and math.isfinite(value):
-            checked.append(float(value))
-        else:
-            what = f"returned {value!r} for completion {i}; it must be a finite number or None"
-            error = ValueError(f"reward {name} {what}")
-            if on_error == "raise":
-                raise error
-            report_failure(name, error)
-            checked.append(math.nan)
-    return checked
-
-
-def guarded_values(
-    function: Callable[..., Any],
-    name: str,
-    arguments: dict[str, Any],
-    batch_size: int,
-    timeout: float,
-    on_error: OnError,
-    workers: int,
-    logged: dict[str, list[Any]],
-) -> list[float | None]:
-    """Value of each completion, of a reward with a time limit, with worker processes, or that may fail.
-
-    The batch goes to the function in parts, one for each worker. With ``on_error`` "none", a part that fails is scored
-    again, completion by completion, unless it took too long; what fails alone is NaN.
-    """
-    values: list[float | None] = [math.nan] * batch_size
-    n_parts = workers or 1
-    ends = sorted({batch_size * i // n_parts for i in range(n_parts + 1)})
-    parts = [range(start, end) for start, end in pairwise(ends)]
-    late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
-    while parts:
-        retries = []
-        calls = [
-            {
-                key: value[part.start : part.stop] if isinstance(value, list) else value
-                for key, value in arguments.items()
-            }
-            for part in parts
-        ]
-        if workers:
-            results = worker_pool(workers).map(call_reward, [(function, call) for call in calls], timeout, late)
-        else:
-            results = [call_in_time(function, call, timeout, late) for call in calls]
-        for part, result in zip(parts, results, strict=True):
-            try:
-                if isinstance(result, Exception):
-                    raise result
-                values[part.start : part.stop] = checked_values(name, part, result, on_error, logged)
-            except Exception as error:  # a user's code may raise anything
-                if on_error == "raise":
-                    raise
-                report_failure(name, error)
-                if len(part) > 1 and not isinstance(error, TimeoutError):
-                    retries += [range(i, i + 1) for i in part]
-        parts = retries
-    return values
-
-
-def call_in_time(
-    function: Callable[..., Any], arguments: dict[str, Any], timeout: float, late: TimeoutError
-) -> tuple[list[Any], dict[str, Any]] | Exception:
-    """Result of `call_reward`, or what it raises: ``late`` after so many seconds, if not 0.
-
-    By SIGALRM, so in the main thread only.
-    """
-
-    def expire(*_: object) -> None:
-        raise late
-
-    try:
-        if not timeout:
-            return call_reward(function, arguments)
-        previous = signal.signal(signal.SIGALRM, expire)
-        signal.setitimer(signal.ITIMER_REAL, timeout)
-        try:
-            return call_reward(function, arguments)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-    except Exception as error:  # a user's code may raise anything
-        return error
-
-
-def await_result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run an asynchronous reward to its end, also in a notebook, which has a running loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
 
 
 def total_rewards(

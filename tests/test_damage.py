@@ -1,0 +1,149 @@
+# ruff: noqa: F811 (fixtures)
+"""A checkpoint that is damaged, and a disk that fails: what was saved before stays, and the error says what to do."""
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import Payload, assert_same, at_call, before, forked
+from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 (fixtures)
+
+import pspo.run.recorder
+from pspo.cli.files import read_jsonl
+from pspo.run.checkpointer import Checkpointer
+from pspo.run.folders import RunFailed, checkpoints, describe_file, write_errors
+from pspo.run.resume import find_checkpoint
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def test_whoever_may_read_a_runs_folder_may_read_its_models(whole):
+    rights = {path.stat().st_mode & 0o777 for path in whole.rglob("*") if path.is_file()}
+    assert rights == {whole.stat().st_mode & 0o666}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one bit": flip,
+    "missing": Path.unlink,
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
+    newest = cut_off / "checkpoints/step-000004"
+    shutil.copytree(newest, "kept")
+    for name in ("model.safetensors", "parts.pt", "rank-0.pt", "manifest.json"):
+        for spoil in DAMAGE.values():
+            spoil(newest / name)
+            (cut_off / "checkpoints/step-000009").write_text("no folder")
+            assert find_checkpoint(cut_off).name == "step-000002"
+            (line,) = capfd.readouterr().err.splitlines()
+            assert line.startswith(f"{newest} is damaged: ")
+            assert name in line or name == "manifest.json"  # which vouches for the others
+            shutil.copytree("kept", newest, dirs_exist_ok=True)
+    for content in ("[]", "[" * 100_000, "\x1b[31m"):
+        (newest / "manifest.json").write_text(content)
+        assert find_checkpoint(cut_off).name == "step-000002"
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"{newest} is damaged: manifest.json (")
+    (cut_off / "checkpoints/step-000009").unlink()
+    shutil.copytree("kept", newest, dirs_exist_ok=True)
+    flip(newest / "model.safetensors")
+    assert train("out") == 0
+    assert "resuming out from step-000002" in capfd.readouterr().out
+    assert_same(whole, cut_off)
+
+
+def test_a_crafted_checkpoint_is_refused_in_one_line_and_not_executed(cut_off, capfd):
+    newest = cut_off / "checkpoints/step-000004"
+    torch.save({"learner": Payload()}, newest / "parts.pt")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["parts.pt"] = describe_file(newest / "parts.pt")
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    capfd.readouterr()
+    assert train("out") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f"{newest} does not hold what a run saves: choose another folder")
+    assert not Path("executed").exists()
+
+
+def stamps(folder: Path) -> dict[Path, int]:
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def cannot_be_read(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+
+
+SPOILT = {  # how a run's folder is spoiled, and what is said
+    "every checkpoint is damaged": (
+        lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"
+    ),
+    "the best model is missing": (lambda run: shutil.rmtree(run / "best"), "out/best is missing"),
+    "the disk fails": (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
+    "metrics.jsonl": (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "out/metrics.jsonl is damaged"),
+    "config.yaml": (lambda run: (run / "config.yaml").write_text("model: {na"), "out/config.yaml is damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILT.values(), ids=SPOILT)
+def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said):
+    spoil(cut_off)
+    left = stamps(cut_off)
+    assert train("out") == 2
+    assert said in capfd.readouterr().err.splitlines()[-1]
+    assert stamps(cut_off) == left
+
+
+@pytest.mark.parametrize("kilobytes", [pytest.param(500, marks=pytest.mark.nightly), 1500])
+def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, kilobytes):
+    """Full for the weights, or for the larger optimizer state."""
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    def action() -> int:
+        before("save", at_call(2, fill), Checkpointer)
+        return train("out")
+
+    assert forked(action) == 1
+    steps = [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))]
+    assert steps == [2, 4]
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert "cannot save out/checkpoints/step-000004: " in err.splitlines()[-1]
+    assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step-000002"]
+    assert train("out") == 0
+    assert_same(whole, Path("out"))
+
+
+def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
+    def action() -> int:
+        before("append_text", lambda path, *_: path.exists() or path.symlink_to("/dev/full"), pspo.run.recorder)
+        return train("out", "--run.save_every=0")
+
+    assert forked(action) == 1
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert "cannot write into out: [Errno 28]" in err.splitlines()[-1]
+
+
+def test_a_full_disk_is_named_whatever_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    torchs = RuntimeError("inline_container.cc:664 . unexpected pos 448 vs 342")
+    for error in (torchs, OSError(28, "No space left on device")):
+        said = pytest.raises(RunFailed, match=r"^cannot save: .*No space left on device$")
+        with said, write_errors("cannot save", tmp_path / "none yet"):
+            raise error

