@@ -298,8 +298,6 @@ class RolloutConfig(Section, name="rollout"):
     environment: str | dict[str, Any] | None = None
     lag: int = number(0, at_least=0)
     resample: int = number(0, at_least=0)
-    engine_memory = 0.3  # TODO: no fields any more, go with their last use
-    servers = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -355,10 +353,13 @@ class AlgorithmConfig(Section, name="algorithm"):
         check_call("advantages", self.advantages, ["rewards", "group_size"], ADVANTAGE_INPUTS)
         check_call("aggregation", self.aggregation, ["mask", "counts"])
         check_call("correction", self.correction, ["old_logprobs", "sampler_logprobs", "mask"])
+        loss_terms = self.active_terms()
+        is_silent = all(getattr(piece, "silent_at_zero_advantage", False) for piece in (self.surrogate, *loss_terms))
+        object.__setattr__(self, "loss_terms", loss_terms)  # those that are on, in the order in which they are called
+        object.__setattr__(self, "silent_at_zero_advantage", is_silent)  # no loss where A = 0: rows may be left out
 
-    @property
-    def loss_terms(self) -> list[Term]:
-        """The terms that are on, in the order in which they are called."""
+    def active_terms(self) -> list[Term]:
+        """Terms of the loss that are on: those of --algorithm.terms, then correction, KL penalty and entropy bonus."""
         terms = list(self.terms)
         if self.correction not in (None, "none"):
             terms.append(SamplerCorrection(self.correction, self.correction_cap))
@@ -367,12 +368,6 @@ class AlgorithmConfig(Section, name="algorithm"):
         if self.entropy_coef > 0:
             terms.append(EntropyBonus(self.entropy_coef))
         return terms
-
-    @property
-    def silent_at_zero_advantage(self) -> bool:
-        """True if surrogate and terms have no loss where A = 0: training leaves such rows out."""
-        pieces = [self.surrogate, *self.loss_terms]
-        return all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
 
 
 def check_call(switch: str, value: Any, inputs: Sequence[str], optional: Sequence[str] = ()) -> None:
@@ -455,10 +450,6 @@ class DistributedConfig(Section, name="distributed"):
     """
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
-    shard = None  # TODO: no fields any more, go with their last use
-    rollout = "gathered"
-    gather = "microbatch"
-    timeout = 600.0
 
     @property
     def sharded(self) -> bool:

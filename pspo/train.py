@@ -15,7 +15,7 @@ import torch
 
 from pspo import distributed as dist
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, estimate_advantages, refill
+from pspo.rollout import Drawing, Experience, estimate_advantages, group_relative_advantages, refill
 from pspo.run.command import train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
@@ -88,20 +88,19 @@ def score(run: Run, drawing: Drawing) -> Experience:
     if dist.max_over_ranks(bool(rewards.isnan().any())):
         run.require_some_reward(rewards)
     experience = Experience(drawing.prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)
-    return with_advantages(run, experience)
+    return add_advantages(run, experience)
 
 
-def with_advantages(run: Run, experience: Experience) -> Experience:
+def add_advantages(run: Run, experience: Experience) -> Experience:
     """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
-    config = run.config
+    estimator = run.config.algorithm.advantages
+    group_size = run.config.rollout.group_size
     with run.phase("reward"):
-        advantages = estimate_advantages(
-            experience,
-            config.algorithm.advantages,
-            config.rollout.group_size,
-            run.stream.problems(experience.prompts),
-            config.reward.weights,
-        )
+        if callable(estimator) or estimator == "gdpo":
+            problems = run.stream.problems(experience.prompts)
+            advantages = estimate_advantages(experience, estimator, group_size, problems, run.config.reward.weights)
+        else:
+            advantages = group_relative_advantages(experience.rewards.float(), group_size, estimator)
     return replace(experience, advantages=advantages)
 
 
@@ -112,7 +111,7 @@ def resample(run: Run, experience: Experience) -> Experience:
         if missing == 0:
             break
         fresh = score(run, draw_prompts(run, missing * dist.world_size()))
-        experience = with_advantages(run, refill(experience, fresh))
+        experience = add_advantages(run, refill(experience, fresh))
     return experience
 
 

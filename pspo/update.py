@@ -38,7 +38,9 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    minibatches = split_minibatches(rollout, advantages, config, learner.policy, learner.microbatch_limit)
+    minibatches = split_minibatches(
+        rollout, advantages, config, learner.microbatch_limit, learner.shares_prompts, learner.is_sharded
+    )
     if len(minibatches) > 1 or learner.reference is not None:
         add_fixed_logprobs(learner, minibatches, config)
     steps = []
@@ -53,28 +55,29 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
     finite is counted and skipped.
     """
-    is_sharded = dist.is_sharded(learner.policy)
     while True:
         visits = []
         try:
             for batch in minibatch.batches:
-                if is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
-                    step = partial(backward, learner, batch, minibatch.counts, config)
-                    visits += learner.policy.call_with_weights(step)
+                if learner.is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
+                    part = partial(backward, learner, batch, minibatch.counts, config)
+                    visits += learner.policy.call_with_weights(part)
                 else:
                     visits += backward(learner, batch, minibatch.counts, config)
             break
         except RuntimeError as error:
-            if not can_halve(error, learner.policy, minibatch):
+            if learner.is_sharded or not can_halve(error, minibatch):
                 raise
         learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
-        limit = halve(learner.policy, minibatch)
-        learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
+        learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
 
-    loss = dist.sum_over_ranks(torch.stack([visit.loss for visit in visits]).sum())
-    dist.sum_gradients(learner.policy)
-    max_norm = config.optimizer.max_grad_norm or math.inf
-    grad_norm = dist.full_tensor(torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), max_norm))
+    loss = torch.stack([visit.loss for visit in visits]).sum()
+    if dist.world_size() > 1:
+        loss = dist.sum_over_ranks(loss)
+        dist.sum_gradients(learner.policy)
+    grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), config.optimizer.max_grad_norm or math.inf)
+    if learner.is_sharded:
+        grad_norm = dist.full_tensor(grad_norm)
     is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
     lr = learner.scheduler.get_last_lr()[0]
     if is_finite:
@@ -101,14 +104,13 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     policy = learner.policy
     rollout = batch.rollout
     surrogate = algorithm.surrogate.bind_step(learner.steps)
-    targets = rollout.targets
     visits = []
     gradients = []
     with autocast(config.model.autocast, policy.device):  # around all chunks, so that weights are cast once
         hidden = hidden_states(policy, *rollout.token_ids)[rollout.completion_mask]  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
-            logprobs, entropies = head_logprobs(policy, states, targets.select(tokens), config.rollout.temperature)
+            logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)
             with torch.autocast(policy.device.type, enabled=False):
                 x = batch.loss_inputs(rows, logprobs, entropies, learner.steps)
                 losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)  # (b, t)
@@ -139,10 +141,9 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
                         add_batch_logprobs(learner, batch, config.rollout.temperature, with_old=i >= first)
                 break
             except RuntimeError as error:
-                if not can_halve(error, learner.policy, minibatch):
+                if learner.is_sharded or not can_halve(error, minibatch):
                     raise
-            limit = halve(learner.policy, minibatch)
-            learner.microbatch_limit = min(limit, learner.microbatch_limit or limit)
+            learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
 
 
 def add_batch_logprobs(learner: Learner, batch: Batch, temperature: float, with_old: bool) -> None:
@@ -161,11 +162,13 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     """
     if config.ratios_to_engine:
         return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
-    minibatches = split_minibatches(rollout, advantages, config, learner.policy, learner.microbatch_limit)
+    minibatches = split_minibatches(
+        rollout, advantages, config, learner.microbatch_limit, learner.shares_prompts, learner.is_sharded
+    )
     without_reference = replace(learner, reference=None)
     add_fixed_logprobs(without_reference, minibatches, config, first=0)
     learner.microbatch_limit = without_reference.microbatch_limit
-    logprobs = torch.zeros(rollout.completion_ids.shape, device=rollout.completion_ids.device)
+    logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)
     for minibatch in minibatches:
         for batch in minibatch.batches:
             width = batch.old_logprobs.shape[1]

@@ -138,9 +138,7 @@ class Servers:
             request = {"token_ids": list(ids), "sampling_params": values}
             self.pending.append(self.threads.apply_async(self.draw, (index, request)))
 
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> tuple[Tensor, Tensor]:
         """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
         if not self.pending:
             self.begin(prompts, sampling, group_size)

@@ -84,9 +84,7 @@ class VLLM:
         self.send(("complete", [list(prompt) for prompt in prompts], params))
         self.is_drawing = True
 
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> tuple[Tensor, Tensor]:
         """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
         if not self.is_drawing:
             self.begin(prompts, sampling, group_size)

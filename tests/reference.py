@@ -243,16 +243,13 @@ def batch_logprobs(model, token_ids, temperature=1.0):
 # ---------------------------------------------------------------- what is drawn
 
 
-def nucleus(logits, top_p, top_k=0, min_p=0.0):
-    """Probabilities (V,) float64 of the smallest set of likeliest tokens that holds top_p of the mass; 0 outside it.
-
-    Less likely tokens than min_p times the likeliest are outside, too.
-    """
+def nucleus(logits, top_p, top_k=0):
+    """Probabilities (V,) float64 of the smallest set of likeliest tokens that holds top_p of the mass; 0 outside it."""
     logits = logits.detach().double()
     if top_k:
         logits = logits.where(logits >= logits.sort().values[-top_k], -torch.inf)
     probs, order = logits.softmax(dim=0).sort(descending=True)
-    kept = probs.where((probs.cumsum(dim=0) - probs < top_p) & (probs >= min_p * probs[0]), 0.0)
+    kept = probs.where(probs.cumsum(dim=0) - probs < top_p, 0.0)
     return torch.zeros_like(probs).scatter(0, order, kept / kept.sum())
 
 

@@ -8,16 +8,10 @@ import pytest
 import torch
 from naive import T_MAX, G, make_config, make_rollout
 
-import pspo.rollout.batching
 from pspo.losses import P3O, NoClip
 from pspo.rollout import prompt_order
 from pspo.rollout.batching import split_minibatches
 from pspo.run.recorder import Recorder
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    return tiny_model(dtype=torch.float64, num_hidden_layers=1)
 
 
 @dataclass(frozen=True)
@@ -37,10 +31,10 @@ def padded_tokens(batch, group_size=G):
 @pytest.mark.parametrize(
     ("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)]
 )
-def test_minibatches_hold_whole_groups_and_count_everything(policy, groups, minibatches, sizes, tokens):
+def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes, tokens):
     rollout, advantages = make_rollout(groups)
     config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_tokens": tokens})
-    minibatch_list = split_minibatches(rollout, advantages, config, policy)
+    minibatch_list = split_minibatches(rollout, advantages, config)
     start = 0
     for size, minibatch in zip(sizes, minibatch_list, strict=True):
         counts, batches = minibatch.counts, minibatch.batches
@@ -62,33 +56,32 @@ def test_minibatches_hold_whole_groups_and_count_everything(policy, groups, mini
     assert start == len(rollout)
 
 
-def test_sorting_by_length_saves_padding(policy):
+def test_sorting_by_length_saves_padding():
     """16 groups of long and short completions in turns: in their own order every microbatch would be as wide as T."""
     rollout, advantages = make_rollout(16)
     lengths = torch.where(torch.arange(len(rollout)) // G % 2 == 0, 8, 2)
     rollout = dataclasses.replace(rollout, completion_mask=torch.arange(8) < lengths[:, None])
     config = make_config(Kept(), optimizer={"microbatch_tokens": 160})
-    (minibatch,) = split_minibatches(rollout, advantages, config, policy)
+    (minibatch,) = split_minibatches(rollout, advantages, config)
     assert sum(batch.rollout.completion_ids.numel() for batch in minibatch.batches) <= 1.15 * int(lengths.sum())
 
 
-def test_a_prompt_counts_for_every_row_where_it_is_not_shared(policy, monkeypatch):
+def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
     rollout, advantages = make_rollout(8)
     config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
-    plain = split_minibatches(rollout, advantages, config, policy)[0].batches
+    plain = split_minibatches(rollout, advantages, config)[0].batches
     assert all(padded_tokens(batch) == batch.padded_tokens() for batch in plain)
-    monkeypatch.setattr(pspo.rollout.batching, "shares_prompts", lambda _: False)
-    unshared = split_minibatches(rollout, advantages, config, policy)[0].batches
+    unshared = split_minibatches(rollout, advantages, config, shares_prompts=False)[0].batches
     assert len(unshared) > len(plain)
     assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
     assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
 
 
-def test_rows_left_out_are_counted(policy):
+def test_rows_left_out_are_counted():
     rollout, advantages = make_rollout()
     for surrogate in (NoClip(), P3O(), P3O(kl_coef=0.5)):
-        (minibatch,) = split_minibatches(rollout, advantages, make_config(surrogate), policy)
+        (minibatch,) = split_minibatches(rollout, advantages, make_config(surrogate))
         counts, batches = minibatch.counts, minibatch.batches
         assert counts.tokens == int(rollout.completion_mask.sum())
         assert counts.sequences == 16

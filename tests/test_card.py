@@ -1,4 +1,4 @@
-"""The card beside each saved model: what the hub reads, the run's own numbers, and the command that evaluates it."""
+"""The card of each saved model: what the hub reads, the numbers, code that loads it; the command that evaluates it."""
 
 import re
 import shlex
@@ -7,10 +7,10 @@ import pytest
 from huggingface_hub import ModelCard
 
 import pspo.train
-from pspo.cli.parse import parse
-from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, RolloutConfig, TrainConfig
-from pspo.run.card import describe_rewards, evaluate_command, model_card
 from pspo.cli.files import read_json, read_jsonl
+from pspo.cli.parse import parse
+from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.run.card import describe_rewards, evaluate_command, model_card
 from pspo.tasks import ExactMatch, FormatReward, MathReward
 
 ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=4",
@@ -29,41 +29,44 @@ def cells(text: str) -> dict[str, str]:
     return {others: last for others, _, last in rows}
 
 
-def test_every_saved_model_has_a_card_with_its_numbers_and_a_command_that_parses(here):
+def test_every_saved_model_has_a_card_with_its_numbers_and_code_that_loads_it(here, capsys):
     pspo.train.main(ARGS)
     run = here / "out"
     summary, metrics = read_json(run / "summary.json"), read_jsonl(run / "metrics.jsonl")
     metrics = {line["step"]: line for line in metrics}
-    saved = {"final": 4, "best": summary["best_step"], "checkpoints/step-000002": 2, "checkpoints/step-000004": 4}
+    best = summary["best_step"]
+    saved = {"final": 4, "best": best, "checkpoints/step-000002": 2, "checkpoints/step-000004": 4}
     for folder, step in saved.items():
-        found = cells((run / folder / "README.md").read_text(encoding="utf-8"))
-        assert found["data"] == "arithmetic, 20 problems"
-        assert "PSPO(alpha=0.1)" in found["algorithm"]
-        before = found["base model | greedy accuracy [95%] on 4 held-out problems"]
+        table = cells((run / folder / "README.md").read_text(encoding="utf-8"))
+        assert table["data"] == "arithmetic, 20 problems"
+        assert table["surrogate"] == "PSPO(alpha=0.1)"
+        assert "optimizer.lr 0.003" in table["other settings"]
+        assert "rollout.top_p" not in table["other settings"]  # the default
+        before = table["before training | greedy accuracy [95%] on 4 held-out problems"]
         assert before.startswith(f"{100 * summary['before']['accuracy']:.1f}% [")
         if step:
             tokens = metrics[step]["tokens"]
-            assert found["trained for"] == f"{step} optimizer steps, {tokens:,} rollout tokens, seed 0"
-            reward = found[f"step {step} | mean reward on validation problems"]
+            assert table["trained for"] == f"{step} optimizer steps, {tokens:,} rollout tokens, seed 0"
+            reward = table[f"step {step} | mean reward on validation problems"]
             assert reward == f"{metrics[step]['validation_reward']:.3f}"
-        other = f"the best model, of step {summary['best_step']}"
-        tested = {"best": {"this model": "after", "the final model, of step 4": "final"},
-                  "final": {"this model": "final", other: "after"}}  # fmt: skip
-        for name, test in tested.get(folder, {}).items():
-            value = found[f"{name} | greedy accuracy [95%] on 4 held-out problems"]
-            assert value.startswith(f"{100 * summary[test]['accuracy']:.1f}% [")
-        assert ("this model | greedy accuracy [95%] on 4 held-out problems" in found) == (folder in tested)
-        if folder in tested:
+        tested = folder in ("final", "best")
+        final = "final model, step 4 | greedy accuracy [95%] on 4 held-out problems"
+        assert (final in table) == tested
+        if tested:
+            assert table[final].startswith(f"{100 * summary['final']['accuracy']:.1f}% [")
+            if best != 4:
+                value = table[f"best model, step {best} | greedy accuracy [95%] on 4 held-out problems"]
+                assert value.startswith(f"{100 * summary['after']['accuracy']:.1f}% [")
             for validation in summary["validation"].values():
-                value = found[f"step {validation['step']} | mean reward on validation problems"]
+                value = table[f"step {validation['step']} | mean reward on validation problems"]
                 assert value == f"{validation['validation_reward']:.3f}"
 
     text = (run / "final/README.md").read_text().replace("path/to/this/model", "out/final")
-    assert SYSTEM_PROMPT in text
-    (command,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    config, _ = parse(EvaluateConfig, "pspo.evaluate", shlex.split(command)[3:])
-    assert config.model.name_or_path == "out/final"
-    assert (config.data.name, config.data.limit, config.eval.max_completion_tokens) == ("arithmetic", 4, 24)
+    (code,) = re.findall(r"````python\n(.*?)````", text, re.DOTALL)
+    assert SYSTEM_PROMPT in code
+    capsys.readouterr()
+    exec(code, {})
+    assert SYSTEM_PROMPT in capsys.readouterr().out  # the conversation, with the model's answer
 
 
 @pytest.mark.parametrize(
@@ -88,9 +91,9 @@ def test_the_hub_reads_its_front_matter(here, args, base_model, datasets):
 
 def test_only_what_was_measured_is_there():
     assert "%" not in card()
-    text = card(tests={"base model": {"accuracy": 0.5, "ci95": (0.4, 0.6), "n": 9}})
+    text = card(tests={"before training": {"accuracy": 0.5, "ci95": (0.4, 0.6), "n": 9}})
     assert "\n# tiny-base, trained with PSPO\n" in text
-    assert cells(text)["base model | greedy accuracy [95%] on 9 held-out problems"] == "50.0% [40.0, 60.0]"
+    assert cells(text)["before training | greedy accuracy [95%] on 9 held-out problems"] == "50.0% [40.0, 60.0]"
     rewards = {"step": 10, "validation_reward": -2.0, "validation_greedy_reward": 1.5}  # of a task without answers
     test = {"mean_reward": 0.5, "mean_reward_ci95": (0.4, 0.6), "n": 9}
     text = card(tests={"this model": test}, validations=[{}, rewards, rewards])
@@ -102,9 +105,7 @@ def test_only_what_was_measured_is_there():
 def test_values_of_the_configuration_are_shown_and_do_nothing():
     text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading")
     assert cells(text)["data"] == "a\\|b\\](http://c)&lt;img&gt;, 7,000 problems"
-    assert "System prompt:\n\n    # no\n    ```\n    <b>heading\n" in text  # a block of code
-    assert text.count("\n````") == 2  # a longer fence
-    assert "\n````bash\n" in text
+    assert r"'# no\n```\n<b>heading'" in text.partition("````python")[2].partition("````")[0]
 
 
 def test_the_reward_is_its_weighted_sum():
@@ -114,15 +115,22 @@ def test_the_reward_is_its_weighted_sum():
 
 def test_the_evaluation_command_measures_the_runs_own_reward():
     reward = RewardConfig(functions=[ExactMatch(ignore_case=True), shlex.quote], weights=[1, 0.2])
-    rollout = RolloutConfig(stop_strings=["\n\n", "it's"], stop_tokens=["<|im_end|>"])
-    data = DataConfig(name="letters", chat_template={"enable_thinking": False}, chat_template_file="/home/me/my.jinja")
-    config = TrainConfig(reward=reward, data=data, rollout=rollout)
+    rollout = RolloutConfig(stop_strings=["\n\n", "it's"], stop_tokens=["<|im_end|>"], max_completion_tokens=24)
+    data = DataConfig(name="letters", chat_template={"enable_thinking": False})
+    config = TrainConfig(reward=reward, data=data, rollout=rollout, run=RunConfig(test_limit=4))
     card = model_card(config, problems=1, step=1, tokens=1, tests={}, validations=[])
-    assert 'Chat template: the saved one, with {"enable_thinking": false}' in card
-    assert "my.jinja" not in card
+    assert "apply_chat_template(messages, enable_thinking=False, add_generation_prompt=True" in card
     words = shlex.split(evaluate_command(config, "runs/mine/best"))
     assert words[:3] == ["python", "-m", "pspo.evaluate"]
     parsed, _ = parse(EvaluateConfig, "pspo.evaluate", words[3:])
+    assert (parsed.model.name_or_path, parsed.data.name, parsed.data.limit) == ("runs/mine/best", "letters", 4)
     assert parsed.reward == reward
     assert parsed.data.chat_template == data.chat_template
     assert (parsed.eval.stop_strings, parsed.eval.stop_tokens) == (rollout.stop_strings, rollout.stop_tokens)
+    assert parsed.eval.max_completion_tokens == 24
+
+
+def test_a_chat_templates_file_is_not_named_in_the_card():
+    data = DataConfig(chat_template="/home/me/my.jinja")
+    text = model_card(TrainConfig(data=data), problems=1, step=1, tokens=1, tests={}, validations=[])
+    assert "my.jinja" not in text

@@ -1,7 +1,6 @@
 """The commands as a user meets them: a run's files, the same numbers again, every option once, one-line errors."""
 
 import io
-import json
 import math
 import os
 import re
@@ -10,12 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
-from fractions import Fraction
 from pathlib import Path
 
 import huggingface_hub.constants
-import pandas
 import pytest
 import torch
 from processes import one_layer
@@ -28,11 +24,8 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.run.prepare
 import pspo.train
-from pspo.cli.progress import Bar
-from pspo.model import ASSETS
 from pspo.cli.files import append_jsonl, differences, read_config, read_json, read_jsonl
-from pspo.run.metrics import rollout_metrics
-from pspo.tasks import Problem, Reward
+from pspo.model import ASSETS
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -74,14 +67,6 @@ def test_a_stdout_that_lacks_characters_or_is_closed_ends_no_command(here, monke
     sys.stdout.flush()
 
 
-def test_a_command_with_a_space_is_answered_with_the_dot(monkeypatch, capsys):
-    for words, said in ((["train", "--run.seed", "1"], "it is python -m pspo.train, with a dot"), (["tra"], "tra")):
-        monkeypatch.setattr(sys, "argv", ["pspo", *words])
-        with pytest.raises(SystemExit, match=r"^2$"):
-            pspo.__main__.main()
-        assert capsys.readouterr().err.endswith(f"{said}\n")
-
-
 def tree(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
@@ -119,30 +104,15 @@ def run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
 
 def test_what_a_run_says_and_writes(run):
     folder, done = run
-    for moment in ("before, step 0", r"after, step \d"):
+    for moment in ("before", r"after, step \d"):
         assert re.search(rf"^{moment} +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
-    assert re.search(r"^validation reward 0\.\d+ at step 0 \(untrained", done.stdout, re.MULTILINE)
+    assert re.search(r"^validation reward 0\.\d+ at step 0", done.stdout, re.MULTILINE)
     assert "python -m pspo.evaluate --model.name_or_path out/best" in done.stdout
-    lines = re.sub(r".*  (test|validate) .*\n", "", done.stderr)  # if they take long
-    number, time = r"-?\d+(\.\d+)?(e-\d+)?", r"\d\d:\d\d"
-    of_a_rollout = rf"reward {number}  loss {number}  kl {number}  grad {number}  entropy {number}  tokens \d+"
-    of_a_rollout += rf"  truncated \d+%  format \d+%  lr {number}  best {number} at \d"
-    validation = rf"validation {number}  greedy \d+\.\d%  (best so far|best {number} at \d)"
-    expected = [
-        rf"step 0/4  {validation}",
-        rf"step 2/4  {validation}",
-        rf"step 2/4  {time} elapsed, {time} left  {of_a_rollout}  saved none yet  {number} s/step",
-        rf"step 4/4  {validation}",
-        rf"step 4/4  {time} elapsed  {of_a_rollout}  saved step-000002  {number} s/step",
-    ]
-    for line, pattern in zip(lines.splitlines(), expected, strict=True):
-        assert re.fullmatch(rf"{time}:\d\d  {pattern}", line), done.stderr
-
     assert list(folder.parent.iterdir()) == [folder]
     final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()
     assert {path.name for path in folder.iterdir()} == final | {
         ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
-        "starts.jsonl", "summary.json", "test-after.jsonl", "test-before.jsonl", "tokens.parquet",
+        "summary.json", "test-after.jsonl", "test-before.jsonl", "tokens.parquet",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
     for model in (folder / "best", folder / "final", *(folder / "checkpoints").iterdir()):
@@ -234,103 +204,15 @@ def test_a_folder_that_holds_something_else_is_left_alone(here, refused):
     assert "--run.output_dir out" in refused(evaluate, "--run.output_dir=out")
 
 
-def test_the_default_output_folder_tells_runs_apart(here):
-    train([*FAST, "--algorithm.surrogate=Clip"])
-    (folder,) = (here / "runs").iterdir()
-    assert re.fullmatch(r"tiny-base-arithmetic-clip-\d{8}-\d{6}", folder.name)
-
-
-def test_a_log_stays_short(here, capsys):
-    fast(*TINIEST, "--run.max_steps=24")
-    err = capsys.readouterr().err
-    assert "\r" not in err
-    assert re.match(r"\S+  step 2/24  .* left  reward ", err)
-    assert re.search(r"^\S+  step 24/24  .* elapsed  reward .*\n\Z", err, re.MULTILINE)
-    assert len(err) < 2000  # of 12 rollouts; 6 KB before
-
-
-def test_quiet_and_tqdm_disable(here, capsys, monkeypatch):
-    fast("--run.quiet", "--algorithm.beta=0.1", output="quiet")
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.startswith("2 steps, ")
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    evaluate(["--run.quiet", "--data.limit=2", "--eval.max_completion_tokens=4"])
-    fast(output="disabled")
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "model   tiny-base" in out
-    monkeypatch.setenv("TQDM_DISABLE", "0")
-    fast("--algorithm.beta=0.1", output="shown")
-    assert re.search(r"  kl to initial \d", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_run_of_20_hours_leaves_a_few_hundred_lines(monkeypatch, is_terminal):
-    """Every few seconds at first; on a terminal of 80 columns one row each, above a bar."""
-    shown, now = io.StringIO(), [0.0]
-    shown.isatty = lambda: is_terminal
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(pspo.cli.progress.time, "monotonic", lambda: now[0])
-    status = "reward 0.50  loss -0.0100  kl 0.0002  grad 0.12  entropy 0.074  tokens 121  truncated 0%  format 95%"
-    with Bar(desc="step", total=8000, dynamic_ncols=False, ncols=80) as bar:
-        for _ in range(1000):
-            now[0] += 18  # seconds
-            bar.advance(2, status)
-        bar.set_description_str("step, generate")
-    drawn = shown.getvalue()
-    lines = [line for line in re.split(r"[\r\n]+", drawn) if re.match(r"\d\d:\d\d:\d\d  step \d+/8000  ", line)]
-    assert 100 < len(lines) < 150  # in 5 of 20 hours
-    assert [line.split()[2] for line in lines[:2]] == ["2/8000", "4/8000"]
-    if not is_terminal:
-        assert lines[-1].split("  ", 1)[1].startswith("step 1974/8000  4:56:06 elapsed, 15:03:54 left  reward 0.50")
-        assert lines[-1].endswith("format 95%")
-        return
-    assert {line[10:].partition("/")[2] for line in lines} == {"8000  reward 0.50  loss -0.0100  kl 0.0002  grad 0.12"}
-    last = drawn.rstrip("\n").rpartition("\r")[2]
-    bar = re.fullmatch(r"step, generate  25% \|(#+\d? +)\| 2000/8000 \[00:00<00:\d\d\], reward 0\.50", last)
-    assert len(bar[1]) >= 15
-    assert len(last) == 80
-
-
-def test_format_share_is_of_answers_that_are_numbers():
-    problems = [Problem("?", Fraction(4)), Problem("?", "four"), Problem("?", Fraction(4)), Problem("?")]
-    rows = {name: [0.0] * 4 for name in ("reward", "advantage", "tokens", "truncated")}
-    rows |= {"text": ["#### 4", "#### 4", "4", "#### 4"], "problem": problems}
-    assert rollout_metrics(rows)["format_share"] == 0.5
-    assert "format_share" not in rollout_metrics(rows | {"problem": [Problem("?")] * 4})
-
-
-def test_the_header_says_what_defines_the_run_and_where_the_rate_is_from(here, capsys, monkeypatch):
-    fast("--rollout.lag=1", "--algorithm.beta=0.1", "--optimizer.warmup_steps=1", output="tiny")
-    out = capsys.readouterr().out
-    assert "\nmodel   tiny-base: 0.9M parameters in float32 on cpu\n" in out
-    assert " per rollout of 2 x 4, trained 1 rollouts late, KL penalty 0.1\n" in out
-    assert "\nrate    3e-05 (the default for tiny models), constant after 1 steps of warm-up; adamw\n" in out
-    planned = re.search(r"\nmemory  planned peak (\S+) GiB ", out)[1]
-    assert re.search(rf" s, memory: planned {planned} GiB, peak \d\.\d GiB; ", out)
-    fast("--optimizer.lr=1e-6", "--optimizer.name=sgd", output="set")
-    assert "\nrate    1e-06 (set), constant; sgd\n" in capsys.readouterr().out
+def test_the_header_says_where_the_rate_is_from_and_quiet_prints_none(here, capsys, monkeypatch):
+    fast("--run.quiet", output="quiet")
+    assert capsys.readouterr().out.startswith("2 steps, ")
     monkeypatch.setattr(pspo.config, "TINY_BYTES", 0)
     (line,) = fast()
     assert line["lr"] == read_config(here / "out/config.yaml")["optimizer"]["lr"] == 1e-6
-    assert "rate    1e-06 (the paper's for models of 0.5B and 1.5B, the nearest in size)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("switch", "steps", "said"),
-    [
-        ("rollout.lag 100", 1, ": the untrained model draws all that this run trains on, 1 rollouts"),
-        ("rollout.lag 1", 3, ": the untrained model draws all that this run trains on, 2 rollouts"),
-        ("rollout.prompts 21", 1, ": a rollout repeats problems, of which there are 20"),
-        ("model.lora.rank 129", 1, " is above that of every layer it adapts, 128 at most"),
-    ],
-)
-def test_a_setting_that_hardly_does_what_was_meant_is_one_warning(here, capsys, switch, steps, said):
-    if "lora" in switch:
-        pytest.importorskip("peft")
-    fast(*f"--{switch}".split(), *TINIEST, f"--run.max_steps={steps}", "--run.quiet")
-    assert capsys.readouterr().err.splitlines()[0] == f"WARNING: --{switch}{said}"
+    out = capsys.readouterr().out
+    assert "\nmodel   tiny-base: 0.9M parameters in float32 on cpu\n" in out
+    assert "rate    1e-06 (default for its size)" in out
 
 
 def test_steps_and_tokens_end_a_run(here):
@@ -350,12 +232,12 @@ def test_steps_and_tokens_end_a_run(here):
         "algorithm.beta=0.1 algorithm.aggregation=grpo algorithm.advantages=group",
         "algorithm.mask_truncated=true rollout.max_completion_tokens=3",  # which truncates every completion
         "rollout.max_completion_tokens=1 model.gradient_checkpointing=true",
-        "rollout.min_completion_tokens=24 rollout.decoder=graphs model.name_or_path=tiny-math",
+        "rollout.decoder=graphs model.name_or_path=tiny-math",
         "model.autocast=bf16 algorithm.aggregation=dr_grpo algorithm.advantages=batch",
-        "rollout.temperature=1 rollout.top_p=1 rollout.top_k=5 rollout.repetition_penalty=1.1 rollout.max_rows=3",
+        "rollout.temperature=1 rollout.top_p=1 rollout.top_k=5 rollout.max_rows=3",
         "algorithm.epochs=1 algorithm.minibatches=2 optimizer.microbatch_tokens=1 model.attn_implementation=eager",
         "optimizer.schedule=cosine optimizer.warmup_steps=1 optimizer.max_grad_norm=0",
-        "data.limit=1 data.system_prompt= run.samples=0 run.validate_every=2 run.validation_limit=2 run.test_limit=2",
+        "data.limit=1 data.system_prompt= run.record_tokens=0 run.validate_every=2 run.validation_limit=2",
     ],
 )
 def test_option(here, args):
@@ -368,7 +250,7 @@ def test_option(here, args):
 def test_own_data_and_reward_and_the_evaluation_that_a_run_advises(here, capsys):
     own_data(here / "my data", "train", "test", prompt="question text", answer="gold")
     (line,) = fast(
-        "--data.name=file", "--data.path=my data", "--data.prompt_column=question text", "--data.answer_column=gold",
+        "--data.name=file", "--data.path=my data", "--data.columns={prompt: question text, answer: gold}",
         "--reward.functions=[MathReward, test_cli.length]", "--reward.weights=[1, 0.5]", "--run.test_limit=4",
     )  # fmt: skip
     assert line["reward"] == pytest.approx(line["reward/MathReward"] + 0.5 * line["reward/length"])
@@ -381,40 +263,6 @@ def test_own_data_and_reward_and_the_evaluation_that_a_run_advises(here, capsys)
     assert results["n"] == after["n"] == 4  # of 9
     assert again["accuracy"] == {"value": after["accuracy"], "ci95": after["ci95"]}
     assert again["completion_tokens"] == after["completion_tokens"]
-
-
-class Near(Reward):
-    def __call__(self, completions, problems):
-        return [len(p.answer) + p.fields["weight"] * p.fields["day"].day for p in problems]
-
-
-def test_chats_with_text_answers_and_further_columns(here, capsys):
-    """From a parquet file into the reward, the samples, and the evaluation that the run advises."""
-    chats = [[{"role": "user", "content": f"Spell {word} backwards."}] for word in ("tea", "coffee")]
-    rows = {"prompt": chats, "answer": ["aet", "eeffoc"], "weight": [0.5, 0.5], "day": [date(2024, 7, 2)] * 2}
-    (here / "words").mkdir()
-    for split in ("train", "test"):
-        pandas.DataFrame(rows).to_parquet(here / "words" / f"{split}.parquet")
-    switches = ["--data.name=file", "--data.path=words", "--reward.functions=[test_cli.Near]"]
-    (line,) = fast(*switches, "--data.answer_kind=text", "--run.test_limit=2")
-    sample = read_jsonl(here / "out/samples.jsonl")[0]
-    assert sample["prompt"] in chats
-    assert sample["fields"] == {"answer": sample["gold"], "weight": 0.5, "day": "2024-07-02"}
-    assert sample["reward"] == line["reward"] == len(sample["gold"]) + 1  # one of the two is held out
-
-    (command,) = re.findall(r"python -m pspo\.evaluate (.*)$", capsys.readouterr().out, re.MULTILINE)
-    evaluate(shlex.split(command))
-    completions = read_jsonl(next((here / "out").rglob("completions.jsonl")))
-    assert [(each["prompt"], each["gold"], each["fields"]["day"]) for each in completions] == [
-        (chat, gold, "2024-07-02") for chat, gold in zip(chats, rows["answer"], strict=True)
-    ]
-
-
-def test_problems_without_answers(here):
-    append_jsonl(here / "train.jsonl", *({"prompt": f"Tell me of {n}.", "style": "brief"} for n in range(4)))
-    fast("--data.name=file", "--data.path=train.jsonl", "--data.answer_kind=none", "--reward.functions=test_cli.length")
-    sample = read_jsonl(here / "out/samples.jsonl")[0]
-    assert (sample["gold"], sample["fields"]) == (None, {"style": "brief"})
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------
@@ -489,12 +337,6 @@ def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
         assert (here / "out" / name).read_bytes() == (here / "whole" / name).read_bytes()
 
 
-def test_evaluate_a_model_without_keys_and_values(here, tiny_model, model_folder):
-    folder = model_folder(tiny_model("Lfm2", vocab_size=559, layer_types=["conv", "full_attention"]))
-    evaluate([f"--model.name_or_path={folder}", "--data.limit=2", "--eval.max_completion_tokens=4"])
-    assert read_json(here / "evaluation/results.json")["n"] == 2
-
-
 # --- bad input: one line that names the switch, exit code 2, nothing left behind --------------------------------------
 
 
@@ -524,7 +366,7 @@ def bad_input(tmp_path_factory) -> Path:
         ("model.name_or_path=./no-template", "chat_template.jinja"),
         ("model.attn_implementation=nonsense", "--model.attn_implementation"),
         ("data.name=file", "--data.path"),
-        ("data.name=file data.path=columns", "--data.prompt_column"),
+        ("data.name=file data.path=columns", "--data.columns"),
         ("data.name=file data.path=train-only", "test.jsonl"),
         ("data.max_prompt_tokens=3", "--data.max_prompt_tokens"),
         ("{draw}.max_completion_tokens=600", "max_completion_tokens must be below the model's 512"),
@@ -536,36 +378,6 @@ def test_what_cannot_be_loaded_is_refused_by_name(bad_input, monkeypatch, refuse
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     switches = switches.format(draw="rollout" if command is train else "eval").split()
     assert named in refused(command, "--data.limit=4", *(f"--{switch}" for switch in switches))
-
-
-def test_training_needs_a_test_split_only_if_it_tests(here, refused, capsys):
-    own_data(here / "train-only", "train")
-    own_data(here / "test-only", "test")
-    assert "train.jsonl" in refused(train, "--data.name=file", "--data.path=test-only")
-    assert fast("--data.name=file", "--data.path=train-only")[-1]["step"] == 2
-    assert "pspo.evaluate" not in capsys.readouterr().out
-
-
-def test_the_data_line_counts_duplicates_and_validated_or_not_a_run_trains_on_the_same_problems(here, capsys):
-    questions = [f"Tom has {n} pens and buys 5. How many now?" for n in range(40)]
-    for name, rows in (("train", [*questions, *questions[:3]]), ("test", ["Ann has 3.", questions[9], questions[9]])):
-        lines = [json.dumps({"prompt": row, "answer": 1}) for row in rows]
-        (here / f"mine/{name}.jsonl").parent.mkdir(exist_ok=True)
-        (here / f"mine/{name}.jsonl").write_text("\n".join(lines))
-    validated, own = ("--run.validate_every=2", "--run.validation_limit=8"), ("--data.name=file", "--data.path=mine")
-    count = {}
-    for data in (own, (*own, "--data.deduplicate=true"), ("--data.name=arithmetic",)):
-        for more in ((), (*validated, "--run.test_limit=4")):
-            output = f"out{len(count)}"
-            fast(*TINIEST, *data, "--data.limit=900", *more, output=output)
-            count[data, more] = re.search(r"^data .*: (.*) problems;", capsys.readouterr().out, re.MULTILINE)[1]
-        states = [torch.load(f"out{i}/checkpoints/step-000002/parts.pt") for i in (len(count) - 2, len(count) - 1)]
-        assert states[0]["stream"]["fingerprint"] == states[1]["stream"]["fingerprint"]
-    assert list(count.values()) == [
-        "41 train (3 repeated)", "41 train (3 repeated, 1 also in validation or test), 2 validation, 3 test",
-        "37 train", "37 train, 2 validation, 3 test",
-        "900 train (1 repeated)", "900 train (1 repeated), 8 validation, 4 test",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("switch", ["run.max_steps=-1", "rollout.group_sise=4", "run.output_dir=thesis.tex/below"])

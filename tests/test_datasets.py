@@ -199,9 +199,7 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
 
 def test_of_a_single_problem_none_is_left_to_train_on(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", numbered(1))
-    with pytest.raises(
-        ValueError, match=r"too few problems to train on: 1, one of which is held out .*validation\.jsonl"
-    ):
+    with pytest.raises(ValueError, match="too few problems for a train split"):
         load_problems("file", "train", path)
     write_jsonl(tmp_path / "validation.jsonl", numbered(1))
     assert answers(load_problems("file", "train", tmp_path)) == [0]

@@ -8,12 +8,12 @@ import pytest
 import reference
 import torch
 from batches import completions
-from transformers import MinPLogitsWarper, TopPLogitsWarper
+from transformers import TopPLogitsWarper
 
-from pspo.config import SYSTEM_PROMPT, ModelConfig
+from pspo.config import SYSTEM_PROMPT, ModelConfig, RolloutConfig
 from pspo.run.save import save_model
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
-from pspo.rollout import Sampling, encode_prompts, generate
+from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, in_nucleus, sample_nucleus
 from pspo.tasks import load_problems
 
@@ -47,12 +47,8 @@ HOSTILE = {
 def argmax_loop(model, prompt, sampling):
     """Greedy decoding of one unpadded prompt from whole forward passes, without a cache."""
     ids = list(prompt)
-    for step in range(sampling.max_completion_tokens):
+    for _ in range(sampling.max_completion_tokens):
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        for seen in set(ids):
-            logits[seen] *= sampling.repetition_penalty ** (-1 if logits[seen] > 0 else 1)
-        if step < sampling.min_completion_tokens:
-            logits[list(sampling.stop_ids)] = -torch.inf
         ids.append(int(logits.argmax()))
         if ids[-1] in sampling.stop_ids:
             break
@@ -71,10 +67,7 @@ def seeded(seed, *args, **options):
 GREEDY_CASES = {
     "prompts of many lengths": (PROMPTS, {}),
     "max_rows": (PROMPTS, {"max_rows": 3}),
-    "min_completion_tokens": (PROMPTS, {"min_completion_tokens": 9}),
-    "min = max": (PROMPTS, {"min_completion_tokens": 20}),
-    "repetition_penalty": (PROMPTS, {"repetition_penalty": 1.3}),
-    "one prompt": (PROMPTS[:1], {}),  # transformers hands a mask of ones on as None
+    "one prompt": (PROMPTS[:1], {}),
     "prompts of one length": ([[1, 2, 3], [4, 5, 6]], {}),
 }
 
@@ -90,7 +83,7 @@ def test_greedy_is_the_argmax_of_the_plain_model(tiny_model, tokenizer, name, pr
         rollout = generate(model, tokenizer, prompts, replace(sampling, decoder=decoder), group_size=2)
         assert completions(rollout) == [row for row in expected for _ in range(2)], decoder
         assert rollout.terminated.tolist() == [row[-1] in sampling.stop_ids for row in expected for _ in range(2)]
-        assert rollout.terminated.any() or options.get("min_completion_tokens")
+        assert rollout.terminated.any()
         assert (rollout.completion_ids[~rollout.completion_mask] == sampling.pad_id).all()
         assert rollout.completion_ids.shape[1] == max(map(len, expected))  # nothing is decoded beyond the last
 
@@ -136,7 +129,7 @@ def test_hostile_generation_settings_change_nothing(tiny_model, model_folder, lo
     assert theirs.to_dict().items() >= hostile.items()  # it was loaded
 
     likeliest = [argmax_loop(clean, prompt, GREEDY) for prompt in PROMPTS]
-    for decoder in DECODERS:
+    for decoder in DECODERS if name == "sampling" else ["hf"]:  # the one that reads such settings
         assert completions(generate(model, tokenizer, PROMPTS, replace(GREEDY, decoder=decoder))) == likeliest, decoder
         for top_p in TOP_PS:
             sampling = replace(SAMPLING, decoder=decoder, top_p=top_p)
@@ -176,12 +169,11 @@ def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
     eager.set_attn_implementation("eager")
     for model in (eager, tiny_model("Gemma2")):
         with pytest.raises(ValueError, match=r"--rollout\.decoder graphs needs .* choose pspo"):
-            generate(model, tokenizer, PROMPTS, replace(SAMPLING, decoder="graphs"))
+            make_sampling(model, tokenizer, RolloutConfig(decoder="graphs"))
     with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
-        generate(tiny_model("Lfm2", layer_types=["conv", "full_attention"]), tokenizer, PROMPTS, SAMPLING)
-    for settings in ({"decoder": "hf"}, {"repetition_penalty": 1.1}):
-        with pytest.raises(ValueError, match="logprobs"):
-            generate(tiny_model(), tokenizer, PROMPTS, replace(SAMPLING, logprobs=True, **settings))
+        make_sampling(tiny_model("Lfm2", layer_types=["conv", "full_attention"]), tokenizer, RolloutConfig())
+    with pytest.raises(ValueError, match="logprobs"):
+        generate(tiny_model(), tokenizer, PROMPTS, replace(SAMPLING, logprobs=True, decoder="hf"))
 
 
 # ---------------------------------------------------------------- sampled
@@ -189,16 +181,14 @@ def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
 
 @each_decoder
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "min_p"),
-    [(0.6, 0.85, 0, 0), (1, 1.0, 0, 0), (1.5, 0.98, 0, 0), (0.3, 1.0, 0, 0), (1, 0.8, 20, 0), (1, 1.0, 0, 0.3),
-     (1, 0.8, 20, 0.2), (1, 0.6, 0, 0.1)],
-)  # fmt: skip
-def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, top_k, min_p, decoder):
+    ("temperature", "top_p", "top_k"), [(0.6, 0.85, 0), (1, 1.0, 0), (1.5, 0.98, 0), (0.3, 1.0, 0), (1, 0.8, 20)]
+)
+def test_first_tokens_come_from_the_exact_nucleus(tiny_model, tokenizer, temperature, top_p, top_k, decoder):
     model = tiny_model(initializer_range=0.12, seed=3, vocab_size=100)
     logits = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature
-    exact = reference.nucleus(logits, top_p, top_k, min_p)
+    exact = reference.nucleus(logits, top_p, top_k)
     assert 5 < (exact > 0).sum() <= (top_k or 100)
-    cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    cuts = {"top_p": top_p, "top_k": top_k}
     sampling = replace(SAMPLING, temperature=temperature, max_completion_tokens=1, **cuts)
     rollout = seeded(0, model, tokenizer, PROMPTS[:1], replace(sampling, decoder=decoder), group_size=4000)
     reference.assert_drawn_from(exact, rollout.completion_ids[:, 0])
@@ -243,17 +233,17 @@ def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, 
     reference.assert_drawn_from(reference.nucleus(logits, top_p), tokens)
 
 
-@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.001), (1.0, 0.2), (1.0, 0.99), (0.9, 0.1), (0.5, 0.05)])
-def test_min_p_keeps_what_the_librarys_warpers_keep(top_p, min_p):
-    """The same set, bit for bit, after top_p as there; and nothing is drawn outside it."""
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5])
+def test_the_nucleus_is_the_librarys(top_p):
+    """The same set, bit for bit; and nothing is drawn outside it."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(200, 300)
-    warped = MinPLogitsWarper(min_p)(None, TopPLogitsWarper(top_p)(None, logits))
+    warped = TopPLogitsWarper(top_p)(None, logits)
     probs = logits.softmax(dim=1)
-    kept = in_nucleus(probs, top_p, min_p)
-    assert torch.equal(kept, warped.isfinite())
+    nucleus = in_nucleus(probs, top_p)
+    assert torch.equal(nucleus, warped.isfinite())
     for sampler in (_sample_by_rejection, _sample_sorted):
-        assert kept.gather(1, sampler(probs, top_p if top_p < 1 else math.inf, min_p)[:, None]).all()
+        assert nucleus.gather(1, sampler(probs, top_p if top_p < 1 else math.inf)[:, None]).all()
 
 
 @pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])
@@ -297,11 +287,9 @@ def test_rows_with_narrow_and_wide_nuclei_keep_apart():
 
 
 @pytest.mark.parametrize("decoder", OWN_LOOP)
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 5}, {"min_completion_tokens": 9}, {"max_rows": 4}, {"temperature": 0.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"max_rows": 4}, {"temperature": 0.0}], ids=str)
 def test_log_probs_of_sampled_tokens_are_the_models_own(tiny_model, tokenizer, options, decoder):
-    """At the temperature, and before nucleus, top_k and the ban on stop tokens take anything away."""
+    """At the temperature, and before nucleus and top_k take anything away."""
     model, sampling = (
         tiny_model(),
         replace(SAMPLING, stop_ids=[5, 30, 41, 50], decoder=decoder, logprobs=True, **options),
@@ -318,16 +306,16 @@ def test_log_probs_of_sampled_tokens_are_the_models_own(tiny_model, tokenizer, o
 
 @pytest.mark.parametrize("decoder", OWN_LOOP)
 def test_under_autocast_keys_and_values_are_kept_as_attention_takes_them(tiny_model, tokenizer, monkeypatch, decoder):
-    model, seen = tiny_model(initializer_range=0.02), set()
+    model, seen = tiny_model(initializer_range=0.02), []
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def watched(query, key, value, **options):
-        seen.add((key.dtype, value.dtype))
+        seen.append((key.dtype, value.dtype))
         return attention(query, key, value, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     with torch.autocast("cpu", torch.bfloat16):
         rollout = generate(model, tokenizer, PROMPTS, replace(SAMPLING, decoder=decoder, logprobs=True), group_size=2)
-        assert seen == {(torch.bfloat16, torch.bfloat16)}
+        assert set(seen[2:]) == {(torch.bfloat16, torch.bfloat16)}  # after the prefill of two layers
         expected = token_logprobs(model, *rollout.token_ids, SAMPLING.temperature)
     torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=0.1)

@@ -1,17 +1,13 @@
 """Text environments: episodes of several turns, whose observations are context and not loss."""
 
-import asyncio
-import importlib
 import re
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 
 import pspo.evaluate.__main__
 import pspo.train
@@ -24,7 +20,7 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import drops_thoughts, encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import Prompts, Rollout, Sampling, TransformersSampler, encode_prompts, make_sampling
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, make_sampling
 from pspo.rollout.generate import left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
 from pspo.tasks.calculator import Calculator, ToolCalculator, calculate
@@ -43,6 +39,10 @@ class Echo:
     def step(self, text):
         self.turn += 1
         return f"{self.turn} and {len(text)}", 1.0 if self.turn == 3 else 0.1, self.turn == 3
+
+
+class TwoTurns(Echo):
+    max_turns = 2
 
 
 class Bad(Echo):
@@ -100,7 +100,7 @@ def prompts(tokenizer):
 @pytest.fixture(scope="module")
 def greedy(policy, tokenizer, sampling):
     """Plays `Echo` by greedy turns."""
-    return EnvironmentSampler(TransformersSampler(policy, tokenizer, sampling.greedy()), Echo)
+    return EnvironmentSampler(Sampler(policy, tokenizer, sampling.greedy()), Echo)
 
 
 def rows_of(rollout):
@@ -118,8 +118,8 @@ class Script:
     turns: deque
     calls: list = field(default_factory=list)
 
-    def holding_weights(self):
-        return nullcontext(self)
+    def with_sampling(self, sampling):
+        return replace(self, sampling=sampling)
 
     def draw(self, prompts, group_size):
         prompts = prompts.ids
@@ -180,26 +180,27 @@ def test_rows_end_at_different_turns_and_at_the_limits(tokenizer, sampling):
     assert rollout.terminated.tolist() == [True, False, True, True]
     assert rollout.environment_rewards == pytest.approx([1.2, 0.1, 1.2, 1.2])
 
-    rollout, *_ = play(tokenizer, replace(sampling, max_turns=2), ["4|", "5|"], ["8|", "9|"], group_size=2)
+    rollout, *_ = play(tokenizer, sampling, ["4|", "5|"], ["8|", "9|"], group_size=2, environment=TwoTurns)
     assert rollout.texts == ["8", "9"]
     assert not rollout.terminated.any()  # out of turns
     assert all(row[-1] == (tokenizer.eos_token_id, True) for row in rows_of(rollout))  # no observation hangs over
 
     long = " ".join("7" * 40)
-    limited = replace(sampling, max_completion_tokens=100, max_turns=2)
-    rollout, script, _ = play(tokenizer, limited, [f"{long}|", "5|"], ["8|", f"{long}|"], group_size=2)
+    two_turns = {"group_size": 2, "environment": TwoTurns}
+    limited = replace(sampling, max_completion_tokens=100)
+    rollout, script, _ = play(tokenizer, limited, [f"{long}|", "5|"], ["8|", f"{long}|"], **two_turns)
     used = len(tokenizer(f"{long}<|im_end|>")["input_ids"])
     assert script.calls[0][1] == 100
     assert 0 < 100 - script.calls[1][1] < used  # as much as the row with the most room may draw
     assert int(rollout.completion_mask.sum(dim=1).max()) <= 100
-    limited = replace(sampling, max_completion_tokens=used + 20, max_turns=2)
-    rollout, *_ = play(tokenizer, limited, [f"{long}|", "5|"], ["7 7 7 7 7 7 7 7 7 7 7 7|", "9|"], group_size=2)
+    limited = replace(sampling, max_completion_tokens=used + 20)
+    rollout, *_ = play(tokenizer, limited, [f"{long}|", "5|"], ["7 7 7 7 7 7 7 7 7 7 7 7|", "9|"], **two_turns)
     assert int(rollout.completion_mask[0].sum()) == used + 20  # cut: it had less room than the other row
     assert not rollout.terminated[0]
     assert rollout.texts[0] == tokenizer.decode([t for t, drawn in rows_of(rollout)[0] if drawn][used:])
 
     limited = replace(limited, max_completion_tokens=used + 2)
-    rollout, *_ = play(tokenizer, limited, [f"{long}|", "5|"], ["9|"], group_size=2)
+    rollout, *_ = play(tokenizer, limited, [f"{long}|", "5|"], ["9|"], **two_turns)
     assert rollout.texts[0] == long  # no room for the observation
     assert not rollout.terminated[0]
 
@@ -284,52 +285,6 @@ def test_the_tool_calculator_answers_what_the_calculator_does():
         assert calculator.step(text, []) == Calculator().step(text)
 
 
-def test_environments_of_verifiers_play_their_own_rollouts(sampling):
-    """The package's `ToolEnv`, by its own loop with a scripted client, and as an environment of ours."""
-    verifiers = pytest.importorskip("verifiers")
-    if not hasattr(verifiers, "ToolEnv"):
-        pytest.skip("verifiers 0.2 or later has no environments that are stepped")
-    adapted = importlib.import_module("pspo.environments.verifiers")
-    rows, asked = Dataset.from_list([{"question": "What is 12 * 7?", "answer": "84"}]), []
-
-    def right(completion, answer):
-        return 0.5 + sum(answer in message.content for message in completion)
-
-    env = verifiers.ToolEnv(tools=[calculate], dataset=rows, rubric=verifiers.Rubric(funcs=[right]), max_turns=3)
-    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
-    turns = deque([(call, [("calculate", {"expression": "12 * 7"})]), ("#### 84", [])])
-
-    class Scripted(adapted.Policy):
-        async def get_response(self, prompt, *_, **__):
-            asked.append([message.content for message in prompt])
-            self.asked, self.answered = (asyncio.get_running_loop().create_future() for _ in range(2))
-            self.answered.set_result(adapted.response(*turns.popleft()))
-            return await super().get_response(prompt)
-
-    (row,) = env.get_dataset()
-    theirs = asyncio.run(env.run_rollout(row, Scripted(None), "scripted", {}))
-    assert asked == [["What is 12 * 7?"], ["What is 12 * 7?", call, "84"]]
-    assert theirs["reward"] == 2.5
-
-    tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template=str(QWEN3)))
-    long = replace(sampling, max_completion_tokens=999)
-    turns = deque([[f"{call}|"] * 2, ["#### 84|", f"{call}|"], ["84|"]])
-    problem = Problem(row["prompt"], row["answer"], fields={"example_id": 0})
-    sampler = EnvironmentSampler(Script(tokenizer, long, turns), adapted.adapt(env))
-    rollout = sampler.draw(Prompts([problem], encode_prompts(tokenizer, [row["prompt"]], "")), 2)
-    assert rollout.environment_rewards == [theirs["reward"], 3.5]  # the second one called twice
-    assert rollout.terminated.all()
-    turn = "\n<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert [tokenizer.decode([t for t, drawn in row if not drawn]) for row in rows_of(rollout)] == [turn, turn * 2]
-
-    async def fails(*_):
-        raise RuntimeError("no sandbox")
-
-    env.run_rollout = fails
-    with pytest.raises(RuntimeError, match="no sandbox"):
-        adapted.adapt(env)().reset(problem)
-
-
 def test_an_observation_cannot_forge_a_turn(tokenizer, sampling):
     """What the model samples is kept, its own special tokens included; those of the environment become text."""
     own, how = "7<|im_start|>", {"environment": Forger}
@@ -351,7 +306,7 @@ def test_an_observation_cannot_forge_a_turn(tokenizer, sampling):
 
 def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, sampling, prompts):
     torch.manual_seed(0)
-    turns = TransformersSampler(policy, tokenizer, replace(sampling, max_completion_tokens=90))
+    turns = Sampler(policy, tokenizer, replace(sampling, max_completion_tokens=90))
     rollout = EnvironmentSampler(turns, Echo).draw(prompts, 2)
     assert rollout.turns.max() == 3
     with torch.no_grad():
@@ -427,14 +382,9 @@ def test_a_reward_that_is_no_number_is_refused(greedy, prompts):
         (["--rollout.environment=nowhere.Calculator"], "No module named 'nowhere'"),
         (["--rollout.environment=Calculator"], "--rollout.environment Calculator cannot be imported"),
         (["--rollout.environment=pspo.tasks.calculator.Abacus"], "has no attribute 'Abacus'"),
-        (["--rollout.environment=pspo.tasks.calculator.WORDS"], "must be a class, or a function that makes an"),
+        (["--rollout.environment=pspo.tasks.calculator.WORDS"], "cannot be imported"),
         (["--rollout.environment=test_episodes.NoStep"], "must make objects with the methods reset and step"),
-        (["--rollout.environment=test_episodes.Asks"], "and take no arguments (Asks.__init__() missing 1 required"),
-        (["--rollout.max_turns=0"], "--rollout.max_turns must be above 0, got 0"),
-        (
-            [f"--rollout.environment={CALCULATOR}", "--distributed.strategy=fsdp2", "--distributed.rollout=synced"],
-            "--distributed.rollout must be gathered with an environment",
-        ),
+        (["--rollout.environment=test_episodes.Asks"], "missing a required argument: 'words'"),
     ],
 )
 def test_wrong_settings_are_one_line_before_a_model_is_loaded(switches, message, capsys, tmp_path):

@@ -336,9 +336,7 @@ def draw(load, tokenizer):
 def note_draws(monkeypatch, drawn):
     """Append the prompts of every draw."""
     draw = Sampler.draw
-    monkeypatch.setattr(
-        Sampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n)
-    )
+    monkeypatch.setattr(Sampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n))
 
 
 @pytest.mark.parametrize(("stop", "torn"), [(1, False), (3, True), (6, True)])

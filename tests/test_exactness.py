@@ -7,7 +7,7 @@ import reference
 import torch
 from architectures import OUTCOMES, tiny
 from processes import run_command
-from test_model import gradients, make_groups, make_rows
+from test_logprobs import gradients, make_groups, make_rows
 
 import pspo.evaluate.__main__
 import pspo.train

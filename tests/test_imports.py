@@ -1,8 +1,10 @@
-"""Rules over the source: imports point down, methods have no names outside losses, nothing unsafe, sizes."""
+"""Rules over the source: imports point down, never in a circle; methods have no names outside losses."""
 
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,25 +17,20 @@ FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
 ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"__init__"},  # the version
-    {"losses", "tasks", "distributed"},
-    {"records", "plugins"},
+    {"losses", "tasks"},
+    {"distributed"},
     {"config"},
-    {"hub"},
-    {"model", "optimizers"},
+    {"model"},
     {"rollout"},
-    {"engines", "environments"},
-    {"checks"},
+    {"environments"},
     {"cli"},
     {"evaluate"},
-    {"update"},
     {"run"},
+    {"update"},
     {"train"},
-    {"sweep", "report", "export", "serve", "__main__"},
-    {"view"},
+    {"api", "__main__"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
-ALGORITHM = ("train.py", "update.py", "losses/", "rollout/", *(f"model/{name}" for name in ("log", "one", "shared")))
-PARTS = ("checkpointer", "delay", "prompt_stream", "recorder", "sampler", "validator")  # of a run; the learner is below
 
 every_file = pytest.mark.parametrize("name", FILES)
 
@@ -64,9 +61,15 @@ def test_imports_point_down_and_never_in_a_circle():
     files = {name: {file_of(module) for module in imported(TREES[name])} - {None} for name in FILES}
     for name, others in files.items():
         for other in others:
-            own, room = room_of(name), room_of(other)
-            assert room == own or RANK[room] < RANK[own], f"{name} imports {other}"
+            importer, room = room_of(name), room_of(other)
+            assert room == importer or RANK[room] < RANK[importer], f"{name} imports {other}"
     graphlib.TopologicalSorter(files).prepare()  # raises CycleError
+
+
+def test_the_trainer_imports_neither_of_the_other_packages():
+    for name in FILES.keys() - {"__main__.py"}:
+        packages = {module.partition(".")[0] for module in imported(TREES[name])}
+        assert not packages & {"pspo_lab", "pspo_vllm"}, name
 
 
 def test_losses_know_nothing_of_models():
@@ -78,7 +81,7 @@ def test_losses_know_nothing_of_models():
 
 @every_file
 def test_no_branch_on_a_method_outside_losses(name):
-    """But for the default in config.py, and the pictures and tables of a report, which name methods."""
+    """But for the default in config.py."""
     room = room_of(name)
     if room == "losses":
         return
@@ -94,32 +97,27 @@ def test_no_branch_on_a_method_outside_losses(name):
             named += word.findall(getattr(node, "id", getattr(node, "attr", "")))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation:
             named += word.findall(node.value)
-    assert room == "report" or set(named) <= ({"PSPO"} if room == "config" else set())
+    assert set(named) <= ({"PSPO"} if room == "config" else set())
 
 
 @every_file
 def test_nothing_unsafe(name):
-    assert not {module.partition(".")[0] for module in imported(TREES[name])} & {"pickle", "marshal", "shelve"}
+    assert not {module.partition(".")[0] for module in imported(TREES[name])} & {"marshal", "shelve"}
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Call):
             function, code = ast.unparse(node.func), ast.unparse(node)
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if name != "tasks/sandbox.py":  # a process of its own, without rights
-                assert function not in ("eval", "exec", "compile", "os.system"), code
+            assert function not in ("eval", "exec", "compile", "os.system", "pickle.load", "pickle.loads"), code
             assert function != "torch.load" or keywords.get("weights_only") == "True", code
             assert not {"shell", "allow_pickle"} & keywords.keys(), code
 
 
-def lines(name: str) -> int:
-    return len(FILES[name].read_text(encoding="utf-8").splitlines())
-
-
-def test_sizes():
-    (train,) = (n for n in TREES["train.py"].body if isinstance(n, ast.FunctionDef) and n.name == "train")
-    assert train.end_lineno - train.lineno + 1 <= 40
-    assert {name for name in FILES if "/" not in name} - {"__init__.py", "__main__.py"} == {
-        "train.py", "update.py", "config.py",
-    }  # fmt: skip
-    assert sum(lines(name) for name in FILES if name.startswith(ALGORITHM)) <= 2882
-    assert lines("update.py") <= 170
-    assert all(lines(f"run/{part}.py") <= 150 for part in PARTS)
+def test_the_package_shows_what_is_public_and_loads_nothing_early():
+    code = (
+        "import sys, pspo; assert 'torch' not in sys.modules; print(*dir(pspo)); from pspo import train; "
+        "import inspect; print(inspect.isfunction(pspo.train), 'Train as' in pspo.train.__doc__); "
+        "print(inspect.signature(train).return_annotation, pspo.losses.PSPO.__name__)"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].split() == ["__version__", "config", "losses", "model", "rollout", "tasks", "train", "update"]
+    assert lines[1:] == ["True True", "dict[str, typing.Any] PSPO"]

@@ -1,4 +1,4 @@
-"""pspo from Python: the pages' own loop equals the command, and `pspo.train(...)` is the command."""
+"""pspo from Python: the pages' own loop equals the command, and `train(...)` is the command."""
 
 import inspect
 import json
@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import pspo
+import pspo.train
+from pspo.api import train
+from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip, Surrogate
-from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem
 from pspo.update import Learner, update
@@ -85,7 +86,7 @@ def test_the_pages_step_equals_update(tmp_path, tiny_model):
 
 def test_one_call_equals_the_command(here):
     call = {"data": {"limit": 40}, "rollout": SWITCHES, "algorithm": Clip(epsilon=0.3)}
-    summary = pspo.train(run=RUN | {"output_dir": "call"}, **call)
+    summary = train(run=RUN | {"output_dir": "call"}, **call)
     command = [*(f"--rollout.{k}={v}" for k, v in SWITCHES.items()), *(f"--run.{k}={v}" for k, v in RUN.items())]
     command += ["--algorithm.surrogate=Clip", "--algorithm.surrogate.epsilon=0.3", "--data.limit=40"]
     pspo.train.main([*command, "--run.output_dir=c"])
@@ -109,29 +110,29 @@ def test_problems_and_functions_of_python(here, capsys):
     ]
     data = {"train": problems, "test": [{"prompt": "Ann has 3 pens.", "answer": 3}]}
     call = {"data": data, "rollout": SWITCHES, "reward": [FormatReward()]}
-    summary = pspo.train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
+    summary = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert summary["before"]["n"] == 1
     assert [row["answer"] for row in read_jsonl(Path("mine/data/train.jsonl"))] == [str(n + 5) for n in range(9)]
     assert "FormatReward" in str(read_config(Path("mine/config.yaml"))["reward"]["functions"])
     capsys.readouterr()
-    again = pspo.train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
+    again = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert again == json.loads(json.dumps(summary))
     assert "already finished" in capsys.readouterr().out
 
 
 def test_half_a_character_in_a_problem_is_named(here):
     problems = [{"prompt": "p", "answer": 1}, {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1}]
-    with pytest.raises(ValueError, match=r"^data: test record 2 holds half a character"):
-        pspo.train(data={"train": problems[:1], "test": problems}, run={"output_dir": "half"})
+    with pytest.raises(ValueError, match=r"^data: test record 2 contains an unpaired surrogate"):
+        train(data={"train": problems[:1], "test": problems}, run={"output_dir": "half"})
     assert not Path("half").exists()
 
 
 def test_of_a_list_of_problems_a_fifth_is_held_out(here):
     problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(60)]
-    summary = pspo.train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "name": "Tom's"})
+    summary = train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "output_dir": "pens"})
     assert 4 <= summary["before"]["n"] == summary["after"]["n"] <= 20
-    assert read_config(Path("runs/Tom-s/config.yaml"))["data"]["holdout"] == 0.2
-    few = pspo.train(data=problems[:49], rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0})
+    assert read_config(Path("pens/config.yaml"))["data"]["holdout"] == 0.2
+    few = train(data=problems[:49], rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0})
     assert few["before"] == {}
 
 
@@ -146,7 +147,7 @@ def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):
 
     call = {"data": {"limit": 40}, "rollout": SWITCHES | {"lag": 1}}
     for name, own in (("told", on_rollout), ("alone", None)):
-        pspo.train(run=RUN | {"max_steps": 6, "output_dir": name}, on_rollout=own, **call)
+        train(run=RUN | {"max_steps": 6, "output_dir": name}, on_rollout=own, **call)
     ours, theirs = (Path(name, "final/model.safetensors").read_bytes() for name in ("told", "alone"))
     assert ours == theirs
     lines = read_jsonl(Path("told/metrics.jsonl"))
@@ -164,7 +165,7 @@ def logs(completions, log_metric, log_extra):
 def test_what_rewards_log_is_in_metrics_and_samples(here):
     """Also after groups were replaced by others, and in a rollout that waited for its turn."""
     rollout = SWITCHES | {"resample": 2, "lag": 1}
-    pspo.train(data={"limit": 40}, reward=[logs, "MathReward"], rollout=rollout, run=RUN | {"output_dir": "logged"})
+    train(data={"limit": 40}, reward=[logs, "MathReward"], rollout=rollout, run=RUN | {"output_dir": "logged"})
     lines, samples = (read_jsonl(Path("logged", name)) for name in ("metrics.jsonl", "samples.jsonl"))
     assert not any("logged/first" in line for line in lines)
     assert all(of["logged"]["first"] == of["completion"][:1] for of in samples)
@@ -189,11 +190,11 @@ class Forgetful(Plain):
 def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
     Path("mine.yaml").write_text("data: {limit: 40}\nrun: {max_steps: 9}\nalgorithm: {epochs: 1}\n")
     run = RUN | {"output_dir": "out"}
-    pspo.train(config="mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=run)
+    train(config="mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=run)
     said = capsys.readouterr().out
     assert "method  Plain(width=0.3), 1 epochs" in said
     assert "\n        max_completion_tokens " in said
-    config, _ = config_from_python("Dr. GRPO", data="gsm8k", algorithm={"beta": 0.1})
+    config, _ = config_from_python("dr-grpo", data="gsm8k", algorithm={"beta": 0.1})
     algorithm = config.algorithm
     assert (algorithm.surrogate, algorithm.aggregation, algorithm.beta) == (Clip(0.2), "dr_grpo", 0.1)
     assert config.data.name == "gsm8k"
@@ -202,40 +203,37 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
 @pytest.mark.parametrize("call", [{"model": "nowhere/at/all"}, {"data": {"name": "file", "path": "missing"}}])
 def test_an_error_of_the_preparation_has_a_short_traceback(here, call):
     with pytest.raises(ValueError, match="does not exist") as error:
-        pspo.train(**call)
+        train(**call)
     assert len(error.traceback) == 2  # the call here, and pspo.train
 
 
 def test_the_call_tells_its_arguments():
-    parameters = inspect.signature(pspo.train).parameters
+    parameters = inspect.signature(train).parameters
     sections = {part.name for part in fields(TrainConfig)}
-    assert set(parameters) - {"others", "on_rollout", "config"} == sections
-    assert all(f"            {name}: " in pspo.train.__call__.__doc__ for name in {*parameters} - {"others"})
+    assert set(parameters) - {"on_rollout", "config"} == sections
+    assert all(f"        {name}: " in train.__doc__ for name in parameters)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         ({"optimizer": {"lr": -1}}, "--optimizer.lr must be above 0, got -1"),
-        ({"optimiser": {"lr": 1}}, "optimiser.lr is unknown; did you mean optimizer.lr"),
-        ({"lr": 1}, "lr is unknown; did you mean optimizer.lr"),
-        ({"optimizer": 1}, "--optimizer must be a mapping of fields, got 1"),
-        ({"optimizer": {"learning_rat": 1}}, "optimizer.learning_rat is unknown; did you mean"),
+        ({"optimizer": 1}, "optimizer must be a dict of fields, got 1"),
+        ({"optimizer": {"learning_rat": 1}}, "optimizer.learning_rat"),
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
         ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
-        ({"algorithm": "GRPO"}, "it is a loss with other settings, --config grpo"),
-        ({"config": "grp"}, "--config grp cannot be read"),
+        ({"config": "grp"}, "--config: File does not exist"),
     ],
 )
 def test_wrong_settings_raise(here, call, message):
     with pytest.raises(ValueError, match=message):
-        pspo.train(**call)
+        train(**call)
     assert not list(here.iterdir())
 
 
 def test_sampling_has_the_commands_defaults(tiny_model):
     config = TrainConfig().rollout
     sampling = Sampling([1], 0)
-    names = "temperature top_p top_k min_p repetition_penalty max_completion_tokens max_rows decoder"
+    names = "temperature top_p top_k max_completion_tokens max_rows decoder"
     for name in names.split():
         assert getattr(sampling, name) == getattr(config, name)

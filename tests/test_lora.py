@@ -110,7 +110,7 @@ def test_loss_and_gradient_are_plain_peft_s(tmp_path):
 @pytest.mark.parametrize("shape", [(300, 48), (3, 5, 48)])  # the first by oneDNN where the CPU has AVX-512
 def test_a_layer_is_no_further_from_float64_than_peft_s(shape, mode, monkeypatch):
     """Values and gradients of the fused layer and of PEFT's own, which rounds more often."""
-    monkeypatch.setattr(pspo.model.linear, "WORTHWHILE", 10**5)
+    monkeypatch.setattr(pspo.model.linear, "MIN_MULTIPLICATIONS", 10**5)
     torch.manual_seed(0)
     linear = torch.nn.Linear(48, 33).requires_grad_(False)
     if mode == "bf16 autocast":
@@ -253,7 +253,6 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
         assert (merged / "chat_template.jinja").read_text() == template
         card = (merged / "README.md").read_text()
         assert "library_name: transformers" in card
-        assert "| adapters | rank 4, alpha 32, all-linear |" in card
         assert not any("lora" in name for name in whole.state_dict())
         torch.testing.assert_close(whole(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert locate(str(merged)) == str(merged)
@@ -297,7 +296,6 @@ def test_a_peft_folder_can_be_trained_further(run, tmp_path):
     assert (tmp_path / "more/final/adapter_model.safetensors").exists()
     card = (run / "final/README.md").read_text()
     assert "library_name: peft" in card
-    assert "| adapters | rank 4, alpha 32, all-linear |" in card
 
 
 @pytest.mark.parametrize(

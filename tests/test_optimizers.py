@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 import pspo.train
 from pspo.config import OptimizerConfig
-from pspo.run.optimizers import check_optimizer, make_optimizer
 from pspo.run.learner import Learner
+from pspo.run.optimizers import check_optimizer, make_optimizer
 
 SMALL = (
     "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=20", "--run.test_limit=0",

@@ -19,7 +19,7 @@ import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
 from pspo.losses import NoClip
-from pspo.run.folders import checkpoints, damage
+from pspo.run.folders import checkpoints, find_damage
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
@@ -153,11 +153,11 @@ def test_a_reward_that_raises_on_one_rank_ends_all_saved(tmp_path, capfd, monkey
 def test_a_manifest_vouches_for_every_rank_s_shards(whole, tmp_path):
     folder = tmp_path / "step-000004"
     shutil.copytree(whole["fsdp2"] / "checkpoints/step-000004", folder)
-    assert damage(folder) is None
+    assert find_damage(folder) is None
     shards = sorted((folder / "shards").iterdir())
     assert len(shards) >= 2
     os.truncate(shards[1], shards[1].stat().st_size - 1)
-    assert f"shards/{shards[1].name}" in damage(folder)
+    assert f"shards/{shards[1].name}" in find_damage(folder)
 
 
 def test_another_number_of_ranks_resumes(whole, tmp_path, capfd):

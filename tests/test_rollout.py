@@ -35,7 +35,6 @@ class Scripted:
     """Stands in for a model: its `generate` appends the given completions, row by row."""
 
     device, training, generation_config = torch.device("cpu"), False, None
-    base_model = torch.nn.Identity()
 
     def __init__(self, rows):
         self.rows, self.seen = rows, []
@@ -46,7 +45,7 @@ class Scripted:
     def train(self, mode):
         pass
 
-    def generate(self, input_ids, attention_mask, generation_config, stopping_criteria, synced_gpus):
+    def generate(self, input_ids, attention_mask, generation_config, stopping_criteria):
         part, self.rows = self.rows[: len(input_ids)], self.rows[len(input_ids) :]
         self.seen.append((input_ids, attention_mask))
         width = max(map(len, part))

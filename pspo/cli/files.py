@@ -1,8 +1,6 @@
 """The files of a run: JSON lines, JSON and YAML, written whole or not at all."""
 
-import contextlib
 import fcntl
-import hashlib
 import inspect
 import json
 import math
@@ -11,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,28 +37,35 @@ def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
 def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     """By switch, the values (old, new) that differ between two nested configurations.
 
-    Switches that ``old`` does not know are left out: a later version added them, with a default that changes nothing.
+    Switches that ``old`` does not have are left out: a later version added them, with a default that changes nothing.
     """
-    old, new = flat(old), flat(new)
-    pairs = {name: (value, new.get(name)) for name, value in old.items()}
-    # a run's own number is what `auto` stands for; NaN != NaN
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b != "auto" and repr(a) != repr(b)}
+    new_values = flat(new)
+    pairs = {}
+    for name, value in flat(old).items():
+        new_value = new_values.get(name)
+        if value != new_value and repr(value) != repr(new_value):  # NaN != NaN
+            pairs[name] = (value, new_value)
+    return pairs
 
 
-def as_setting(value: Any) -> str | dict[str, Any]:
-    """A function, or a surrogate or reward, as configurations name it: its import path, and its arguments.
+def import_spec(value: Any) -> str | dict[str, Any]:
+    """A function, class or object as configurations name it: its import path, and an object's arguments.
 
-    The path is the shorter one of a room that offers the name, as the commands write it: pspo.losses.Clip.
+    The path is the shorter one of a package that offers the name, as the commands write it: pspo.losses.Clip.
     """
-    named = value if hasattr(value, "__qualname__") else type(value)
-    room, name = named.__module__.rpartition(".")[0], named.__qualname__
-    offered = getattr(sys.modules.get(room), name, None) is named
-    path = f"{room if offered else named.__module__}.{name}"
-    arguments = {} if named is value else kept_arguments(value)
+    is_object = not hasattr(value, "__qualname__")
+    target = type(value) if is_object else value
+    name = target.__qualname__
+    module = target.__module__
+    package = module.rpartition(".")[0]
+    if getattr(sys.modules.get(package), name, None) is target:
+        module = package
+    arguments = init_arguments(value) if is_object else {}
+    path = f"{module}.{name}"
     return {"class_path": path, "init_args": arguments} if arguments else path
 
 
-def kept_arguments(value: Any) -> dict[str, Any]:
+def init_arguments(value: Any) -> dict[str, Any]:
     """The arguments that an object was made with, as far as it keeps them under their names, as dataclasses do."""
     if is_dataclass(value):
         return asdict(value)
@@ -104,16 +109,6 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def describe_changes(run: Path, besides: Collection[str] = ()) -> str:
-    """The changes of a run on its way, from its ``changes.jsonl``; "" if there were none besides these switches."""
-    return ", ".join(
-        ("forked" if change["switch"] == "run.fork_from" else "{switch} {old} -> {new}".format_map(change))
-        + f" at step {change['step']}"
-        for change in read_jsonl(run / "changes.jsonl")
-        if change["switch"] not in besides
-    )
-
-
 def read_json(path: Path) -> dict[str, Any]:
     return _parse(path, path.read_bytes(), json.loads)
 
@@ -132,15 +127,6 @@ def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[st
     if not isinstance(parsed, dict):
         raise ValueError(f"{path} is damaged (not an object); choose another folder")
     return parsed
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise ValueError, naming the file, for what its content raises where it is not what a run writes."""
-    try:
-        yield
-    except DAMAGE as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); choose another folder") from error
 
 
 def lock(file: IO[Any]) -> bool:
@@ -201,21 +187,3 @@ def _commit() -> str | None:
         return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def code_of(settings: Settings) -> dict[str, str]:
-    """SHA-256 of the file of each imported module, ours excluded, whose members a configuration names."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in own_modules(settings)}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
-
-
-def own_modules(settings: Settings) -> list[str]:
-    """Modules, ours excluded, whose members a configuration names, if what has a dot in it is an import path."""
-    modules = set(re.findall(r"[:-] ([A-Za-z_][\w.]*)\.\w+$", to_yaml(settings), re.MULTILINE))
-    return sorted(name for name in modules if name.partition(".")[0] != "pspo")
-
-
-def changed_code(run: Path, settings: Settings) -> list[str]:
-    """The modules that have changed since the last start of a run."""
-    started = (read_jsonl(run / "starts.jsonl") or [{}])[-1].get("code", {})
-    return [name for name, digest in code_of(settings).items() if started.get(name, digest) != digest]

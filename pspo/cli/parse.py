@@ -56,7 +56,7 @@ def parse_settings(config_class: type[C], settings: Settings, file: str | Path |
     switches = switch_types(config_class)
     with parser_errors(switches):
         base = parser.parse_args(prepare_words(words, switches))
-        namespace = parser.parse_object(settings, cfg_base=base)
+        namespace = parser.parse_object(settings, namespace=base)
     return make_config(config_class, parser, namespace)
 
 
@@ -159,9 +159,7 @@ def parser_errors(switches: dict[str, Any]) -> Iterator[None]:
     except (ArgumentError, TypeError) as error:
         message = one_line(str(error))
         message = re.sub(r'Parser key "([\w.]+)": ?', r"--\1: ", message)
-        message = re.sub(
-            r"Does not validate against any of the Union subtypes Subtypes: .* Errors: - ", "", message
-        )
+        message = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .* Errors: - ", "", message)
         message = re.sub(r" Given value type: <class '\w+'> Given value: ", ", got ", message)
         message = message.replace("Expected a dot import path string:", "no known class, and no import path:")
         message = re.sub(r"Group '([\w.]+)' does not accept option '(.*)'", r"unrecognized arguments: --\1.\2", message)

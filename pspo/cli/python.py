@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pspo.cli.files import Settings, as_setting, to_jsonl, write_text
+from pspo.cli.files import Settings, import_spec, to_jsonl, write_text
 from pspo.cli.parse import parse_settings
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
@@ -84,7 +84,7 @@ def plain_setting(value: Any) -> Any:
         return [plain_setting(part) for part in value]
     if callable(value):  # a function, a class, a surrogate or a reward
         check_writable(value)
-        return plain_setting(as_setting(value))
+        return plain_setting(import_spec(value))
     return str(value) if isinstance(value, Path) else value
 
 

@@ -7,8 +7,11 @@ from pspo import distributed as dist
 from pspo.cli.signals import Stopped
 from pspo.model import is_out_of_memory
 from pspo.rollout.engine import EngineError
-from pspo.run.folders import RunFailed
 from pspo.tasks.failures import end_forks, user_traceback
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot continue; everything saved is still there."""
 
 
 class UserCodeFailed(RunFailed):

@@ -10,7 +10,6 @@ on the seed and its position alone, so the results are those of an evaluation th
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,37 +74,30 @@ def prepare(
     decode = partial(decode_greedily, policy, tokenizer, sampling)
     check_exactness(policy, prompts.ids, decode, config.model.autocast)
     hashes = fingerprint(policy, prompts)
-    dist.run_on_main(lambda: make_folder(output, settings, hashes, device))
+    dist.run_on_main(lambda: write_first_files(output, settings, hashes, device))
     return Sampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:
-    """Raise ValueError if the folder cannot be made or holds something else, as far as the switches say."""
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"--run.output_dir {output} cannot be made in {existing}: choose another folder")
+    """Make the folder; raise ValueError if it holds something else, as far as the switches say."""
+    output.mkdir(parents=True, exist_ok=True)
     if (output / FINGERPRINT).exists():
         changes = files.differences(files.read_config(output / "config.yaml"), settings)
-        listed = [
-            f"--{name} is {old!r} there and {new!r} here"
-            for name, (old, new) in changes.items()
-            if name not in ("run.output_dir", "run.quiet")
-        ]
-        if listed:
-            what = f"holds another evaluation ({', '.join(listed)})"
-            raise ValueError(f"--run.output_dir {output} {what}: choose another folder")
+        for name, (old, new) in changes.items():
+            if name not in ("run.output_dir", "run.quiet"):
+                what = f"holds another evaluation (--{name} is {old!r} there and {new!r} here)"
+                raise ValueError(f"--run.output_dir {output} {what}: choose another folder")
     elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
         raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
 
 
-def make_folder(output: Path, settings: files.Settings, hashes: dict[str, str], device: torch.device) -> None:
-    """Make the folder; ValueError if it holds an evaluation of another model or of other problems."""
+def write_first_files(output: Path, settings: files.Settings, hashes: dict[str, str], device: torch.device) -> None:
+    """Write an evaluation's first files; ValueError if the folder holds one of another model or of other problems."""
     if (output / FINGERPRINT).exists():
         old = files.read_json(output / FINGERPRINT)
         if changed := " and ".join(name for name in hashes if old.get(name) != hashes[name]):
             raise ValueError(f"--run.output_dir {output} holds an evaluation of other {changed}: choose another folder")
         return
-    output.mkdir(parents=True, exist_ok=True)
     files.write_text(output / "config.yaml", files.to_yaml(settings))
     files.write_json(output / "environment.json", files.environment(str(device), dist.world_size()))
     files.write_json(output / FINGERPRINT, hashes)

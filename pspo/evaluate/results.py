@@ -117,15 +117,15 @@ def by_problem(values: np.ndarray) -> np.ndarray:
 
 def estimates(values: dict[str, np.ndarray]) -> dict[str, Record]:
     """`estimate` of each measure (n, samples) but `MEANS`; with the number of values left out, if any are unknown."""
-    by_name: dict[str, Record] = {}
+    result: dict[str, Record] = {}
     for name, measure in values.items():
         unknown = int(np.isnan(measure).sum())
         if name in MEANS or unknown == measure.size:
             continue
-        by_name[name] = estimate(by_problem(measure))
+        result[name] = estimate(by_problem(measure))
         if unknown:
-            by_name[name]["left_out"] = unknown
-    return by_name
+            result[name]["left_out"] = unknown
+    return result
 
 
 def macro_estimates(groups: Sequence[dict[str, np.ndarray]]) -> dict[str, Record]:

@@ -2,6 +2,16 @@
 
 They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the surrogate ignores a token, and
 |w / (A r)| is its slope relative to NoClip's: 1 - alpha for PSPO, 1 or 0 for Clip.
+
+* ``ratio_...``: mean, min, max and percentiles of r = exp(logprob - old)
+* ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
+* ``ess_sequence``: the same of the n sequences' ratios, each the product over its tokens
+* ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
+* ``tv``: total variation between old and new, the mean of |r - 1| / 2 over tokens with A != 0
+* ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
+* ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0; ``..._positive`` and ``..._negative`` of
+  those with A > 0 and A < 0
+* ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
 """
 
 from collections.abc import Callable
@@ -32,25 +42,12 @@ def diagnose(
     mask: Tensor,
     rows: Tensor | None = None,
 ) -> dict[str, float]:
-    """Statistics of one optimizer step over its unmasked tokens.
+    """The module's statistics over the unmasked tokens of one optimizer step; of none all are 0, ratios and sizes 1.
 
     Args:
         logprobs, old_logprobs, weights, mask: any one shape, e.g. (B, T) or (N,).
         advantages: broadcastable to it.
         rows: the same shape, a number of each token's sequence; None: the index in the first dimension.
-
-    Returns:
-        * ``ratio_...``: mean, min, max and percentiles of r = exp(logprob - old)
-        * ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
-        * ``ess_sequence``: the same of the n sequences' ratios, each the product over its tokens
-        * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
-        * ``tv``: total variation between old and new, the mean of |r - 1| / 2 over tokens with A != 0
-        * ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
-        * ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0; with ``_positive`` and ``_negative``
-          of those with A > 0 and A < 0
-        * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
-
-        All are 0 for an empty mask except the ratios and effective sample sizes, which are 1.
     """
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     if rows is None:

@@ -28,34 +28,44 @@ def hidden_states_of_shared_prompts(
         ids, mask, positions: (B, P + T - 1), prompts left-padded and completions right-padded.
         width: P, the prompts' columns.
     """
-    prompt_ids, prompt_mask = ids[:, :width], mask[:, :width]
+    if ids.shape[1] == width or dist.is_sharded(model) or not shares_prompts(model):  # ranks must pass equally often
+        return None
+    prompt_ids = ids[:, :width]
+    prompt_mask = mask[:, :width]
     is_first = torch.ones_like(ids[:, 0], dtype=torch.bool)  # of the rows with its prompt
     is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
     prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
     prefix = prompt_ids[0, :0]  # (L,)
     if len(prompts) > 1 and attends_fully(model):
         prefix = _common_prefix(prompt_ids[prompts], prompt_mask[prompts])
-    nothing_shared = len(prefix) == 0 and len(prompts) == len(ids)
-    shares = shares_prompts(model) and not dist.is_sharded(model)  # ranks must pass each layer equally often
-    if nothing_shared or not shares or ids.shape[1] == width:
+    L = len(prefix)
+    if L == 0 and len(prompts) == len(ids):
         return None
 
-    def body(ids: Tensor, mask: Tensor, positions: Tensor, cache: PassCache) -> Tensor:
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        return model.base_model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
-
-    L, cache = len(prefix), PassCache(model)
+    cache = PassCache(model)
     if L > 0:
-        body(prefix[None], torch.ones_like(prefix)[None], torch.arange(L, device=ids.device)[None], cache)
+        columns = torch.arange(L, device=ids.device)[None]
+        _pass(model, prefix[None], torch.ones_like(columns), columns, cache)
         cache = PassCache(model, cache, torch.zeros_like(prompts))
         mask = mask.clone()
         # The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy in them is masked.
         mask[:, L:width] *= positions[:, L:width] >= L
         mask[:, :L] = 1
-    last = body(ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
+    last = _pass(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
     prompt_of_row = is_first.cumsum(dim=0) - 1  # (B,)
     cache = PassCache(model, cache, prompt_of_row, last=True)
-    return torch.cat([last[prompt_of_row], body(ids[:, width:], mask, positions[:, width:], cache)], dim=1)
+    completions = _pass(model, ids[:, width:], mask, positions[:, width:], cache)
+    return torch.cat([last[prompt_of_row], completions], dim=1)
+
+
+def _pass(
+    model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: PassCache
+) -> Tensor:
+    """(b, t, H) last hidden states of a pass on top of a cache."""
+    body = model.base_model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+    )
+    return body.last_hidden_state
 
 
 class PassCache(DynamicCache):

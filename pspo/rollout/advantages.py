@@ -1,15 +1,22 @@
-"""Advantages: group-relative ones, and those of a function of one's own, by its import path."""
+"""Advantages: group-relative ones, and those of a function of one's own, by its import path.
+
+Scales of `group_relative_advantages`, A = R - mean of its group:
+
+* "none" (Dwyer et al. 2026, section 2)
+* "group" (GRPO, Shao et al. 2024) and "batch" divide by the standard deviation of the group, or of all rewards over all
+  ranks, ddof = 1, plus eps
+* "rloo" (Ahmadian et al. 2024) is R - mean of the others: n / (n - 1) times "none" in a group of n
+* "maxrl" (Tajwar et al. 2026) divides by the group's mean, for rewards of at least 0
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pspo import distributed as dist
-from pspo.config import ADVANTAGE_INPUTS, Advantages
+from pspo.config import Advantages
 from pspo.losses.surrogates import token_values
 from pspo.rollout.experience import Experience
 from pspo.tasks import Problem
@@ -17,44 +24,47 @@ from pspo.tasks import Problem
 
 def estimate_advantages(
     experience: Experience,
-    how: Advantages | Callable[..., Tensor],
+    estimator: Advantages | Callable[..., Tensor],
     group_size: int,
     problems: Sequence[Problem],
     weights: Sequence[float] | None = None,
 ) -> Tensor:
-    """Advantages of a scored rollout's B rows, (B,) or (B, T) float32, 0 where the reward is unknown.
+    """Advantages of a scored rollout's B rows by "gdpo" or a function of your own, (B,) or (B, T), 0 where unknown.
 
     Args:
-        how: a scale of `group_relative_advantages`, "gdpo", or a function of your own. It is called with the rewards
-            (B,), NaN if unknown, the group size, and what its signature names of: ``lengths`` (B,), tokens in the loss;
-            ``mask`` (B, T), which they are; ``truncated`` (B,) bool; ``rewards_by_function``, by name (B,), unweighted;
-            their ``weights``; ``problems``, B of them. Under several ranks it gets this rank's rows, whole groups.
+        estimator: called with the rewards (B,), NaN if unknown, the group size, and what its signature names of:
+            ``lengths`` (B,), tokens in the loss; ``mask`` (B, T), which they are; ``truncated`` (B,) bool;
+            ``rewards_by_function``, by name (B,), unweighted; their ``weights``; ``problems``, B of them. Under several
+            ranks it gets this rank's rows, whole groups.
         weights: of the reward functions; None for all 1.
 
     Raises SurrogateError if a function returns another shape, NaN or inf.
     """
-    rollout, rewards, mask = experience.rollout, experience.rewards.float(), experience.rollout.loss_mask
-    by_name = {name: rewards.new_tensor(values) for name, values in experience.rewards_by_name.items()}
-    others = [1.0] * (len(by_name) - len(weights or ()))  # an environment's, or all
-    inputs = (mask.sum(dim=1), mask, ~rollout.terminated, by_name, [*(weights or ()), *others], problems)
-    offered: dict[str, Any] = dict(zip(ADVANTAGE_INPUTS, inputs, strict=True))
-    function = gdpo if how == "gdpo" else how if callable(how) else partial(group_relative_advantages, scale=how)
-    asked = inspect.signature(function).parameters
-    values = function(rewards, group_size, **{name: offered[name] for name in offered if name in asked})
-    return token_values(values, mask & ~rewards.isnan()[:, None], "advantages", how).squeeze(1)
+    rewards = experience.rewards.float()
+    mask = experience.rollout.loss_mask
+    rewards_by_function = {name: rewards.new_tensor(values) for name, values in experience.rewards_by_name.items()}
+    weights = list(weights or ())
+    optional = {
+        "lengths": mask.sum(dim=1),
+        "mask": mask,
+        "truncated": ~experience.rollout.terminated,
+        "rewards_by_function": rewards_by_function,
+        "weights": weights + [1.0] * (len(rewards_by_function) - len(weights)),  # an environment's, or all
+        "problems": problems,
+    }
+    function = gdpo if estimator == "gdpo" else estimator
+    parameters = inspect.signature(function).parameters
+    arguments = {name: value for name, value in optional.items() if name in parameters}
+    advantages = function(rewards, group_size, **arguments)
+    return token_values(advantages, mask & ~rewards.isnan()[:, None], "advantages", estimator).squeeze(1)
 
 
 def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:
-    """A = R - mean of its group (Dwyer et al. 2026, section 2), optionally scaled.
+    """A = R - mean of its group, scaled as the module says.
 
     Args:
         rewards: (B,), the rows of one prompt adjacent. NaN is an unknown reward: in no mean or deviation, A = 0.
         group_size: completions per prompt; must divide B and be at least 2.
-        scale: "none" (the paper); "group" (GRPO, Shao et al. 2024) or "batch" divide by the standard deviation of the
-            group or of all rewards, over all ranks, ddof = 1; "rloo" (Ahmadian et al. 2024) is R - mean of the others,
-            which is n / (n - 1) times "none" in a group of n; "maxrl" (Tajwar et al. 2026) divides by the group's mean,
-            for rewards of at least 0.
-        eps: added to the standard deviation.
 
     Returns:
         (B,) float32 (float64 for float64 rewards). A group whose rewards are all equal gets exactly 0.0, found
@@ -70,20 +80,25 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)
     mean = groups.nanmean(dim=1, keepdim=True)  # (B / G, 1)
     advantages = groups - mean
+    if scale != "none":
+        advantages = _scale(advantages, groups, mean, scale, eps)
+    return torch.where(all_equal | unknown, 0.0, advantages).flatten()
+
+
+def _scale(advantages: Tensor, groups: Tensor, mean: Tensor, scale: str, eps: float) -> Tensor:
+    """Advantages, rewards (B / G, G) and their means (B / G, 1) to scaled advantages."""
     if scale == "group":
-        advantages = advantages / (_std(groups) + eps)
-    elif scale == "batch":
-        advantages = advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
-    elif scale == "rloo":
-        known = (~unknown).sum(dim=1, keepdim=True).to(groups.dtype)  # n
-        advantages = advantages * (known / (known - 1).clamp(min=1))
-    elif scale == "maxrl":
+        return advantages / (_std(groups) + eps)
+    if scale == "batch":
+        return advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
+    if scale == "rloo":
+        n = (~groups.isnan()).sum(dim=1, keepdim=True).to(groups.dtype)
+        return advantages * (n / (n - 1).clamp(min=1))
+    if scale == "maxrl":
         if (groups < 0).any():
             raise ValueError("--algorithm.advantages maxrl divides by mean rewards: they must be at least 0")
-        advantages = advantages / mean
-    elif scale != "none":
-        raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
-    return torch.where(all_equal | unknown, 0.0, advantages).flatten()
+        return advantages / mean
+    raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
 
 
 def gdpo(
@@ -101,8 +116,8 @@ def gdpo(
     rows = [values.where(~rewards.isnan(), torch.nan) for values in rewards_by_function.values()]
     scaled = [group_relative_advantages(values, group_size, "group", eps) for values in rows]
     total = sum(weight * values for weight, values in zip(weights, scaled, strict=True))
-    known = total.where(~rewards.isnan(), torch.nan)[:, None]
-    deviation = _std(dist.concat_over_ranks(known).T).squeeze() + eps
+    total_or_nan = total.where(~rewards.isnan(), torch.nan)[:, None]
+    deviation = _std(dist.concat_over_ranks(total_or_nan).T).squeeze() + eps
     return torch.where(total == 0, 0.0, total / deviation)
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.config import AlgorithmConfig, TrainConfig
+from pspo.config import TrainConfig
 from pspo.losses import Counts
-from pspo.model import is_out_of_memory, shares_prompts
+from pspo.model import is_out_of_memory
 from pspo.rollout.types import Batch, Rollout, to_device
 
 
@@ -46,41 +45,37 @@ def split_minibatches(
     rollout: Rollout,
     advantages: Tensor,
     config: TrainConfig,
-    policy: transformers.PreTrainedModel,
     limit: float | None = None,
+    shares_prompts: bool = True,
+    is_sharded: bool = False,
 ) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
-    Rows with zero gradient are left out but counted: the denominators are the full minibatch's, so loss and gradient
-    stay the same. The groups of a minibatch are sorted by length, so that microbatches hold little padding; a group is
-    split only if it alone exceeds --optimizer.microbatch_tokens, or ``limit``.
+    Rows with zero gradient (no unmasked token; A = 0, where surrogate and terms are silent) are left out but counted:
+    the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a minibatch are sorted
+    by length, so that microbatches hold little padding.
     """
-    algorithm = config.algorithm
-    if algorithm.correction != "none" and rollout.sampler_logprobs is None:
+    if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
-    if algorithm.mask_truncated:
+    if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    advantages = advantages.reshape(len(rollout), -1)  # (B, 1) or (B, T)
+    advantages = advantages.reshape(len(rollout.texts), -1)  # (B, 1) or (B, T)
     whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
-    limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
     group_size = config.rollout.group_size
-    is_sharded = dist.is_sharded(policy)
-    lengths = Lengths(
-        rollout.prompt_mask.sum(dim=1).tolist(),
-        rollout.completion_mask.sum(dim=1).tolist(),
-        group_size,
-        shares_prompts=shares_prompts(policy) and not is_sharded,
-    )
+    prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
+    lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)
     loss_tokens = rollout.loss_mask.sum(dim=1).tolist()
-    has_gradient = rows_with_gradient(rollout, advantages, algorithm)
+    has_advantage = advantages.any(dim=1).tolist()
+    needs_advantage = config.algorithm.silent_at_zero_advantage
+    limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
 
     minibatches = []
-    for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), algorithm.minibatches):
-        sizes = torch.tensor([sum(loss_tokens[row] for row in groups.flat), groups.size], device=advantages.device)
-        tokens, sequences = dist.sum_over_ranks(sizes).tolist()
-        trained = [[row for row in group if has_gradient[row]] for group in groups.tolist()]
-        trained = [group for group in trained if group]
-        trained.sort(key=lambda group: -max(lengths.completions[row] for row in group))
+    for groups in np.array_split(np.arange(len(loss_tokens)).reshape(-1, group_size), config.algorithm.minibatches):
+        trained = []  # by group, its rows with a gradient
+        for group in groups.tolist():
+            trained.append([row for row in group if loss_tokens[row] and (has_advantage[row] or not needs_advantage)])
+        trained = [rows for rows in trained if rows]
+        trained.sort(key=lambda rows: -max(lengths.completions[row] for row in rows))
         if not trained:
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
         batches = []
@@ -88,17 +83,12 @@ def split_minibatches(
             batches.append(whole.rows(to_device(torch.tensor(rows), advantages.device)))
         if is_sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
-        counts = Counts(tokens, sequences, config.rollout.max_completion_tokens)
+        sizes = torch.tensor([sum(loss_tokens[row] for row in groups.flat), groups.size])
+        if dist.world_size() > 1:
+            sizes = dist.sum_over_ranks(sizes)
+        counts = Counts(*sizes.tolist(), config.rollout.max_completion_tokens)
         minibatches.append(Minibatch(counts, batches))
     return minibatches
-
-
-def rows_with_gradient(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> list[bool]:
-    """By row, False if its loss has no gradient: no unmasked token; or A = 0, where surrogate and terms are silent."""
-    has_tokens = rollout.loss_mask.any(dim=1)
-    if algorithm.silent_at_zero_advantage:
-        has_tokens = has_tokens & advantages.any(dim=1)
-    return has_tokens.tolist()
 
 
 def pack(groups: list[list[int]], lengths: Lengths, limit: float) -> list[list[int]]:
@@ -113,19 +103,17 @@ def pack(groups: list[list[int]], lengths: Lengths, limit: float) -> list[list[i
     return microbatches
 
 
-def can_halve(error: RuntimeError, policy: transformers.PreTrainedModel, minibatch: Minibatch) -> bool:
-    """True if memory ran out and smaller microbatches may help; sharded, ranks must run equally many passes."""
-    is_divisible = max(len(batch.rollout) for batch in minibatch.batches) > 1
-    return is_out_of_memory(error) and is_divisible and not dist.is_sharded(policy)
+def can_halve(error: RuntimeError, minibatch: Minibatch) -> bool:
+    """True if memory ran out, and smaller microbatches may help."""
+    return is_out_of_memory(error) and max(len(batch.rollout) for batch in minibatch.batches) > 1
 
 
-def halve(policy: transformers.PreTrainedModel, minibatch: Minibatch) -> int:
+def halve(minibatch: Minibatch, shares_prompts: bool) -> int:
     """Divide each microbatch into halves; returns the limit in tokens for those of later rollouts, and says so.
 
     The denominators are the minibatch's, so the gradient is the same to rounding.
     """
-    is_shared = shares_prompts(policy)
-    limit = max(1, max(batch.padded_tokens(is_shared) for batch in minibatch.batches) // 2)
+    limit = max(1, max(batch.padded_tokens(shares_prompts) for batch in minibatch.batches) // 2)
     minibatch.batches = [half for batch in minibatch.batches for half in batch.halves()]
     torch.cuda.empty_cache()  # does nothing without a GPU
     advice = f"{limit:,} tokens from here on (--optimizer.microbatch_tokens)"

@@ -28,6 +28,22 @@ MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the 
 # ---------------------------------------------------------------- the loop
 
 
+@dataclass(frozen=True)
+class Completions:
+    """What was drawn for N prompts, the rows of one prompt adjacent.
+
+    Attributes:
+        ids: (N * group_size, T) int64, padded after their stop token.
+        logprobs: (N * group_size, T) float32, on request: of the logits at the temperature, before top_k and
+            nucleus; or, if the nuclei are recorded, renormalised over them.
+        nucleus: on request.
+    """
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+    nucleus: Nucleus | None = None
+
+
 @dataclass
 class DecodeState:
     """All B = N * group_size completions so far, and the b rows that are still in the batch.
@@ -66,17 +82,12 @@ def decode(
     sampling: Sampling,
     group_size: int,
     stop_strings: StopStringCriteria | None = None,
-) -> tuple[Tensor, Tensor | None, Nucleus | None]:
+) -> Completions:
     """Complete each prompt ``group_size`` times.
 
     Args:
         prompt_ids, prompt_mask: (N, P) int64 and bool, left-padded prompts.
         stop_strings: finds the rows of token ids (b, t) that end with one of `Sampling.stop_strings`.
-
-    Returns:
-        (N * group_size, T) completions, the rows of one prompt adjacent, padded after their stop token; and on request
-        their log-probs, (N * group_size, T) float32: of the model's own logits at the temperature, before top_k and
-        nucleus; or, if the nuclei are recorded, renormalised over them, and the nuclei.
     """
     state = prefill(model, prompt_ids, prompt_mask, sampling, group_size)
     stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=prompt_ids.device)
@@ -102,7 +113,7 @@ def decode(
             fixed_step.advance(model, state)
     logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
     nucleus = None if nuclei is None else nuclei.collect(state.length)
-    return state.completions[:, : state.length], logprobs, nucleus
+    return Completions(state.completions[:, : state.length], logprobs, nucleus)
 
 
 def prefill(

@@ -48,11 +48,6 @@ class Delay:
         return {"waiting": list(self.waiting), "prefetched": prefetched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rollouts; of a fork with a smaller lag the newest."""
         self.waiting = deque(state["waiting"])
-        room = self.lag
-        if self.ahead is not None and state["prefetched"] is not None:
+        if self.ahead is not None:
             self.ahead.prefetched = state["prefetched"]
-            room -= 1
-        while len(self.waiting) > room:
-            self.waiting.popleft()

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
+from pspo.rollout.decode import Completions
 from pspo.rollout.generate import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
@@ -118,9 +119,8 @@ class EngineSampler:
             completion_ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
         device = self.learner.policy.device
         prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
-        return make_rollout(
-            self.tokenizer, prompt_ids.to(device), prompt_mask.to(device), completion_ids, self.sampling, logprobs
-        )
+        completions = Completions(completion_ids, logprobs)
+        return make_rollout(self.tokenizer, prompt_ids.to(device), prompt_mask.to(device), completions, self.sampling)
 
     def with_sampling(self, sampling: Sampling) -> EngineSampler:
         return EngineSampler(self.engine, self.learner, replace(self.sampler, sampling=sampling))

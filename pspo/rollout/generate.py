@@ -15,8 +15,8 @@ from pspo.config import Decoder, RolloutConfig
 from pspo.model import attends_fully, pad_token_id, shares_prompts, stop_token_ids
 from pspo.model.chat import completion_texts
 from pspo.model.find import token_ids
-from pspo.rollout.decode import decode
-from pspo.rollout.types import Nucleus, Rollout, Sampling, join
+from pspo.rollout.decode import Completions, decode
+from pspo.rollout.types import Rollout, Sampling, join
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,6 @@ def make_sampling(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     logprobs: bool = False,
-    nucleus: bool = False,
 ) -> Sampling:
     """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
 
@@ -54,7 +53,6 @@ def make_sampling(
         max_rows=config.max_rows,
         decoder=config.decoder,
         logprobs=logprobs,
-        nucleus=nucleus,
     )
 
 
@@ -88,16 +86,13 @@ def generate(
             prompt_ids = prompt_ids.to(model.device)  # (N, P)
             prompt_mask = prompt_mask.to(model.device)
             if sampling.decoder == "hf":
-                completion_ids = generate_by_library(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
-                logprobs = nucleus = None
+                completions = generate_by_library(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
             else:
                 stop_strings = None
                 if sampling.stop_strings:
                     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))
-                completion_ids, logprobs, nucleus = decode(
-                    model, prompt_ids, prompt_mask, sampling, group_size, stop_strings
-                )
-            parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completion_ids, sampling, logprobs, nucleus))
+                completions = decode(model, prompt_ids, prompt_mask, sampling, group_size, stop_strings)
+            parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
     return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
 
 
@@ -105,21 +100,19 @@ def make_rollout(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
-    completion_ids: Tensor,
+    completions: Completions,
     sampling: Sampling,
-    logprobs: Tensor | None = None,
-    nucleus: Nucleus | None = None,
 ) -> Rollout:
     """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
 
     Masks come from lengths, never from token values: a pad token may equal a stop token.
     """
     device = prompt_ids.device
-    rows, width = completion_ids.shape
+    rows, width = completions.ids.shape
     group_size = rows // len(prompt_ids)
     prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
     prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
-    completion_ids = completion_ids.to(device)
+    completion_ids = completions.ids.to(device)
     is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
     if sampling.stop_strings:
         ends = StopStringCriteria(tokenizer, list(sampling.stop_strings))
@@ -129,9 +122,16 @@ def make_rollout(
     completion_mask = torch.arange(width, device=device) < lengths[:, None]
     tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
     texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens)
-    if logprobs is not None:
-        logprobs = logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None
-    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask, terminated, texts, logprobs, nucleus)
+    return Rollout(
+        prompt_ids,
+        prompt_mask,
+        completion_ids,
+        completion_mask,
+        terminated,
+        texts,
+        sampler_logprobs=completions.logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None,
+        nucleus=completions.nucleus,
+    )
 
 
 def decode_greedily(
@@ -166,8 +166,8 @@ def generate_by_library(
     prompt_mask: Tensor,
     sampling: Sampling,
     group_size: int,
-) -> Tensor:
-    """Complete prompts (N, P) by transformers' own `generate`: (N * group_size, T), padded after their stop token.
+) -> Completions:
+    """Complete prompts (N, P) by transformers' own `generate`.
 
     The model's generation config is hidden meanwhile: transformers would fill unset fields from it.
     """
@@ -189,7 +189,7 @@ def generate_by_library(
         )
     finally:
         model.generation_config = hidden_config
-    return rows[:, prompt_ids.shape[1] :]
+    return Completions(rows[:, prompt_ids.shape[1] :])
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:

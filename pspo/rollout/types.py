@@ -73,10 +73,11 @@ class Nucleus:
         ids = [row for part in parts for row in part.ids]
         return Nucleus(ids, cat_padded([part.counts for part in parts]))
 
-    def select(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids (M,) in the nuclei of the N unmasked tokens, one token's after the other, and their counts (N,)."""
-        chosen = mask.flatten().repeat_interleave(self.counts.flatten())
-        return torch.cat(self.ids)[chosen], self.counts[mask]
+    def select(self, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids (M,) in the nuclei of the N unmasked tokens of some rows, one after the other, and their counts (N,)."""
+        counts = self.counts[rows]
+        is_selected = mask.flatten().repeat_interleave(counts.flatten())
+        return torch.cat(self.ids[rows])[is_selected], counts[mask]
 
 
 @dataclass(frozen=True)
@@ -144,16 +145,16 @@ class Rollout:
         """prompt_ids, prompt_mask, completion_ids, completion_mask: what `token_logprobs` takes."""
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
-    @property
-    def targets(self) -> Targets:
-        """The N completion tokens; if their nuclei were kept, log-probs are renormalised over those."""
-        nucleus = None if self.nucleus is None else self.nucleus.select(self.completion_mask)
-        return Targets(self.completion_ids[self.completion_mask], nucleus)
+    def targets(self, rows: slice) -> Targets:
+        """The completion tokens of some rows; if their nuclei were kept, log-probs are renormalised over those."""
+        mask = self.completion_mask[rows]
+        nucleus = None if self.nucleus is None else self.nucleus.select(rows, mask)
+        return Targets(self.completion_ids[rows][mask], nucleus)
 
     def logprobs(self, model: PreTrainedModel, temperature: float) -> Tensor:
         """(B, T) log-probs of the completions by a model, see `token_logprobs`; without gradient."""
         with torch.no_grad():
-            return token_logprobs(model, *self.token_ids, temperature, self.targets.nucleus)
+            return token_logprobs(model, *self.token_ids, temperature, self.targets(slice(None)).nucleus)
 
     @property
     def reward_inputs(self) -> dict[str, list]:

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection, Iterable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo.cli.escape import in_markdown
-from pspo.cli.files import as_argument, as_setting
+from pspo.cli.files import as_argument, import_spec
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.model.find import ASSETS
@@ -76,9 +76,7 @@ def model_card(
             "## Evaluation",
             "\n".join(["| model | measure | value |", "|---|---|---|", *evaluation]) if evaluation else "None.",
             "## Use",
-            fenced("python", use_code(config)),
-            "Evaluated by",
-            fenced("bash", evaluate_command(public_paths(config), "path/to/this/model")),
+            f"````python\n{use_code(config)}\n````",  # four: a system prompt may hold three
         ]
     ) + "\n"  # fmt: skip
 
@@ -152,22 +150,6 @@ def use_code(config: TrainConfig) -> str:
     return USE.format(system=system, arguments=arguments, max_tokens=config.rollout.max_completion_tokens)
 
 
-def fenced(language: str, code: str) -> str:
-    """A block of code in Markdown, in a fence that nothing in the code closes."""
-    fence = "`" * max(3, 1 + max(len(ticks) for ticks in re.findall("`*", code)))
-    return f"{fence}{language}\n{code}\n{fence}"
-
-
-def public_paths(config: TrainConfig) -> TrainConfig:
-    """The configuration without paths of this machine; a chat template's file is saved with the model."""
-    data = config.data
-    if data.path is not None:
-        data = replace(data, path="path/to/data")
-    if isinstance(data.chat_template, str):
-        data = replace(data, chat_template=None)
-    return replace(config, data=data)
-
-
 def evaluate_command(config: TrainConfig, model: str) -> str:
     """The command that evaluates a trained model on the same data, prompts and lengths."""
     switches = {"model.name_or_path": model, "data.name": config.data.name}
@@ -179,7 +161,7 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
             if is_set and part.name not in ("name_or_path", "revision", "lora", "limit"):
                 switches[f"{name}.{part.name}"] = value
     if config.reward.functions != RewardConfig().functions:
-        switches["reward.functions"] = [as_setting(function) for function in config.reward.functions]
+        switches["reward.functions"] = [import_spec(function) for function in config.reward.functions]
         if config.reward.weights:
             switches["reward.weights"] = config.reward.weights
     if config.run.test_limit:

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from pspo import distributed as dist
+from pspo.cli.user_code import RunFailed
 from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.model.save import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
-from pspo.run.folders import RunFailed, fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
+from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
 
 States = dict[str, dict[str, Any]]  # by part
 
@@ -53,6 +54,11 @@ class Checkpointer:
 
     def states(self) -> States:
         return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_states(self, states: States) -> None:
+        for name, part in self.parts.items():
+            if name in states:
+                part.load_state_dict(states[name])
 
     def take_snapshot(self) -> None:
         self.snapshot = self.states()

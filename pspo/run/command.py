@@ -12,14 +12,13 @@ from pspo.cli.escape import printable
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
-from pspo.cli.user_code import UserCodeFailed
-from pspo.config import LORA_LR, PAPER_LR, DefaultRate, RewardConfig, TrainConfig
+from pspo.cli.user_code import RunFailed, UserCodeFailed
+from pspo.config import DefaultRate, RewardConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, from_record, label, table
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
-from pspo.rollout import Prompts
 from pspo.run.card import changed_settings, evaluate_command
-from pspo.run.folders import RunFailed, newest_checkpoint
+from pspo.run.folders import newest_checkpoint
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
@@ -103,8 +102,7 @@ def print_header(run: Run) -> None:
     print(f"model   {config.model.name_or_path}: {describe_model(config, policy)} on {policy.device}{ranks}")
 
     prompts = run.validator.prompts
-    sizes = [f"{len(prompts['train']):,} train{describe_duplicates(prompts)}"]
-    sizes += [f"{len(prompts[split]):,} {split}" for split in prompts if split != "train"]
+    sizes = [f"{len(prompts[split]):,} {split}" for split in prompts]
     stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
     stops += [repr(text) for text in run.sampler.sampling.stop_strings]
     end = " or ".join(stops) or "their limit alone"
@@ -118,49 +116,20 @@ def print_header(run: Run) -> None:
     if others:
         print(f"        {', '.join(text.partition('.')[2] for text in others)}")
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
-    rate = f"{optimizer.lr:g} ({describe_rate(config, policy)}), {optimizer.schedule}{warmup}"
+    source = "default for its size" if isinstance(optimizer.lr, DefaultRate) else "set"
+    rate = f"{optimizer.lr:g} ({source}), {optimizer.schedule}{warmup}"
     print(f"rate    {rate}; {optimizer.name}")
 
 
 def describe_model(config: TrainConfig, policy: PreTrainedModel) -> str:
-    """Such as "494.0M parameters, 8.8M of them trained (LoRA of rank 16) in float32"."""
+    """Such as "494.0M parameters, 8.8M of them trained, in float32"."""
     text = f"{policy.num_parameters() / 1e6:.1f}M parameters"
     if has_adapters(policy):
         trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-        rank = f" of rank {config.model.lora.rank}" if config.model.lora.rank > 0 else ""
-        text += f", {trained / 1e6:.1f}M of them trained (LoRA{rank})"
+        text += f", {trained / 1e6:.1f}M of them trained,"
     dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in policy.parameters())
-    text += f" in {' and '.join(dtypes)}"
-    if casts_to_bf16(config.model.autocast, policy.device):
-        text += " under bf16 autocast"
-    return text
-
-
-def describe_rate(config: TrainConfig, policy: PreTrainedModel) -> str:
-    """The source of --optimizer.lr."""
-    rate = config.optimizer.lr
-    if not isinstance(rate, DefaultRate):
-        return "set"
-    lora = has_adapters(policy)
-    factor = "ten times " if lora else ""
-    if rate != (LORA_LR[PAPER_LR] if lora else PAPER_LR):
-        return f"{factor}the default for tiny models"
-    nearest = "" if 0.4e9 < policy.num_parameters() < 1.6e9 else ", the nearest in size"
-    return f"{factor}the paper's for models of 0.5B and 1.5B{nearest}"
-
-
-def describe_duplicates(prompts: dict[str, Prompts]) -> str:
-    """Such as " (41 repeated, 3 also in validation or test)", of the training problems; "" if there are none."""
-    train = {repr(problem.prompt) for problem in prompts["train"].problems}
-    held_out = set()
-    for split in prompts.keys() - {"train"}:
-        held_out |= {repr(problem.prompt) for problem in prompts[split].problems}
-    counts = {
-        "repeated": len(prompts["train"]) - len(train),
-        "also in validation or test": len(train & held_out),
-    }
-    parts = [f"{n:,} {text}" for text, n in counts.items() if n]
-    return f" ({', '.join(parts)})" if parts else ""
+    autocast = " under bf16 autocast" if casts_to_bf16(config.model.autocast, policy.device) else ""
+    return f"{text} in {' and '.join(dtypes)}{autocast}"
 
 
 def config_warnings(run: Run) -> Iterator[str]:
@@ -174,6 +143,11 @@ def config_warnings(run: Run) -> Iterator[str]:
     if "validation" in prompts and len(prompts["validation"]) < FEW_PROBLEMS:
         n = len(prompts["validation"])
         yield f"{n} validation problems choose the best model: by chance, mostly; raise --run.validation_limit"
+    train = {repr(problem.prompt) for problem in prompts["train"].problems}
+    held_out = [problem for split in prompts if split != "train" for problem in prompts[split].problems]
+    leaked = train & {repr(problem.prompt) for problem in held_out}
+    if leaked:
+        yield f"{len(leaked):,} training prompts are also in validation or test"
 
 
 def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
@@ -210,15 +184,14 @@ def test_table(config: TrainConfig, summary: dict[str, Any]) -> str:
 
 
 def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
-    """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100 (final)"; "" of none."""
-    names: dict[tuple[int, float], list[str]] = {}  # by step and reward
-    for name, validation in validations.items():
-        if validation and (name != "best_trained" or validation != validations["best"]):
-            names.setdefault((validation["step"], validation["validation_reward"]), []).append(name.replace("_", " "))
-    if not names:
-        return ""
-    parts = [f"{reward:.3f} at step {step} ({', '.join(names[step, reward])})" for step, reward in sorted(names)]
-    text = f"validation reward {', '.join(parts)}"
-    if validations["best"].get("step") == 0:
+    """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100"; "" of none."""
+    best = validations["best"]
+    rewards = {validation["step"]: validation["validation_reward"] for validation in validations.values() if validation}
+    parts = []
+    for step in sorted(rewards):
+        mark = " (best)" if step == best["step"] else ""
+        parts.append(f"{rewards[step]:.3f} at step {step}{mark}")
+    text = f"validation reward {', '.join(parts)}" if parts else ""
+    if best and best["step"] == 0:
         text += ". No trained step was better than the untrained model, which is returned"
     return text

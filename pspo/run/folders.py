@@ -17,10 +17,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from pspo.cli.files import DAMAGE, lock, write_json
-
-
-class RunFailed(RuntimeError):
-    """A run that cannot continue; everything saved is still there."""
+from pspo.cli.user_code import RunFailed
 
 
 def lock_folder(run: Path) -> IO[Any]:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from pspo import distributed as dist
-from pspo.model import StartingAdapters
+from pspo.model import StartingAdapters, shares_prompts
 from pspo.run.optimizers import schedule
 from pspo.run.tokens import TokenRecord
 
@@ -39,8 +39,14 @@ class Learner:
     record: TokenRecord | None = None
 
     def __post_init__(self) -> None:
+        self.is_sharded = dist.is_sharded(self.policy)
+        self.shares_prompts = shares_prompts(self.policy) and not self.is_sharded  # a pass computes a prompt once
         if self.scheduler is None:
             self.scheduler = schedule(self.optimizer, lambda _: 1.0)
+
+    def limit_microbatches(self, tokens: int) -> None:
+        """Make the microbatches of later rollouts at most this large, because memory has run out."""
+        self.microbatch_limit = min(tokens, self.microbatch_limit or tokens)
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
@@ -50,7 +56,7 @@ class Learner:
         return {
             "steps": self.steps,
             "microbatch_limit": self.microbatch_limit,  # a resumed run computes in the same shapes
-            "optimizer": None if dist.is_sharded(self.policy) else self.optimizer.state_dict(),
+            "optimizer": None if self.is_sharded else self.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

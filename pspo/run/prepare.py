@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,9 @@ from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
-from pspo.model.chat import drops_thoughts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, RolloutSampler, Sampler, Sampling, UnshardedSampler, load_prompts, make_sampling
+from pspo.rollout import Prompts, RolloutSampler, Sampler, UnshardedSampler, load_prompts, make_sampling
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import EngineSampler, find_engine, start_engine
 from pspo.rollout.generate import decode_greedily
@@ -68,7 +68,9 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         with generators:
             learner = make_learner(config, device)
         signals = StopSignals()
-        sampling = make_run_sampling(config, learner, tokenizer)
+        needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
+        sampling = make_sampling(learner.policy, tokenizer, config.rollout, logprobs=needs_logprobs)
+        sampling = replace(sampling, nucleus=config.algorithm.nucleus == "replay")
         decoder = Sampler(learner.policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
         with dist.unsharded(learner.policy):
             decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
@@ -120,17 +122,6 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             resources=resources.pop_all(),
             signals=signals,
         )
-
-
-def make_run_sampling(config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """Sampling as --rollout says, with what --algorithm needs of the tokens that are drawn."""
-    return make_sampling(
-        learner.policy,
-        tokenizer,
-        config.rollout,
-        logprobs=config.algorithm.correction != "none" or config.ratios_to_engine,
-        nucleus=config.algorithm.nucleus == "replay",
-    )
 
 
 def make_sampler(
@@ -202,9 +193,6 @@ def load_splits(
     for split, limit in limits.items():
         prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
         check_rewards(config.reward.functions, prompts[split].problems)
-    role = getattr(make_environment(), "role", "user") if make_environment else None
-    if role and drops_thoughts(tokenizer, role) and not config.run.quiet:
-        print(f"thoughts stay in episodes; the chat template leaves them out once a turn of role {role} follows")
     return prompts
 
 

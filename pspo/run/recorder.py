@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.files import append_text, to_jsonl
 from pspo.cli.progress import Bar
+from pspo.cli.user_code import RunFailed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.rollout import Experience, Prompts
-from pspo.run.folders import RunFailed, newest_checkpoint, write_errors
+from pspo.run.folders import newest_checkpoint, write_errors
 from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens

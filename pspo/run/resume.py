@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ FREE = {  # switches that change no number of a run
     "run.save_every", "run.tracker",
 }  # fmt: skip
 LIMITS = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
-BEFORE_CONFIG = {".lock", "data", "environment.json"}  # what a run may write before its config.yaml
 
 
 # Which folder, and which checkpoint
@@ -34,10 +32,10 @@ BEFORE_CONFIG = {".lock", "data", "environment.json"}  # what a run may write be
 
 def holds_run(output: Path) -> bool:
     """True if a run was started in the folder; ValueError if it holds anything else."""
-    names = set(os.listdir(output)) if output.is_dir() else set()
-    if "config.yaml" in names:
+    if (output / "config.yaml").exists():
         return True
-    if any(name not in BEFORE_CONFIG and not fnmatch(name, ".*.tmp") for name in names):
+    names = os.listdir(output) if output.is_dir() else []
+    if any(name != "data" and not name.startswith(".") for name in names):  # which a run writes before its config.yaml
         raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
     return False
 
@@ -47,14 +45,15 @@ def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
 
     Raises ValueError if the run has another configuration.
     """
-    output = Path(config.output_dir) if config.output_dir is not None else None
-    if output is None or not holds_run(output) or not (output / "summary.json").exists():
+    if config.output_dir is None:
+        return {}
+    output = Path(config.output_dir)
+    if not holds_run(output) or not (output / "summary.json").exists():
         return {}
     changes = check_same(output, settings)
     summary = read_json(output / "summary.json")
-    is_below_limits = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (
-        config.max_tokens or math.inf
-    )
+    max_tokens = config.max_tokens or math.inf
+    is_below_limits = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < max_tokens
     return {} if changes & LIMITS and is_below_limits else summary
 
 
@@ -133,7 +132,7 @@ def resume(checkpointer: Checkpointer, checkpoint: Path, seed: int) -> None:
     for name in ("stream", "validator"):
         if states[name]["fingerprint"] != fresh[name]["fingerprint"]:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
-    load_states(checkpointer, states)
+    checkpointer.load_states(states)
     learner, validator, recorder = parts["learner"], parts["validator"], parts["recorder"]
     if validator.best:
         validator.best = best_in_folder(output, validator.best["step"], learner.steps)
@@ -152,7 +151,7 @@ def fork(config: TrainConfig, settings: Settings, checkpointer: Checkpointer, pa
     """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more."""
     states, ranks = checkpointer.load(parent)
     changes = set(differences(read_config(parent / "config.yaml"), settings))
-    load_states(checkpointer, fork_states(states, checkpointer.states(), changes))
+    checkpointer.load_states(fork_states(states, checkpointer.states(), changes))
     if "run.seed" in changes or ranks != dist.world_size():
         checkpointer.parts["generators"].seed(config.run.seed, checkpointer.learner.steps)
     print(f"forked from {config.run.fork_from} at {parent.name}")
@@ -176,12 +175,6 @@ def fork_states(parent: States, fresh: States, changes: set[str]) -> States:
         if switch.startswith("algorithm.") and not any(change.startswith(switch) for change in changes):
             states[name] = parent[name]  # of the same surrogate or term
     return states
-
-
-def load_states(checkpointer: Checkpointer, states: States) -> None:
-    for name, part in checkpointer.parts.items():
-        if name in states:
-            part.load_state_dict(states[name])
 
 
 def best_in_folder(run: Path, step: int, steps: int) -> dict[str, Any]:

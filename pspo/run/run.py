@@ -14,7 +14,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.cli.files import read_config, read_jsonl, write_json, write_text
 from pspo.cli.signals import Stopped, StopSignals
-from pspo.cli.user_code import UserCodeFailed, raise_together
+from pspo.cli.user_code import RunFailed, UserCodeFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
@@ -23,7 +23,7 @@ from pspo.rollout.delay import Delay
 from pspo.rollout.engine import EngineError
 from pspo.rollout.generators import Generators
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import RunFailed, newest_checkpoint, write_errors
+from pspo.run.folders import newest_checkpoint, write_errors
 from pspo.run.learner import Learner
 from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
@@ -31,6 +31,13 @@ from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, end_forks
+
+USER_CODE = {  # that runs in each phase, for messages
+    "test": "a reward",
+    "generate": "an environment",
+    "reward": "a reward or --algorithm.advantages",
+    "validate": "a reward",
+}
 
 
 @dataclass
@@ -121,29 +128,16 @@ class Run:
                 self.checkpointer.save(self.checkpointer.snapshot)
                 resume = f"the same command with --run.output_dir {self.output} resumes"
                 saved = f"saved at step {self.learner.steps}: {resume}"
-            text = f"{self.user_code(name)} failed\n\n{error}\n\nThe run is {saved}"
+            text = f"{USER_CODE[name]} failed\n\n{error}\n\nThe run is {saved}"
             raise UserCodeFailed(text) from error.__cause__
 
-    def user_code(self, phase: str) -> str:
-        """The user's code that runs in a phase, for messages."""
-        if phase == "generate":
-            return "an environment" if self.config.rollout.environment else "decoding"
-        if phase == "reward" and callable(self.config.algorithm.advantages):
-            return "a reward or --algorithm.advantages"
-        return "a reward"
-
     def require_some_reward(self, rewards: Tensor) -> None:
-        """End the run, saved, if no completion of any rank has a reward (B,), and functions have failed.
-
-        Where none has failed, say so in the first rollout; the run fails at its end if there never is a reward.
-        """
-        unknown = all(dist.gather_objects(bool(rewards.isnan().all())))
+        """End the run, saved, if no completion of any rank has a reward (B,), because functions have failed."""
+        is_unknown = all(dist.gather_objects(bool(rewards.isnan().all())))
         failures = self.describe_failures()
         with self.phase("reward"):
-            if unknown and failures:
+            if is_unknown and failures:
                 raise RewardError(f"every completion of this rollout is without a reward: {failures}")
-        if unknown and self.recorder.tokens == 0 and dist.is_main():
-            self.recorder.bar.write("WARNING: every reward of the first rollout is None", file=sys.stderr)
 
     def describe_failures(self) -> str:
         """The first failure of each reward on any rank, in one line; "" without any."""

@@ -76,26 +76,26 @@ class Number(NamedTuple):
 def _read(match: re.Match[str]) -> Number | None:
     """Number spelled by a match of `_NUMBER`; None for a zero denominator or too many digits."""
     sign, frac_numerator, frac_denominator, dividend, divisor, decimal, exponent = match.groups("")
-    above = frac_numerator or dividend or decimal
-    below = frac_denominator or divisor or "1"
-    above_digits = above if above.isdecimal() else above.translate(_NOT_DIGITS)  # the test alone is ten times as fast
-    below_digits = below if below.isdecimal() else below.translate(_NOT_DIGITS)
-    if max(len(above_digits), len(below_digits)) > MAX_DIGITS or len(exponent.lstrip("+-")) > MAX_EXPONENT_DIGITS:
+    top = frac_numerator or dividend or decimal
+    bottom = frac_denominator or divisor or "1"
+    top_digits = top if top.isdecimal() else top.translate(_NOT_DIGITS)  # the test alone is ten times as fast
+    bottom_digits = bottom if bottom.isdecimal() else bottom.translate(_NOT_DIGITS)
+    if max(len(top_digits), len(bottom_digits)) > MAX_DIGITS or len(exponent.lstrip("+-")) > MAX_EXPONENT_DIGITS:
         return None
-    a, b = int(above_digits), int(below_digits)
+    a, b = int(top_digits), int(bottom_digits)
     if b == 0:
         return None
-    minuses = sign.count("-") + above.count("-") + below.count("-")
-    decimals = len(above.partition(".")[2]) - len(below.partition(".")[2])
+    minuses = sign.count("-") + top.count("-") + bottom.count("-")
+    decimals = len(top.partition(".")[2]) - len(bottom.partition(".")[2])
     return Number(-a if minuses % 2 else a, b, int(exponent or "0") - decimals if a else 0)
 
 
 def find_numbers(text: str) -> Iterator[Number]:
     """Yield the numbers of the text from left to right, each spelling once."""
-    seen = set()
+    spellings = set()
     for match in _NUMBER.finditer(text.replace("\u2212", "-")):
-        if match.group() not in seen:
-            seen.add(match.group())
+        if match.group() not in spellings:
+            spellings.add(match.group())
             number = _read(match)
             if number is not None:
                 yield number

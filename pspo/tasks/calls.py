@@ -15,6 +15,7 @@ from pspo.tasks.failures import RewardError, report_failure
 from pspo.tasks.workers import worker_pool
 
 OnError = Literal["raise", "none"]
+Result = tuple[list[Any], dict[str, Any]]  # what a reward returned, and what it logged
 
 
 def reward_name(function: Callable[..., Any]) -> str:
@@ -32,11 +33,8 @@ def await_result(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return thread.submit(asyncio.run, coroutine).result()
 
 
-def call_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Call a reward, here or in a worker process; returns its values, as plain numbers, and what it logged.
-
-    What it raises is an Exception, and the current folder stays the trainer's.
-    """
+def call_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
+    """Call a reward, here or in a worker process; what it raises is an Exception, and the current folder stays."""
     logs: dict[str, Any] = {}
 
     def log_metric(name: str, value: float) -> None:
@@ -65,11 +63,7 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> tupl
 
 
 def checked_values(
-    name: str,
-    rows: range,
-    result: tuple[list[Any], dict[str, Any]],
-    on_error: OnError,
-    logged: dict[str, list[Any]],
+    name: str, rows: range, result: Result, on_error: OnError, logged: dict[str, list[Any]]
 ) -> list[float | None]:
     """Values of `call_reward` for some rows of a batch; what the reward logged is added to ``logged``.
 
@@ -80,8 +74,7 @@ def checked_values(
     for key, value in logs.items():
         column = value if isinstance(value, list) else [value] * len(rows)
         if len(column) != len(rows):
-            what = f"logged {len(column)} values of {key!r} for {len(rows)} completions"
-            raise RewardError(f"reward {name} {what}")
+            raise RewardError(f"reward {name} logged {len(column)} values of {key!r} for {len(rows)} completions")
         batch_column = logged.setdefault(key, [])
         batch_column += [None] * (rows.stop - len(batch_column))
         batch_column[rows.start : rows.stop] = column
@@ -105,7 +98,7 @@ def checked_values(
 
 def call_in_time(
     function: Callable[..., Any], arguments: dict[str, Any], timeout: float, late: TimeoutError
-) -> tuple[list[Any], dict[str, Any]] | Exception:
+) -> Result | Exception:
     """Result of `call_reward`, or what it raises: ``late`` after so many seconds, if not 0.
 
     By SIGALRM, so in the main thread only.
@@ -126,6 +119,13 @@ def call_in_time(
             signal.signal(signal.SIGALRM, previous)
     except Exception as error:  # a user's code may raise anything
         return error
+
+
+def slice_rows(arguments: dict[str, Any], rows: range) -> dict[str, Any]:
+    """A reward's arguments for some rows of the batch; what is no list is for all."""
+    return {
+        name: value[rows.start : rows.stop] if isinstance(value, list) else value for name, value in arguments.items()
+    }
 
 
 def guarded_values(
@@ -150,13 +150,7 @@ def guarded_values(
     late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
     while parts:
         retries = []
-        calls = [
-            {
-                key: value[part.start : part.stop] if isinstance(value, list) else value
-                for key, value in arguments.items()
-            }
-            for part in parts
-        ]
+        calls = [slice_rows(arguments, part) for part in parts]
         if workers:
             results = worker_pool(workers).map(call_reward, [(function, call) for call in calls], timeout, late)
         else:

@@ -145,11 +145,6 @@ def read_split(
     random.Random(seed).shuffle(drafts)
     if "validation" in splits:
         return drafts
-    if len(drafts) < 2:
-        raise ValueError(
-            f"{path or source.hub_id} has too few problems to train on: {len(drafts)}, one of which is held out for "
-            "validation; add some, or name a file validation.jsonl"
-        )
     held_out = max(1, min(500, len(drafts) // 20))
     if source.train_size and len(drafts) > source.train_size:
         held_out = len(drafts) - source.train_size

@@ -25,8 +25,8 @@ from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MAX_REWARD = 1e15  # above it gradient norms overflow in float32
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Reward(ABC):
@@ -191,10 +191,6 @@ def total_rewards(
         (B,) unweighted values, NaN where there is none.
     """
     weights = [1.0] * len(functions) if weights is None else list(weights)
-    if len(weights) != len(functions) or not functions:
-        raise ValueError(f"{len(functions)} rewards but {len(weights)} weights: give at least one, and as many of each")
-    if len(completions) != len(problems):
-        raise ValueError(f"{len(completions)} completions but {len(problems)} problems: pass one for each completion")
     inputs = {
         "completions": completions,
         "problems": problems,

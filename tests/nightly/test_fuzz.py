@@ -21,7 +21,7 @@ from processes import Payload, run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.run.folders import checkpoints, damage
+from pspo.run.folders import checkpoints, find_damage
 from pspo.tasks import load_problems
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
@@ -183,7 +183,7 @@ def test_any_change_of_a_checkpoint_is_damage(saved, tmp_path, data):
     place, cut = data.draw(st.integers(0, len(before))), data.draw(st.integers(0, 9))
     after = before[:place] + data.draw(st.binary(max_size=9)) + before[place + cut :]
     file.write_bytes(after)
-    assert (damage(tmp_path / "step-000004") is None) == (after == before)
+    assert (find_damage(tmp_path / "step-000004") is None) == (after == before)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json"])

@@ -15,7 +15,8 @@ import pytest
 import test_distributed
 import torch
 from processes import assert_same, at_call, before, kill_at_file_event, ranks, states
-from test_distributed import make_config, step, torchrun, train
+from rank_runs import torchrun, train
+from test_distributed import make_config, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pspo import distributed as dist
@@ -47,28 +48,23 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_weights_are_gathered_and_gradients_reduced_for_each_microbatch_or_once_a_step(tmp_path):
+def test_weights_are_gathered_and_gradients_reduced_for_each_microbatch(tmp_path):
     config = make_config(SAPO(), "grpo", model="tiny-base", epochs=2)
     config = replace(config, optimizer=replace(config.optimizer, microbatch_tokens=150))
 
     def work() -> None:
         dist.init("fsdp2", 60)
-        counts = {}
-        for gather in ("microbatch", "step"):
-            with Collectives() as collectives:
-                before("update", lambda *_, counts=collectives.counts: counts.clear(), test_distributed)
-                step(replace(config, distributed=DistributedConfig("fsdp2", gather=gather)))
-            counts[gather] = dict(collectives.counts)
-        torch.save(counts, tmp_path / f"{dist.rank()}.pt")
+        with Collectives() as collectives:
+            before("update", lambda *_: collectives.counts.clear(), test_distributed)
+            step(replace(config, distributed=DistributedConfig("fsdp2")))
+        torch.save(dict(collectives.counts), tmp_path / f"{dist.rank()}.pt")
 
     assert ranks(work) == [0, 0]
-    often, once = torch.load(tmp_path / "0.pt").values()
+    counts = torch.load(tmp_path / "0.pt")
     sharded, steps = 5, 2  # modules: four layers, and the model with its embeddings
-    microbatches = often["_reduce_scatter_base_"] / sharded / steps
+    microbatches = counts["_reduce_scatter_base_"] / sharded / steps
     assert microbatches >= 3
-    assert once["_reduce_scatter_base_"] == sharded * steps
-    assert once["_allgather_base_"] == (sharded + microbatches - 1) * steps  # the embeddings for each
-    assert often["_allgather_base_"] == (2 * (sharded - 1) + 1) * microbatches * steps  # forward and backward
+    assert counts["_allgather_base_"] == (2 * (sharded - 1) + 1) * microbatches * steps  # forward and backward
 
 
 def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whole, tmp_path, capfd):
@@ -115,8 +111,8 @@ def test_two_launchers_are_one_job(whole, tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     output = tmp_path / "run"
-    of_job = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job")
-    command = torchrun(output, "fsdp2", *of_job, "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}")
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job")
+    command = torchrun(output, "fsdp2", *options, "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}")
 
     def launch() -> list[subprocess.Popen]:
         return [subprocess.Popen(**command) for _ in range(2)]
@@ -124,8 +120,8 @@ def test_two_launchers_are_one_job(whole, tmp_path):
     job, end = launch(), time.monotonic() + 240
     while not (output / "checkpoints/step-000002").exists() and time.monotonic() < end:
         time.sleep(0.02)
-    of_node = ["ps", "-o", "pid=", "--ppid", str(job[1].pid)]
-    listed = subprocess.run(of_node, capture_output=True, text=True, check=True)
+    children = ["ps", "-o", "pid=", "--ppid", str(job[1].pid)]
+    listed = subprocess.run(children, capture_output=True, text=True, check=True)
     for process in [*map(int, listed.stdout.split()), job[1].pid]:  # a node that is gone
         os.kill(process, signal.SIGKILL)
     assert all(node.wait(timeout=120) != 0 for node in job)
