@@ -11,7 +11,6 @@ from pspo.distributed.ranks import (
     check_strategy,
     concat_over_ranks,
     end_with_parent,
-    gather_columns,
     gather_objects,
     gather_on_main,
     init,

@@ -166,14 +166,6 @@ def concat_over_ranks(values: Tensor) -> Tensor:
     return torch.cat(gather_objects(values.cpu())).to(values.device) if world_size() > 1 else values
 
 
-def gather_columns(values: Tensor) -> Tensor:
-    """On rank 0 the columns of every rank's (m, n), in rank order: (m, N); elsewhere this rank's (m, n)."""
-    if world_size() == 1:
-        return values
-    parts = gather_on_main(values.cpu())
-    return torch.cat(parts, dim=1).to(values.device) if parts else values
-
-
 def pad_to_longest(items: list[T], filler: T) -> list[T]:
     """Append ``filler`` until this rank has as many items as the rank with the most."""
     return items + [filler] * (max_over_ranks(len(items)) - len(items))
