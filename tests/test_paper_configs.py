@@ -84,7 +84,7 @@ def test_files_say_what_the_paper_says(base):
             rollout=RolloutConfig(
                 prompts=32, group_size=4, max_completion_tokens=128, temperature=0.6, top_p=0.85, top_k=0
             ),
-            algorithm=AlgorithmConfig(surrogate, epochs, minibatches=1, aggregation=aggregation, beta=0.0),
+            algorithm=AlgorithmConfig(surrogate, epochs=epochs, minibatches=1, aggregation=aggregation, beta=0.0),
             optimizer=OptimizerConfig(name="adamw", lr=lr, warmup_steps=125, max_grad_norm=1.0, microbatch_tokens=4096),
             run=RunConfig(
                 max_steps=1_000_000, max_tokens=max_tokens, validate_every=1000, save_every=1000,
