@@ -6,7 +6,7 @@ ones by PPO's clipped loss. No value model, and here no KL term. The library doe
 and the problems, decodes, and computes log-probs without holding all logits.
 
     python -m pspo.train --algorithm.surrogate Clip --algorithm.advantages group --algorithm.aggregation grpo \
-        --rollout.prompts 16 --optimizer.one_pass false --run.validate_every 0
+        --rollout.prompts 16 --run.validate_every 0
 
 ends with the same weights, bit for bit on one thread of a CPU (tests/test_examples.py).
 """
