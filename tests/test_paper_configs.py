@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from processes import one_layer
 
+from pspo.cli.files import differences
 from pspo.cli.parse import parse
 from pspo.config import (
     SYSTEM_PROMPT,
@@ -22,10 +23,9 @@ from pspo.config import (
 )
 from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
-from pspo.cli.files import differences
+from pspo.train import main
 from pspo_lab.report_command import main as report
 from pspo_lab.sweep.plan import SweepConfig, make_plan
-from pspo.train import main
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 METHODS = {  # switches: surrogate, iterations, loss
