@@ -7,9 +7,7 @@ train: rollouts, log-probs and gradients run the same layers.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,10 +131,7 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names, weights and buffers of a model, tied ones under each name; with adapters, those of the merged model.
-
-    Raises ValueError for adapters of anything but a layer's weight, which are no sum with it.
-    """
+    """Names, weights and buffers of a model with its adapters merged; ValueError for those of no layer's weight."""
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue
@@ -146,18 +141,6 @@ def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if is_wrapped and kind == "weight":
             weight = weight + policy.get_submodule(layer).get_delta_weight("default").to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
-
-
-def weights_of_files(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say."""
-    from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
-
-    def layer_prefix(named_weight: tuple[str, Tensor]) -> str:
-        return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
-
-    for _, layer in groupby(merged_weights(policy), layer_prefix):
-        weights = {name: dist.full_tensor(weight) for name, weight in layer}
-        yield from revert_weight_conversion(policy, weights).items()
 
 
 def name_in_file(name: str) -> str:
