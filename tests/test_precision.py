@@ -1,17 +1,17 @@
-"""bfloat16 weights and 8-bit moments: rounding that is right on average, and runs that resume to the last bit."""
+"""bfloat16 weights: rounding that is right on average, and the same on every rank."""
 
 import pytest
 import torch
-from processes import ranks
+from processes import one_layer, ranks
 
 import pspo.train
 import pspo.update
 from pspo.run.rounding import StochasticRounding, round_stochastically
 
 SMALL = (
+    f"--model.name_or_path={one_layer()}", "--model.dtype=bfloat16", "--distributed.strategy=ddp",
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=4",
-    "--run.validate_every=2", "--run.validation_limit=4", "--run.test_limit=0", "--run.save_every=1", "--data.limit=9",
-    "--optimizer.lr=1e-3", "--optimizer.warmup_steps=2",
+    "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=0", "--data.limit=9", "--optimizer.lr=1e-3",
 )  # fmt: skip
 
 
@@ -52,7 +52,6 @@ def test_small_steps_add_up_in_bfloat16(name):
 
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
     def work() -> None:
-        args = ["--model.dtype=bfloat16", "--distributed.strategy=ddp"]
         original = pspo.update.take_step
 
         def step(learner, *rest):
@@ -63,6 +62,6 @@ def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
             return metrics
 
         pspo.update.take_step = step
-        pspo.train.main([*SMALL, *args, f"--run.output_dir={tmp_path / 'run'}"])
+        pspo.train.main([*SMALL, f"--run.output_dir={tmp_path / 'run'}"])
 
     assert ranks(work) == [0, 0]

@@ -86,22 +86,3 @@ def test_two_launchers_are_one_job(whole, tmp_path):
     assert all(node.wait(timeout=120) != 0 for node in job)
     assert [node.wait(timeout=240) for node in launch()] == [0, 0]
     assert_same(whole, output)
-
-
-def test_ranks_die_with_torchrun_and_the_same_command_resumes(whole, tmp_path):
-    command = torchrun(tmp_path / "run", "fsdp2", "--standalone", "--nproc-per-node=2")
-    launcher = subprocess.Popen(**command)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    metrics = tmp_path / "run/metrics.jsonl"
-    while launcher.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n")):
-        time.sleep(0.05)
-    alive = [Path(f"/proc/{child}") for child in children.read_text().split()]
-    assert len(alive) == 2
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 5
-    while any(process.exists() for process in alive) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(process.exists() for process in alive)
-    assert subprocess.run(**command, timeout=240, check=False).returncode == 0
-    assert_same(whole, tmp_path / "run")

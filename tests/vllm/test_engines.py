@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import CPU, Copy, train
-from processes import before, forked, one_layer, run_command, states
+from processes import before, one_layer, run_command, states
 
 import pspo.rollout.engine
 import pspo.run.prepare
@@ -75,25 +75,6 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
     assert stream["position"] == 12  # the four it did not complete are drawn again
     assert train("out", *args, "--run.max_steps=8") == 1
     assert "the engine failed: its process has died" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-def test_on_a_cpu_trainer_and_engine_share_the_threads(monkeypatch):
-    threads = []
-
-    def refuse(*_: object) -> None:
-        threads.append(torch.get_num_threads())
-        raise ValueError
-
-    def start() -> None:
-        torch.set_num_threads(4)
-        for lag in (0, 1):
-            assert train(f"{lag}", f"--rollout.lag={lag}") == 2
-            assert torch.get_num_threads() == 4  # given back
-        assert threads == [4, 2]
-
-    monkeypatch.setattr(Copy, "start", refuse)
-    assert forked(start) == 0  # threads would stay, and the next fork have none
 
 
 def test_corrections_are_on_with_an_engine():
