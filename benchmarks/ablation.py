@@ -17,16 +17,13 @@ from functools import partial
 from unittest import mock
 
 import torch
-from peft.tuners.lora import Linear
 
-import pspo.model.linear
 import pspo.rollout.batching
 import pspo.rollout.decode
 from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
 from pspo.losses import PSPO, Clip
 from pspo.model import shared_prompts
 from pspo.model.load import checkpoint_activations
-from pspo.model.lora import FusedLora
 from pspo.rollout import Rollout, generate
 from pspo.update import Learner, update
 
@@ -41,13 +38,10 @@ def in_order(rows, key):
 
 
 AS_IT_IS = contextlib.nullcontext
-PLAIN_PRODUCTS = partial(mock.patch.object, pspo.model.linear.OneDNNLinear, "forward", torch.nn.Linear.forward)
 UNSHARED = partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False)
-PEFT = partial(mock.patch.object, FusedLora, "forward", Linear.forward)
 RECOMPUTED, UNFUSED, BONUS = "activations recomputed", "AdamW not fused", "with an entropy bonus, which needs every row"
 TRAINING = {  # what is off, by what patch
     "everything on": AS_IT_IS,
-    "head recomputed, not in one pass": partial(mock.patch.object, Clip, "token_local", False),
     "rows with advantage 0 kept": partial(mock.patch.object, Clip, "silent_at_zero_advantage", False),
     "common beginning of prompts per prompt": partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9),
     "prompts computed per row": UNSHARED,
@@ -57,8 +51,6 @@ TRAINING = {  # what is off, by what patch
         mock.patch.object, pspo.rollout.batching, "sorted", in_order, create=True
     ),
     UNFUSED: AS_IT_IS,
-    "PyTorch's own float32 products": PLAIN_PRODUCTS,
-    "PEFT's own layers": PEFT,
     BONUS: AS_IT_IS,
 }
 BY_SORTING = {"_sample_by_rejection": pspo.rollout.decode._sample_sorted}
@@ -66,9 +58,7 @@ GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
     "vocabulary sorted for the nucleus": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_SORTING)),
     "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
-    "PyTorch's own float32 products": ("pspo", PLAIN_PRODUCTS),
     "the library's loop": ("hf", AS_IT_IS),
-    "PEFT's own layers": ("pspo", PEFT),
 }
 
 

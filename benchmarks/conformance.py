@@ -28,7 +28,6 @@ from functools import partial
 from importlib import import_module, metadata, util
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -53,10 +52,9 @@ from pspo.losses import (
     Clip,
     Counts,
     Surrogate,
-    add_terms,
     aggregate,
-    entropy_quantile,
 )
+from pspo.losses.terms import EntropyBonus, KLPenalty, LossInputs, OffPolicyMask, SamplerCorrection
 from pspo.model import token_logprobs
 from pspo.rollout import gdpo, group_relative_advantages
 
@@ -64,7 +62,7 @@ TOLERANCE, MODEL_TOLERANCE = 1e-6, 1e-5
 ROWS, MICROBATCH, T, LIMIT = 8, 4, 12, 16  # LIMIT: the configured completion limit
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
-CAP, FLOOR = 1.5, 0.8
+CAP = 1.5
 FORMAT = [0.5, -3.0, 0.5, 2.0, 0.5, 0.5, 0.5, 8.0]  # of a second reward function
 VOCABULARY, TEMPERATURE = 97, 0.6  # of the model
 
@@ -110,21 +108,25 @@ def entropies(b: Batch) -> Tensor:
 
 def ours(
     surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
-    floor: float = 0.0, mask_off_policy: float | None = None, entropy_coef: float = 0.0, entropy_share: float = 1.0,
+    mask_off_policy: float | None = None, entropy_coef: float = 0.0,
 ) -> Loss:  # fmt: skip
-    algorithm = SimpleNamespace(
-        surrogate=surrogate, beta=beta, kl_estimator=kl, correction=correction, correction_cap=CAP,
-        correction_floor=floor, mask_off_policy=mask_off_policy, entropy_coef=entropy_coef,
-    )  # fmt: skip
-    lowest = entropy_quantile(entropies(BATCH)[BATCH["mask"]], entropy_share)
+    terms: list[Callable] = []
+    if mask_off_policy is not None:
+        terms.append(OffPolicyMask(mask_off_policy))
+    if correction != "none":
+        terms.append(SamplerCorrection(correction, CAP))
+    if beta:
+        terms.append(KLPenalty(beta, kl))
+    if entropy_coef:
+        terms.append(EntropyBonus(entropy_coef))
 
     def loss(b: Batch) -> Tensor:
-        inputs = (b["old"], b["advantages"], b["mask"])
-        ref, sampler = b["ref"] if beta else None, b["sampler"] if correction != "none" else None
-        kept = None if entropy_share == 1 else entropies(b) >= lowest
-        losses = surrogate(b["new"], *inputs)
-        losses = add_terms(algorithm, losses, b["new"], entropies(b), *inputs, kept, ref, sampler)
-        return scale * aggregate(losses, b["mask"], how, COUNTS)
+        sampler = b["sampler"] if correction != "none" else None
+        x = LossInputs(b["new"], b["old"], b["advantages"], b["mask"], entropies(b), b["ref"], sampler)
+        losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)
+        for term in terms:
+            losses = term(losses, x)
+        return scale * aggregate(losses, x.mask, how, COUNTS)
 
     return loss
 
@@ -190,11 +192,11 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
 
 def trl(
     beta: float = 0.0, correction: str = "none", scale: float = 1.0, tokens: int = COUNTS.tokens,
-    floor: float | None = None, microbatch: int = MICROBATCH, **arguments: Any,
+    microbatch: int = MICROBATCH, **arguments: Any,
 ) -> Loss:  # fmt: skip
     """``tokens``: of all minibatches of the rollout."""
     trainer = make_trainer(arguments, beta, correction, microbatch=microbatch)
-    trainer.vllm_importance_sampling_clip_min = floor
+    trainer.vllm_importance_sampling_clip_min = None
     weights = None
     if correction != "none":
         everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}  # TRL knows no empty completion
@@ -258,9 +260,9 @@ CORE, CORRECTIONS = load_verl()
 VERL_HOW = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
-def verl_weights(b: Batch, correction: str, floor: float) -> Tensor:
+def verl_weights(b: Batch, correction: str) -> Tensor:
     level, _, constraint = correction.partition("_")
-    threshold = CAP if constraint == "truncate" else f"{floor or 1e-30}_{CAP}"
+    threshold = CAP if constraint == "truncate" else f"1e-30_{CAP}"
     return CORRECTIONS.compute_rollout_correction_weights(b["old"] - b["sampler"], b["mask"].float(), level, threshold)[
         0
     ]
@@ -268,14 +270,14 @@ def verl_weights(b: Batch, correction: str, floor: float) -> Tensor:
 
 def verl(
     name: str, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
-    floor: float = 0.0, entropy_coef: float = 0.0, **values: Any,
+    entropy_coef: float = 0.0, **values: Any,
 ) -> Loss:  # fmt: skip
     """``name`` as registered; ``how`` as here, or verl's own name."""
 
     def loss(b: Batch) -> Tensor:
         mask, how_ = b["mask"].float(), VERL_HOW.get(how, how)
         config, advantages = ActorConfig(**values), b["advantages"].expand_as(mask)
-        weights = None if correction == "none" else verl_weights(b, correction, floor)
+        weights = None if correction == "none" else verl_weights(b, correction)
         function = CORE.get_policy_loss_fn(name) if name != "reinforce" else CORE.compute_policy_loss_reinforce
         total, _ = function(b["old"], b["new"], advantages, mask, how_, config, weights)
         if beta:
@@ -330,9 +332,6 @@ def same() -> list[Case]:
         Case("VESPO()", "dapo", "TRL", "loss_type=vespo", ours(VESPO(), "dapo"), trl(loss_type="vespo")),
         *(Case(f"Clip(0.2), {mode}", "dapo", "TRL", f"vllm_importance_sampling_mode={mode}",
                ours(clip, "dapo", correction=mode), trl(correction=mode, loss_type="dapo")) for mode in MODES),
-        *(Case(f"Clip(0.2), {mode} in [0.8, 1.5]", "dapo", "TRL", f"{mode}, vllm_importance_sampling_clip_min=0.8",
-               ours(clip, "dapo", correction=mode, floor=FLOOR),
-               trl(correction=mode, loss_type="dapo", floor=FLOOR)) for mode in MODES),
         Case("GSPO(0.1, 0.2), sequence_mask", "grpo", "TRL", "vllm_importance_sampling_mode=sequence_mask",
              ours(GSPO(0.1, 0.2), "grpo", correction="sequence_mask"),
              trl(correction="sequence_mask", loss_type="grpo", **sequence)),
@@ -364,9 +363,6 @@ def same() -> list[Case]:
                f"{'1.5' if mode.endswith('truncate') else '1e-30_1.5'}",
                ours(Clip(0.2, delta=3.0), "dapo", correction=mode), verl("vanilla", "dapo", correction=mode))
           for mode in MODES),
-        *(Case(f"Clip(0.2, delta=3), {mode} in [0.8, 1.5]", "dapo", "verl", f"rollout_is={mode.partition('_')[0]}, "
-               "threshold 0.8_1.5 (IcePop)", ours(Clip(0.2, delta=3.0), "dapo", correction=mode, floor=FLOOR),
-               verl("vanilla", "dapo", correction=mode, floor=FLOOR)) for mode in ("token_mask", "sequence_mask")),
     ]  # fmt: skip
     return cases
 
@@ -396,7 +392,7 @@ def namesakes() -> list[Namesake]:
     k1, k3 = (ours(Clip(0.2, delta=3.0), "dapo", 0.5, kl=kl) for kl in ("k1", "k3"))
     bounded, summed = verl("vanilla", "dapo", 0.5), ours(Clip(0.2), "dr_grpo", scale=LIMIT)
     rloo = trl(loss_type="rloo", scale=MICROBATCH / ROWS)
-    bonus, uncertain = (ours(Clip(0.2), "dapo", **how) for how in ({"entropy_coef": 0.5}, {"entropy_share": 0.6}))
+    bonus = ours(Clip(0.2), "dapo", entropy_coef=0.5)
 
     def corrected(surrogate: Surrogate, how: str, mode: str, **arguments: Any) -> tuple[Loss, Loss]:
         return ours(surrogate, how, correction=mode), trl(correction=mode, **arguments)
@@ -437,10 +433,6 @@ def namesakes() -> list[Namesake]:
         Namesake("entropy_coef, TRL", "the mean of the microbatches' means, whatever the loss_type: the split matters",
                  (bonus, trl(loss_type="dapo", entropy_coef=0.5)), "one microbatch, `dapo`",
                  (bonus, trl(loss_type="dapo", entropy_coef=0.5, microbatch=ROWS)), agree_bounds=(0, ROWS)),
-        Namesake("entropy_quantile, TRL", "of each microbatch's tokens, at every step anew: the split matters",
-                 (uncertain, trl(loss_type="dapo", top_entropy_quantile=0.6)), "one microbatch, one epoch",
-                 (uncertain, trl(loss_type="dapo", top_entropy_quantile=0.6, microbatch=ROWS)),
-                 agree_bounds=(0, ROWS)),
         Namesake("token mean, TRL's bnpo", "the mean of the microbatches' means: the split matters",
                  (clip, trl(loss_type="bnpo")), "loss_type=dapo", (clip, trl(loss_type="dapo"))),
         Namesake("token mean, TRL", "divided by the mean number of tokens of a rollout's minibatches (shown: 2, the "
@@ -504,7 +496,7 @@ def through_model(
         loss.backward()
         theirs += loss.item()
         inputs = (*(part[rows] for part in parts), TEMPERATURE)
-        logprobs, own_entropies = token_logprobs(plain, *inputs, with_entropies=True, entropy_gradient=True)
+        logprobs, own_entropies = token_logprobs(plain, *inputs, with_entropies=True)
         b = {"new": logprobs, "old": old, "ref": ref, "advantages": BATCH["advantages"], "mask": BATCH["mask"]}
         loss = ours(surrogate, how, beta)({key: value if key == "new" else value[rows] for key, value in b.items()})
         loss = loss - entropy_coef * aggregate(own_entropies, BATCH["mask"][rows], how, COUNTS)

@@ -34,7 +34,7 @@ from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import casts_to_bf16
 from pspo.model.linear import use_onednn
-from pspo.run.prepare import load_splits, prompt_lengths
+from pspo.run.prepare import load_splits
 from pspo_lab.plan.cost import shapes
 from pspo_lab.plan.shapes import Shape
 
@@ -121,7 +121,8 @@ def measure_run(folder: Path) -> tuple[Shape, Work, dict[str, float], str]:
     if lines.empty or config.rollout.environment or config.rollout.external or config.model.has_adapters:
         raise ValueError(f"{folder}: at least two rollouts, without environment, engine and adapters")
     prompts = load_splits(config, load_tokenizer(config.model, config.data), None)["train"]
-    _, common = prompt_lengths(prompts, exact=False)
+    first = [prompts.ids[i] for i in range(min(64, len(prompts)))]
+    common = next(i for i, column in enumerate(zip(*first, strict=False)) if len(set(column)) > 1)
     rows, n = config.rollout.prompts * config.rollout.group_size, config.rollout.prompts
     mean = lines[["completion_tokens", "completion_tokens_max", "zero_advantage_share"]].mean()
     length, trained = mean["completion_tokens"], rows * (1 - mean["zero_advantage_share"])

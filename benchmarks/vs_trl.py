@@ -98,7 +98,7 @@ def run_pspo(
     s = set_up(workload, folder, rollouts, **how)
     config, sampling, engine, device = s.config, s.sampling, None, s.policy.device
     if vllm:
-        sampling = replace(sampling, stop_ids=(), min_completion_tokens=0, top_p=1.0, logprobs=True)
+        sampling = replace(sampling, stop_ids=(), top_p=1.0, logprobs=True)
     if by_vllm:
         from pspo_vllm.vllm import VLLM
 

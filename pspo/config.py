@@ -331,7 +331,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     """
 
     surrogate: Surrogate = field(default_factory=PSPO)
-    terms: list[Callable] = field(default_factory=list)
+    terms: list[Term | Callable] = field(default_factory=list)
     epochs: int = number(2, above=0)
     minibatches: int = number(1, above=0)
     aggregation: Aggregation | Callable = "dapo"

@@ -63,13 +63,14 @@ def replay(folder: Path, rollouts: int, keep: int) -> Iterator[tuple[int, Run, d
             run.start()
             policies = deque([deepcopy(run.learner.policy.state_dict())], keep)
             for done in range(1, rollouts + 1):
-                experience = None
-                while experience is None:
-                    experience = run.delay.push(draw(run))
+                experience = draw(run)
+                if run.delay is not None:
+                    experience = run.delay.push(experience)
+                    while experience is None:
+                        experience = run.delay.push(draw(run))
                 with run.phase("train"):
                     steps = update(run.learner, experience.rollout, experience.advantages, run.config)
-                run.recorder.begin_line(experience, steps)
-                run.conclude_rollout()
+                run.conclude_rollout(experience, steps)
                 policies.append(deepcopy(run.learner.policy.state_dict()))
                 yield done, run, policies
 
@@ -90,7 +91,7 @@ class Fork:
 
     def __init__(self, run: Run, problems: int, held_out: int, seed: int) -> None:
         self.run, self.policy, self.seed = run, run.learner.policy, seed
-        self.sampler = run.sampler.decoder
+        self.sampler = run.sampler
         self.weights = deepcopy(self.policy.state_dict())
         self.optimizer = deepcopy(run.learner.optimizer.state_dict())
         for state in self.optimizer["state"].values():

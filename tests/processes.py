@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM
 
 import pspo.train
 import pspo.update
+from pspo.cli.files import read_jsonl
 from pspo.distributed import run_main
 from pspo.model import ASSETS
-from pspo.cli.files import read_jsonl
 from pspo.rollout import Drawing, Experience, Rollout
 from pspo.rollout.types import Nucleus
 

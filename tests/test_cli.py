@@ -106,7 +106,7 @@ def test_what_a_run_says_and_writes(run):
     folder, done = run
     for moment in ("before", r"after, step \d"):
         assert re.search(rf"^{moment} +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
-    assert re.search(r"^validation reward 0\.\d+ at step 0 \(untrained", done.stdout, re.MULTILINE)
+    assert re.search(r"^validation reward 0\.\d+ at step 0", done.stdout, re.MULTILINE)
     assert "python -m pspo.evaluate --model.name_or_path out/best" in done.stdout
     assert list(folder.parent.iterdir()) == [folder]
     final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()

@@ -11,10 +11,10 @@ from batches import completions
 from transformers import TopPLogitsWarper
 
 from pspo.config import SYSTEM_PROMPT, ModelConfig, RolloutConfig
-from pspo.run.save import save_model
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, in_nucleus, sample_nucleus
+from pspo.run.save import save_model
 from pspo.tasks import load_problems
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]

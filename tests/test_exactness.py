@@ -92,7 +92,7 @@ def test_refused_before_a_run_begins(model_folder, tmp_path, capsys):
         error = capsys.readouterr().err
         assert "BartForCausalLM gives a row other log-probs in a padded batch than alone: off by " in error
         assert error.count("\n") == 1
-        assert not output.exists()
+        assert not output.exists() or not any(output.iterdir())  # an evaluation makes its folder first
 
 
 def test_positions_end_where_longrope_switches(model_folder):

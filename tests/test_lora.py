@@ -208,7 +208,7 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
         assert update(learner, rollout, advantages, config)[0]["kl_reference"] == 0
         now = token_logprobs(policy, *rollout.token_ids, 0.7).detach()
-        minibatches = pspo.update.split_minibatches(rollout, advantages, config, policy)
+        minibatches = pspo.update.split_minibatches(rollout, advantages, config)
         pspo.update.add_fixed_logprobs(learner, minibatches, config)
         batch = minibatches[0].batches[0]
         expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()
@@ -334,11 +334,11 @@ def configured(**values) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (configured(r=5), r"--model\.name_or_path .*other does not fit.* is missing there"),
-        (configured(target_modules=["q_proj"]), r"--model\.name_or_path .*other does not fit.* says nothing of"),
+        (configured(r=5), r"--model\.name_or_path .*other: its adapters are not those"),
+        (configured(target_modules=["q_proj"]), r"--model\.name_or_path .*other: its adapters are not those"),
         (configured(r="many"), r"--model\.name_or_path .*other"),
         (configured(target_modules=7), r"--model\.name_or_path .*other"),
-        (with_adapters(dict.popitem), r"--model\.name_or_path .*other does not fit.* is missing there"),
+        (with_adapters(dict.popitem), r"--model\.name_or_path .*other: its adapters are not those"),
         (with_adapters(lambda of: of[min(of)].fill_(torch.nan)), "not all numbers are finite"),
     ],
 )

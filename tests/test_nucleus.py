@@ -93,7 +93,7 @@ def renormalised(policy, rollout, i):
 @pytest.mark.parametrize("chunk_bytes", [2**24, 1])
 def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, rollout, monkeypatch, chunk_bytes):
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", chunk_bytes)
-    nucleus = rollout.nucleus.select(rollout.completion_mask)
+    nucleus = rollout.nucleus.select(slice(None), rollout.completion_mask)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(rollout.completion_mask.shape, generator=generator, dtype=torch.float64)
     logprobs, entropies = token_logprobs(policy, *rollout.token_ids, TEMPERATURE, nucleus, with_entropies=True)
@@ -115,7 +115,7 @@ def test_rows_are_trimmed_with_their_sets(rollout):
     mask = rollout.completion_mask.clone()
     mask[0] = False
     mask[:, 1] = False  # whatever is masked afterwards takes its set along
-    ids, counts = rollout.nucleus.select(mask)
+    ids, counts = rollout.nucleus.select(slice(None), mask)
     expected = [kept for i in range(1, len(rollout)) for t, kept in enumerate(kept_sets(rollout, i)) if t != 1]
     assert [set(part.tolist()) for part in ids.split(counts.tolist())] == expected
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from processes import one_layer
 
+from pspo.cli.files import differences
 from pspo.cli.parse import parse
 from pspo.config import (
     SYSTEM_PROMPT,
@@ -22,10 +23,9 @@ from pspo.config import (
 )
 from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
-from pspo.cli.files import differences
+from pspo.train import main
 from pspo_lab.report_command import main as report
 from pspo_lab.sweep.plan import SweepConfig, make_plan
-from pspo.train import main
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 METHODS = {  # switches: surrogate, iterations, loss
@@ -84,7 +84,7 @@ def test_files_say_what_the_paper_says(base):
             rollout=RolloutConfig(
                 prompts=32, group_size=4, max_completion_tokens=128, temperature=0.6, top_p=0.85, top_k=0
             ),
-            algorithm=AlgorithmConfig(surrogate, epochs, minibatches=1, aggregation=aggregation, beta=0.0),
+            algorithm=AlgorithmConfig(surrogate, epochs=epochs, minibatches=1, aggregation=aggregation, beta=0.0),
             optimizer=OptimizerConfig(name="adamw", lr=lr, warmup_steps=125, max_grad_norm=1.0, microbatch_tokens=4096),
             run=RunConfig(
                 max_steps=1_000_000, max_tokens=max_tokens, validate_every=1000, save_every=1000,

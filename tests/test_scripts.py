@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 from scipy import stats
 
 import pspo.train
-from pspo.losses.correction import correction_weights
 from pspo.cli.files import read_jsonl
-from pspo.tasks import Reward
+from pspo.losses.correction import correction_weights
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -10,12 +10,12 @@ import torch
 from processes import metric_lines
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pspo.cli.files import read_jsonl
 from pspo.config import ModelConfig
 from pspo.losses import GSPO, Clip, token_weights
 from pspo.model import ASSETS, load_tokenizer
-from pspo.cli.files import read_jsonl
-from pspo.run.tokens import COLUMNS, token_texts
 from pspo.rollout import encode_prompts
+from pspo.run.tokens import COLUMNS, token_texts
 from pspo.train import main as train
 
 SMALL = ("--run.max_steps=4", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=0",

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import peak_memory_gb
-from pspo.model.load import ready
+from pspo.model.load import prepare_policy
 from pspo.rollout import encode_prompts
 from pspo.tasks import load_problems
 from pspo_lab.plan.shapes import QWEN, Shape
@@ -77,10 +77,7 @@ def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> Pr
     """A model of this shape with random weights, otherwise as `pspo.model.load_policy` makes it."""
     torch.manual_seed(0)
     with device:
-        policy = ready(AutoModelForCausalLM.from_config(shape.config()), config)
-    if config.compile:
-        policy.base_model.compile(dynamic=True)
-    return policy
+        return prepare_policy(AutoModelForCausalLM.from_config(shape.config()), config)
 
 
 def tiny_prompts(n: int) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:

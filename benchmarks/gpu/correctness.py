@@ -66,7 +66,7 @@ def compare(policy: Any, expected: Rollout, found: Rollout) -> tuple[float, floa
 
 
 def logprobs(options: Options) -> Rows:
-    """Log-probs and the one-pass head's gradient in float32, against the CPU's in float32 and in float64."""
+    """Log-probs and the gradient of the loss in float32, against the CPU's in float32 and in float64."""
     cpu, close = torch.device("cpu"), {"most": 1e-4}
     *inputs, sampling = set_up(FLOAT32, cpu, temperature=TEMPERATURE)
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def logprobs(options: Options) -> Rows:
 
 
 def logprobs_and_gradient(rollout: Rollout, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probs, and the whole gradient of PSPO's loss by the one-pass head; in float64, on the CPU."""
+    """(B, T) log-probs, and the whole gradient of PSPO's loss; in float64, on the CPU."""
     policy = load_policy(FLOAT32, device).to(dtype)
     parts = {name: value.to(device) for name, value in vars(rollout).items() if isinstance(value, Tensor)}
     batch = Batch(replace(rollout, **parts), torch.linspace(-1, 1, len(rollout), device=device))
@@ -101,11 +101,9 @@ def logprobs_and_gradient(rollout: Rollout, device: torch.device, dtype: torch.d
     return values.double().cpu(), gradient.double().cpu()
 
 
-def ratios(options: Options, compile: bool = False) -> Rows:
+def ratios(options: Options) -> Rows:
     """Ratios of a policy that does not move, under bf16 autocast: exactly 1, whichever pass old log-probs come from."""
     policy, *inputs = set_up(FLOAT32, options.device, temperature=TEMPERATURE)
-    if compile:
-        policy.base_model.compile(dynamic=True)
     with torch.autocast(options.device.type, torch.bfloat16):
         rollout = generate(policy, *inputs, GROUP)
     advantages = torch.linspace(-1, 1, len(rollout), device=options.device)
@@ -117,8 +115,8 @@ def ratios(options: Options, compile: bool = False) -> Rows:
     }.items():
         config = TrainConfig(
             model=ModelConfig(autocast="bf16"),
-            algorithm=AlgorithmConfig(PSPO(), **schedule),
-            rollout=RolloutConfig(PROMPTS, GROUP, temperature=TEMPERATURE),
+            algorithm=AlgorithmConfig(surrogate=PSPO(), **schedule),
+            rollout=RolloutConfig(prompts=PROMPTS, group_size=GROUP, temperature=TEMPERATURE),
             run=RunConfig(max_steps=100),
         )
         steps = update(learner, rollout, advantages, config)

@@ -22,9 +22,8 @@ VARIANTS = {
     "checkpointing": {"gradient_checkpointing": True},
     **{name: {"off": name} for name in OFF},
     "adamw8bit": {"optimizer": "adamw8bit"},
-    "compile": {"compile": True},
 }
-NEEDS = {"adamw8bit": ("bitsandbytes", GPU), "compile": (GPU,)}
+NEEDS = {"adamw8bit": ("bitsandbytes", GPU)}
 
 
 def of_load(load: Load) -> list[Measurement]:
@@ -49,7 +48,6 @@ PARTS = {
         Measurement("fsdp2", partial(one_rank, strategy="fsdp2")),
         Measurement("decoders-smollm2", partial(decoders, model="SmolLM2-135M"), 90, ("--smollm2", GPU)),
         Measurement("resume-default", partial(resume, deterministic=False), needs=(GPU,)),
-        Measurement("ratios-compile", partial(ratios, compile=True), 120, (GPU,)),
     ],
     "speed": [
         Measurement("machine", machine, 20),
@@ -67,7 +65,6 @@ PARTS = {
     "fsdp": [
         Measurement("ranks-none", partial(ranks, strategy="none"), 120),
         Measurement("ranks-fsdp2", partial(ranks, strategy="fsdp2"), 120),
-        Measurement("ranks-fsdp2-step", partial(ranks, strategy="fsdp2", gather="step"), 120, (GPU,)),
         Measurement("ranks-ddp", partial(ranks, strategy="ddp"), 120, (GPU,)),
     ],
     "vllm": [

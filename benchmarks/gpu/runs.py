@@ -65,7 +65,7 @@ def word_problems(options: Options, surrogate: str, seed: int) -> Rows:
     ]
 
 
-def ranks(options: Options, strategy: str, gather: str = "microbatch") -> Rows:
+def ranks(options: Options, strategy: str) -> Rows:
     """Rollouts of 32 x 4 x 128 tokens for every GPU, by `pspo.train` under torchrun; with "none", without, on one."""
     processes = 1 if strategy == "none" else max(1, torch.cuda.device_count())
     prompts, tokens, rollouts = (2, 6, 2) if options.rehearse else (32, 128, 4)
@@ -74,10 +74,10 @@ def ranks(options: Options, strategy: str, gather: str = "microbatch") -> Rows:
         args = [
             f"--model.name_or_path={folder}", "--reward.functions=[benchmarks.workloads.checksum]",
             f"--rollout.prompts={prompts * processes}", f"--rollout.group_size={GROUP}",
-            f"--rollout.max_completion_tokens={tokens}", f"--rollout.min_completion_tokens={tokens}",
+            f"--rollout.max_completion_tokens={tokens}",
             f"--optimizer.microbatch_tokens={MICROBATCH}", f"--run.max_steps={2 * rollouts}", "--run.save_every=0",
             "--run.validate_every=0", "--run.test_limit=0", "--run.quiet=true", f"--run.output_dir={output}",
-            f"--distributed.strategy={strategy}", f"--distributed.gather={gather}",
+            f"--distributed.strategy={strategy}",
         ]  # fmt: skip
         pspo.train.main(args) if strategy == "none" else torchrun(processes, *args)
         lines = read_jsonl(Path(output) / "metrics.jsonl")[1:]  # the first is the warm-up

@@ -4,7 +4,6 @@ import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -22,7 +21,6 @@ from pspo_lab.plan.shapes import GPUS
 MICROBATCH = 16384  # tokens
 OFF = {  # optimisations without a switch
     "prompts-per-row": UNSHARED,
-    "head-recomputed": partial(mock.patch.object, PSPO, "token_local", False),
 }
 
 
@@ -47,9 +45,9 @@ class Load:
     def config(self, microbatch: int = MICROBATCH, optimizer: str = "adamw", **model: Any) -> TrainConfig:
         return TrainConfig(
             model=ModelConfig(**model),
-            algorithm=AlgorithmConfig(PSPO(), epochs=1),
-            rollout=RolloutConfig(self.rows // GROUP, GROUP, max_completion_tokens=self.tokens),
-            optimizer=OptimizerConfig(optimizer, lr=1e-6, microbatch_tokens=microbatch),
+            algorithm=AlgorithmConfig(surrogate=PSPO(), epochs=1),
+            rollout=RolloutConfig(prompts=self.rows // GROUP, group_size=GROUP, max_completion_tokens=self.tokens),
+            optimizer=OptimizerConfig(name=optimizer, lr=1e-6, microbatch_tokens=microbatch),
             run=RunConfig(max_steps=10**9),
         )
 

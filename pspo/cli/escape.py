@@ -7,7 +7,6 @@ import html
 import os
 import re
 import sys
-import zlib
 
 MARKDOWN = re.compile(
     r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
@@ -29,17 +28,6 @@ def in_markdown(text: str) -> str:
     """Text as a line of Markdown shows it."""
     text = html.escape(one_line(text), quote=False)
     return MARKDOWN.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", text)
-
-
-def in_cell(text: str) -> str:
-    """Text as a cell of a spreadsheet, which would compute what looks like a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
-
-
-def in_file_name(text: str) -> str:
-    """Text as a file's name; a long one is cut, and ends in its CRC-32."""
-    name = re.sub(r"[^\w.+]+", "-", text)
-    return name if len(name.encode()) <= 200 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
 
 
 def tolerate_output() -> None:

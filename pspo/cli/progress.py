@@ -30,11 +30,14 @@ class Bar(tqdm):
     """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone."""
 
     def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
-        self.quiet, self.in_lines = quiet, not sys.stderr.isatty()
-        self.what, self.first = options.get("desc"), options.get("initial", 0)
-        self.started, self.printed = time.monotonic(), 0.0
+        self.quiet = quiet
+        self.is_log = not sys.stderr.isatty()
+        self.name = options.get("desc")
+        self.first = options.get("initial", 0)
+        self.started = time.monotonic()
+        self.printed = 0.0  # seconds after the start
         options = {"dynamic_ncols": True, "bar_format": FORMAT} | options
-        super().__init__(*args, disable=is_hidden(quiet) or self.in_lines, **options)
+        super().__init__(*args, disable=is_hidden(quiet) or self.is_log, **options)
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
         """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, its first part next to a bar."""
@@ -43,15 +46,19 @@ class Bar(tqdm):
         else:
             self.set_postfix_str(status.partition("  ")[0], refresh=False)
             self.update(n)
-        seconds, (first, most) = time.monotonic() - self.started, SECONDS
-        if always or seconds - self.printed >= min(max(first, seconds / 20), most):
+        seconds = time.monotonic() - self.started
+        shortest, longest = SECONDS
+        if always or seconds - self.printed >= min(max(shortest, seconds / 20), longest):
             self.printed = seconds
-            times = self.times(seconds) if self.in_lines else ""  # a bar has its own
+            times = self.times(seconds) if self.is_log else ""  # a bar has its own
             if status or times:
-                say("  ".join(filter(None, (f"{self.what} {self.n}/{self.total}", times, status))), self.quiet)
+                say("  ".join(filter(None, (f"{self.name} {self.n}/{self.total}", times, status))), self.quiet)
 
     def times(self, seconds: float) -> str:
         """Such as "12:10 elapsed, 04:10 left", at the speed so far."""
-        to_do = (self.total or self.n) - self.n
-        left = self.format_interval(seconds * to_do / max(self.n - self.first, 1))
-        return f"{self.format_interval(seconds)} elapsed" + f", {left} left" * (to_do > 0)
+        elapsed = f"{self.format_interval(seconds)} elapsed"
+        remaining = (self.total or self.n) - self.n
+        if remaining <= 0:
+            return elapsed
+        per_item = seconds / max(self.n - self.first, 1)
+        return f"{elapsed}, {self.format_interval(per_item * remaining)} left"

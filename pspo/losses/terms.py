@@ -8,6 +8,7 @@ on.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,11 +45,15 @@ class LossInputs:
     step: int = 0
 
 
-Term = Callable[[Tensor, LossInputs], Tensor]
+class Term(ABC):
+    """Base of the terms, for their short names on the command line; a term of your own may be any callable."""
+
+    @abstractmethod
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class SamplerCorrection:
+class SamplerCorrection(Term):
     """losses x w, w = old / sampler probability by `correction_weights`: for tokens of another engine or policy.
 
     Args:
@@ -65,7 +70,7 @@ class SamplerCorrection:
 
 
 @dataclass(frozen=True)
-class KLPenalty:
+class KLPenalty(Term):
     """losses + beta KL(policy || reference), by `kl_estimate`.
 
     Args:
@@ -81,7 +86,7 @@ class KLPenalty:
 
 
 @dataclass(frozen=True)
-class EntropyBonus:
+class EntropyBonus(Term):
     """losses - coef H: keeps the policy from becoming certain too soon.
 
     Args:
@@ -95,7 +100,7 @@ class EntropyBonus:
 
 
 @dataclass(frozen=True)
-class OffPolicyMask:
+class OffPolicyMask(Term):
     """0 where A < 0 in a row that the policy has moved away from: DeepSeek-V3.2's off-policy mask (2512.02556).
 
     Args:
@@ -116,7 +121,7 @@ class OffPolicyMask:
 
 
 @dataclass(frozen=True)
-class EntropyQuantile:
+class EntropyQuantile(Term):
     """0 at all but the most uncertain tokens of each row ("Beyond the 80/20 Rule", 2506.01939, by row, not by batch).
 
     Args:

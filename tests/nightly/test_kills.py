@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.run.save import save_model
-from pspo.run.folders import damage
+from pspo.run.folders import find_damage
 from pspo.run.prepare import prepare
 from pspo.run.resume import find_checkpoint
+from pspo.run.save import save_model
 
 pytestmark = pytest.mark.nightly
 
@@ -39,7 +39,7 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
         run.learner.steps = step
         embedding.data[0, 0] = step
         run.checkpointer.save()
-        save_model(run.learner.policy, run.sampler.tokenizer, run.output / "best", "", {"step": step})
+        save_model(run.learner.policy, run.recorder.tokenizer, run.output / "best", "", {"step": step})
 
     def killed(n: int) -> None:
         kill_at_file_event(n)
@@ -53,8 +53,8 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
         shutil.rmtree("out")
         shutil.copytree("start", "out")
         code = forked(lambda n=n: killed(n))
-        found = find_checkpoint(Path("out"), "auto")
-        assert damage(found) is None
+        found = find_checkpoint(Path("out"))
+        assert find_damage(found) is None
         steps = states(found / "parts.pt")["learner"]["steps"]
         assert load_file(found / "model.safetensors")["model.embed_tokens.weight"][0, 0] == steps
         best = json.loads(Path("out/best/validation.json").read_text())["step"]
