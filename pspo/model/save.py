@@ -1,4 +1,4 @@
-"""Write models into a folder: whole or as adapters, with tokenizer and model card."""
+"""Write models into a folder: whole or as adapters, with their tokenizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ def write_model(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    card: str,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model or adapters, tokenizer and card into a folder; ``weights`` are a sharded model's, gathered."""
+    """Write model or adapters, and tokenizer, into a folder; ``weights`` are a sharded model's, gathered."""
     if has_adapters(policy):
         save_adapters(policy, folder, weights)
     else:
@@ -29,4 +28,3 @@ def write_model(
             policy.generation_config = generation_config
         generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
