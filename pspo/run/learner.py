@@ -42,7 +42,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
-        self.shares_prompts = shares_prompts(self.policy) and not self.is_sharded  # a pass computes a prompt once
+        self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
 
     def limit_microbatches(self, tokens: int) -> None:
         """Make the microbatches of later rollouts at most this large, because memory has run out."""
