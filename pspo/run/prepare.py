@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
@@ -18,12 +17,13 @@ from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import load_tokenizer
 from pspo.model.exactness import check_exactness
-from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, Sampler, UnshardedSampler, load_prompts, make_sampling
+from pspo.model.find import token_ids
+from pspo.rollout import Sampler, UnshardedSampler, make_sampling
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.generate import decode_greedily
 from pspo.rollout.generators import Generators
+from pspo.rollout.prompts import load_splits
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import make_learner
@@ -34,8 +34,7 @@ from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, hold
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
-from pspo.tasks import check_rewards
-from pspo.tasks.environment import MakeEnvironment, load_environment
+from pspo.tasks.environment import load_environment
 
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:
@@ -108,8 +107,9 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             resume(checkpointer, checkpoint)
         dist.run_on_main(lambda: write_start(output, device, settings, resources))
         is_shared = all(dist.gather_objects(output.exists()))
-        rule = "must be in a folder that all nodes share"
-        dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
+        dist.run_on_main(
+            lambda: require(is_shared, "run.output_dir", "must be in a folder that all nodes share", output)
+        )
         if parent is not None:
             fork(checkpointer, parent, settings)
         return Run(
@@ -150,20 +150,3 @@ def write_start(output: Path, device: torch.device, settings: Settings, resource
     write_text(output / "config.yaml", to_yaml(settings))
     if not (output / "environment.json").exists():
         write_json(output / "environment.json", environment(str(device), dist.world_size()))
-
-
-def load_splits(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
-) -> dict[str, Prompts]:
-    """Prompts by split: train, and validation and test if the run has them."""
-    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
-    limits = {"train": config.data.limit}
-    if config.run.validate_every:
-        limits["validation"] = config.run.validation_limit
-    if config.run.test_limit:
-        limits["test"] = config.run.test_limit
-    prompts = {}
-    for split, limit in limits.items():
-        prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
-        check_rewards(config.reward.functions, prompts[split].problems)
-    return prompts

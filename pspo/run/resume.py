@@ -1,8 +1,6 @@
-"""Resume a run, or fork one.
+"""Resume a run of the same configuration from its newest undamaged checkpoint, or fork one under another.
 
-The same configuration resumes the run in --run.output_dir from its newest undamaged checkpoint; only switches that
-change no number may differ, and a run may become longer. --run.fork_from starts a new run under any configuration from
-another one's checkpoint: each part loads what fits it.
+Only switches that change no number may differ in a resumed run. In a fork each part loads what fits it.
 """
 
 import shutil
