@@ -185,7 +185,7 @@ def forks(
 
     ``rates``: the learning rates found last, by surrogate and aim, where the next search begins.
     """
-    position, generators = run.stream.position, run.generators.state_dict()
+    position, generators = run.stream.position, run.checkpointer.parts["generators"].state_dict()
     seed = run.config.run.seed * 1000 + cell["rollouts"]
     fork, prompts = Fork(run, args.problems, args.held_out, seed), run.stream.next(run.config.rollout.prompts)
     for lag in args.lags:
@@ -209,7 +209,7 @@ def forks(
                         rates[name, aim] = line["lr"]
                 yield line | {"reward_before": fork.before[0].mean(), "correct_before": fork.before[1].mean()}
     run.learner.policy.load_state_dict(fork.weights)
-    run.generators.load_state_dict(generators)
+    run.checkpointer.parts["generators"].load_state_dict(generators)
     run.stream.seek(position)
 
 
