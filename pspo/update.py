@@ -79,10 +79,11 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     if learner.is_sharded:
         grad_norm = dist.full_tensor(grad_norm)
     is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    lr = learner.scheduler.get_last_lr()[0]
+    lr = learner.optimizer.param_groups[0]["lr"]
     if is_finite:
         learner.optimizer.step()
-    learner.scheduler.step()
+    if learner.scheduler is not None:
+        learner.scheduler.step()
     learner.optimizer.zero_grad()
     learner.steps += 1
 

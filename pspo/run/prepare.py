@@ -8,7 +8,6 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +21,12 @@ from pspo.environments import EnvironmentSampler
 from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, RolloutSampler, Sampler, UnshardedSampler, load_prompts, make_sampling
+from pspo.rollout import Prompts, Sampler, UnshardedSampler, load_prompts, make_sampling
 from pspo.rollout.delay import Delay
-from pspo.rollout.engine import EngineSampler, find_engine, start_engine
+from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.generate import decode_greedily
 from pspo.rollout.generators import Generators
-from pspo.run.checkpointer import Checkpointer, Stateful
+from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import Learner
 from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
@@ -67,37 +66,56 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators:
             learner = make_learner(config, device)
+        policy = learner.policy
+
         signals = StopSignals()
         needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
-        sampling = make_sampling(learner.policy, tokenizer, config.rollout, logprobs=needs_logprobs)
+        sampling = make_sampling(policy, tokenizer, config.rollout, logprobs=needs_logprobs)
         sampling = replace(sampling, nucleus=config.algorithm.nucleus == "replay")
-        decoder = Sampler(learner.policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
-        with dist.unsharded(learner.policy):
-            decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
-            check_exactness(learner.policy, prompts["train"].ids, decode, config.model.autocast)
-        engine_sampler = None
+        decoder = Sampler(policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
+        with dist.unsharded(policy):
+            decode = partial(decode_greedily, policy, tokenizer, sampling)
+            check_exactness(policy, prompts["train"].ids, decode, config.model.autocast)
+        sampler = decoder
         if engine is not None:
             resources.callback(engine.close)
             if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
                 resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-            engine_sampler = start_engine(engine, config, learner, decoder, prompts)
-        sampler = make_sampler(decoder, engine_sampler, make_environment)
+            sampler = engine_sampler = start_engine(engine, config, learner, decoder, prompts)
+        if make_environment is not None:
+            sampler = EnvironmentSampler(sampler, make_environment)
+        if dist.is_sharded(policy):
+            sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
 
         stream = PromptStream(prompts["train"], config)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-        delay = make_delay(config, stream, engine_sampler) if config.rollout.lag > 0 else None
         validator = Validator(config, sampler, recorder, prompts)
-        parts: dict[str, Stateful] = {
+        delay = None
+        if config.draws_ahead:
+
+            def prefetch() -> None:
+                _, ahead = stream.peek(config.rollout.prompts)
+                engine_sampler.prefetch(ahead, config.rollout.group_size)
+
+            delay = Delay(config.rollout.lag, engine_sampler, prefetch)
+        elif config.rollout.lag > 0:
+            delay = Delay(config.rollout.lag)
+
+        pieces = {
             "stream": stream,
             "learner": learner,
             "validator": validator,
             "recorder": recorder,
             "generators": generators,
+            "delay": delay,
+            "algorithm.surrogate": config.algorithm.surrogate,
         }
-        if delay is not None:
-            parts["delay"] = delay
-        checkpointer = Checkpointer(config, parts | stateful_pieces(config), output)
+        for i, term in enumerate(config.algorithm.terms):
+            pieces[f"algorithm.terms.{i}"] = term
+        stateful = {name: piece for name, piece in pieces.items() if hasattr(piece, "state_dict")}
+        checkpointer = Checkpointer(config, stateful, output)
+
         if checkpoint is None:
             dist.run_on_main(lambda: make_output(output, resources))
         is_shared = all(dist.gather_objects(output.exists()))
@@ -122,30 +140,6 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             resources=resources.pop_all(),
             signals=signals,
         )
-
-
-def make_sampler(
-    decoder: Sampler, engine_sampler: EngineSampler | None, make_environment: MakeEnvironment | None
-) -> RolloutSampler:
-    """What draws: the policy's own decoding or an engine; in an environment, if the run has one."""
-    sampler = decoder if engine_sampler is None else engine_sampler
-    if make_environment is not None:
-        sampler = EnvironmentSampler(sampler, make_environment)
-    if dist.is_sharded(decoder.policy):
-        sampler = UnshardedSampler(sampler, decoder.policy, gathers=engine_sampler is None)
-    return sampler
-
-
-def make_delay(config: TrainConfig, stream: PromptStream, engine_sampler: EngineSampler | None) -> Delay:
-    """Rollouts wait for --rollout.lag; an engine draws the next one during the update, if nothing forbids it."""
-    if not config.draws_ahead:
-        return Delay(config.rollout.lag)
-
-    def prefetch() -> None:
-        _, prompts = stream.peek(config.rollout.prompts)
-        engine_sampler.prefetch(prompts, config.rollout.group_size)
-
-    return Delay(config.rollout.lag, engine_sampler, prefetch)
 
 
 def find_start(
@@ -208,11 +202,3 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     return Learner(policy, optimizer, scheduler, reference)
-
-
-def stateful_pieces(config: TrainConfig) -> dict[str, Any]:
-    """The surrogate, and the terms, that have a state to save."""
-    pieces = {"algorithm.surrogate": config.algorithm.surrogate}
-    for i, term in enumerate(config.algorithm.terms):
-        pieces[f"algorithm.terms.{i}"] = term
-    return {name: piece for name, piece in pieces.items() if hasattr(piece, "state_dict")}
