@@ -40,7 +40,7 @@ from pspo.cli.python import config_from_python
 from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.model.logprobs import head_logits, hidden_states
-from pspo.rollout import Drawing, Prompts, Rollout, prompt_order
+from pspo.rollout import Prompts, Rollout, prompt_order
 from pspo.run.learner import Learner
 from pspo.run.optimizers import make_optimizer
 from pspo.run.prepare import prepare
@@ -122,7 +122,7 @@ class Fork:
         """A rollout of an earlier policy, with its log-probs of all rows, and advantages (B,)."""
         self.policy.load_state_dict(policy)
         self.drew = self.next_token_logprobs()
-        experience = score(self.run, Drawing(indices, self.draw(prompts, self.run.config.rollout.group_size)))
+        experience = score(self.run, indices, self.draw(prompts, self.run.config.rollout.group_size))
         every_row = torch.ones_like(experience.advantages)
         return keep_logprobs(self.run.learner, experience.rollout, every_row, self.run.config), experience.advantages
 

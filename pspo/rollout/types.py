@@ -29,7 +29,7 @@ class Sampling:
     """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens.
 
     Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
-    for transformers' own `generate`, the reference.
+    (transformers' own `generate`, the reference).
     """
 
     stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
@@ -43,6 +43,10 @@ class Sampling:
     decoder: Decoder = "pspo"
     logprobs: bool = False  # keep those that the tokens were sampled with; not with decoder "hf"
     nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
+
+    def __post_init__(self) -> None:
+        if self.decoder == "hf" and (self.logprobs or self.nucleus):
+            raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
 
     def greedy(self) -> "Sampling":
         """Greedy decoding, with the same decoder, limit and stop tokens."""
@@ -78,6 +82,22 @@ class Nucleus:
         counts = self.counts[rows]
         is_selected = mask.flatten().repeat_interleave(counts.flatten())
         return torch.cat(self.ids[rows])[is_selected], counts[mask]
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What was drawn for N prompts, the rows of one prompt adjacent.
+
+    Attributes:
+        ids: (N * group_size, T) int64, padded after their stop token.
+        logprobs: (N * group_size, T) float32, on request: of the logits at the temperature, before top_k and
+            nucleus; or, if the nuclei are recorded, renormalised over them.
+        nucleus: on request.
+    """
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+    nucleus: Nucleus | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Learner:
         steps: optimizer steps taken.
         microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
         record: gets what every step computes at tokens; None to record nothing.
+        casts_to_bf16: forward passes are under bf16 autocast; None until `update` has asked --model.autocast.
     """
 
     policy: transformers.PreTrainedModel
@@ -37,6 +38,7 @@ class Learner:
     steps: int = 0
     microbatch_limit: int | None = None
     record: TokenRecord | None = None
+    casts_to_bf16: bool | None = None
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)

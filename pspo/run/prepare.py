@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,26 @@ from pspo.cli.python import default_output
 from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
-from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
+from pspo.model import StartingAdapters, casts_to_bf16, has_adapters, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, RolloutSampler, Sampler, UnshardedSampler, load_prompts, make_sampling
+from pspo.rollout import (
+    Prompts,
+    PromptStream,
+    RolloutSampler,
+    Sampler,
+    UnshardedSampler,
+    decode_greedily,
+    load_prompts,
+    make_sampling,
+)
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import EngineSampler, find_engine, start_engine
-from pspo.rollout.generate import decode_greedily
-from pspo.rollout.generators import Generators
+from pspo.rollout.sampler import Generators
 from pspo.run.checkpointer import Checkpointer, Stateful
 from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import Learner
 from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
-from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, remove_records, resume
 from pspo.run.run import Run
@@ -65,13 +71,12 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         if device.type == "cpu":  # otherwise several threads add up gradients in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False
-        with generators:
+        with generators.sampling():
             learner = make_learner(config, device)
         signals = StopSignals()
-        needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
-        sampling = make_sampling(learner.policy, tokenizer, config.rollout, logprobs=needs_logprobs)
-        sampling = replace(sampling, nucleus=config.algorithm.nucleus == "replay")
-        decoder = Sampler(learner.policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
+        policy = learner.policy
+        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+        decoder = Sampler(policy, tokenizer, sampling, learner.casts_to_bf16, generators.sampling, stop=signals)
         with dist.unsharded(learner.policy):
             decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
             check_exactness(learner.policy, prompts["train"].ids, decode, config.model.autocast)
@@ -86,7 +91,9 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
 
         stream = PromptStream(prompts["train"], config)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-        delay = make_delay(config, stream, engine_sampler) if config.rollout.lag > 0 else None
+        delay = None
+        if config.rollout.lag > 0:
+            delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
         validator = Validator(config, sampler, recorder, prompts)
         parts: dict[str, Stateful] = {
             "stream": stream,
@@ -134,18 +141,6 @@ def make_sampler(
     if dist.is_sharded(decoder.policy):
         sampler = UnshardedSampler(sampler, decoder.policy, gathers=engine_sampler is None)
     return sampler
-
-
-def make_delay(config: TrainConfig, stream: PromptStream, engine_sampler: EngineSampler | None) -> Delay:
-    """Rollouts wait for --rollout.lag; an engine draws the next one during the update, if nothing forbids it."""
-    if not config.draws_ahead:
-        return Delay(config.rollout.lag)
-
-    def prefetch() -> None:
-        _, prompts = stream.peek(config.rollout.prompts)
-        engine_sampler.prefetch(prompts, config.rollout.group_size)
-
-    return Delay(config.rollout.lag, engine_sampler, prefetch)
 
 
 def find_start(
@@ -207,7 +202,8 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    return Learner(policy, optimizer, scheduler, reference)
+    casts = casts_to_bf16(config.model.autocast, policy.device)
+    return Learner(policy, optimizer, scheduler, reference, casts_to_bf16=casts)
 
 
 def stateful_pieces(config: TrainConfig) -> dict[str, Any]:

@@ -18,14 +18,13 @@ from pspo.cli.user_code import RunFailed, UserCodeFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience, RolloutSampler
+from pspo.rollout import Experience, PromptStream, RolloutSampler
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import EngineError
-from pspo.rollout.generators import Generators
+from pspo.rollout.sampler import Generators
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import newest_checkpoint, write_errors
 from pspo.run.learner import Learner
-from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
@@ -82,7 +81,7 @@ class Run:
     def ended(self) -> bool:
         """Take a snapshot of the parts; True if a limit is reached, or any rank was asked to stop."""
         self.checkpointer.take_snapshot()
-        self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
+        self.stopped = bool(dist.max_over_ranks(self.signals.error is not None))
         return self.stopped or self.recorder.limit_reached
 
     @contextlib.contextmanager
