@@ -416,7 +416,6 @@ def test_a_run_with_a_calculator(run):
     assert all(line["kl_old_new"] < 0.05 for line in metrics)  # old and new log-probs are of the same tokens
     assert any(re.search(r"^<calc>.*</calc><\|im_end\|>\n<\|im_start\|>user\n", s["completion"]) for s in samples)
     assert not any("<|endoftext|>" in s["completion"] for s in samples)
-    assert f"--eval.environment {CALCULATOR}" in (run / "final/README.md").read_text()
 
 
 def test_a_run_with_the_calculator_as_a_tool_is_the_same(run, tmp_path):

@@ -107,7 +107,7 @@ def generate(
         rollouts.clear()  # outside the except block, whose error holds the tensors of the failed pass
         at_a_time = math.ceil(at_a_time / 2)
         set_torch_states(states, model.device)
-        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=2)
+        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
     return rollouts[0] if len(rollouts) == 1 else join(rollouts, sampling.pad_id)
 
 
@@ -226,15 +226,15 @@ class DecodeState:
     completions: Tensor
     logprobs: Tensor | None
     nuclei: NucleusRecorder | None
-    length: int
     live: Tensor
     ended: Tensor
-    tokens: Tensor
     logits: Tensor
     positions: Tensor
     attention_mask: Tensor
     prompt_length: int
     cache: DynamicCache
+    tokens: Tensor | None = None
+    length: int = 0
 
 
 def decode(
@@ -304,10 +304,8 @@ def prefill(
         completions=completions,
         logprobs=torch.zeros_like(completions, dtype=torch.float32) if sampling.logprobs else None,
         nuclei=NucleusRecorder(completions) if sampling.nucleus else None,
-        length=0,
         live=live,
         ended=torch.zeros_like(live, dtype=torch.bool),
-        tokens=live,
         logits=logits.repeat_interleave(group_size, dim=0),
         positions=positions[:, -1:].repeat_interleave(group_size, dim=0),
         attention_mask=attention_mask,

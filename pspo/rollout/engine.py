@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
@@ -77,13 +76,9 @@ class EngineSampler:
     prefetched: Rollout | None = None
     pending: tuple[Prompts, int] | None = None
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.sampler.tokenizer
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.sampler.sampling
+    def __post_init__(self) -> None:
+        self.tokenizer = self.sampler.tokenizer
+        self.sampling = self.sampler.sampling
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         self.collect()

@@ -92,16 +92,10 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class UnshardedSampler:
-    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes.
-
-    Attributes:
-        gathers: False where an engine draws, which has weights of its own.
-    """
+class WrappedSampler:
+    """Base of samplers around another one."""
 
     sampler: RolloutSampler
-    policy: transformers.PreTrainedModel
-    gathers: bool = True
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -111,15 +105,30 @@ class UnshardedSampler:
     def sampling(self) -> Sampling:
         return self.sampler.sampling
 
+    def with_sampling(self, sampling: Sampling) -> RolloutSampler:
+        return replace(self, sampler=self.sampler.with_sampling(sampling))
+
+    def seeded(self) -> RolloutSampler:
+        return replace(self, sampler=self.sampler.seeded())
+
+    def greedy(self, policy: transformers.PreTrainedModel) -> RolloutSampler:
+        return replace(self, sampler=self.sampler.greedy(policy))
+
+
+@dataclass(frozen=True)
+class UnshardedSampler(WrappedSampler):
+    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes.
+
+    Attributes:
+        gathers: False where an engine draws, which has weights of its own.
+    """
+
+    policy: transformers.PreTrainedModel
+    gathers: bool = True
+
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         with dist.unsharded(self.policy) if self.gathers else nullcontext():
             return self.sampler.draw(prompts, group_size)
-
-    def with_sampling(self, sampling: Sampling) -> UnshardedSampler:
-        return replace(self, sampler=self.sampler.with_sampling(sampling))
-
-    def seeded(self) -> UnshardedSampler:
-        return replace(self, sampler=self.sampler.seeded())
 
     def greedy(self, policy: transformers.PreTrainedModel) -> UnshardedSampler:
         return UnshardedSampler(self.sampler.greedy(policy), policy)

@@ -138,7 +138,8 @@ class Rollout:
     def rows(self, indices: Tensor) -> "Rollout":
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
         first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
-        width, parts = max(int(self.completion_mask[indices].sum(dim=1).max()), 1), {}
+        width = max(int(self.completion_mask[indices].sum(dim=1).max()), 1)
+        parts = {}
         for name, value in vars(self).items():
             if isinstance(value, Nucleus):
                 parts[name] = value.rows(indices, width)
@@ -182,7 +183,9 @@ class Rollout:
         lengths = self.loss_mask.sum(dim=1).tolist()
         ids = [row.tolist() for row in self.completion_ids[self.loss_mask].cpu().split(lengths)]
         inputs = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
-        return inputs | ({"environment_rewards": self.environment_rewards} if self.environment_rewards else {})
+        if self.environment_rewards is not None:
+            inputs["environment_rewards"] = self.environment_rewards
+        return inputs
 
     @property
     def tokens(self) -> int:
@@ -192,9 +195,11 @@ class Rollout:
 
 def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     """The rows of all rollouts, one after the other."""
-    joined, width = {}, max(part.prompt_ids.shape[1] for part in parts)
+    width = max(part.prompt_ids.shape[1] for part in parts)
+    joined = {}
     for name, value in vars(parts[0]).items():
-        values, filler = [getattr(part, name) for part in parts], pad_id if name.endswith("_ids") else 0
+        values = [getattr(part, name) for part in parts]
+        filler = pad_id if name.endswith("_ids") else 0
         if isinstance(value, Nucleus):
             joined[name] = Nucleus.join(values)
         elif isinstance(value, list):
