@@ -496,7 +496,7 @@ def through_model(
         loss.backward()
         theirs += loss.item()
         inputs = (*(part[rows] for part in parts), TEMPERATURE)
-        logprobs, own_entropies = token_logprobs(plain, *inputs, with_entropies=True, entropy_gradient=True)
+        logprobs, own_entropies = token_logprobs(plain, *inputs, with_entropies=True)
         b = {"new": logprobs, "old": old, "ref": ref, "advantages": BATCH["advantages"], "mask": BATCH["mask"]}
         loss = ours(surrogate, how, beta)({key: value if key == "new" else value[rows] for key, value in b.items()})
         loss = loss - entropy_coef * aggregate(own_entropies, BATCH["mask"][rows], how, COUNTS)

@@ -19,6 +19,7 @@ from pspo.rollout import Experience, Rollout, estimate_advantages, group_relativ
 from pspo.run.command import train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
+from pspo.tasks.failures import FIRST_FAILURES, RewardError
 from pspo.update import keep_logprobs, update
 
 
@@ -79,9 +80,9 @@ def score(run: Run, prompts: list[int], rollout: Rollout) -> Experience:
             environment_rewards=inputs.get("environment_rewards"),
             logged=logged,
         )
-    rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
-    if dist.max_over_ranks(bool(rewards.isnan().any())):
-        run.require_some_reward(rewards)
+        rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
+        if FIRST_FAILURES and rewards.isnan().all():
+            raise RewardError(f"every completion of this rollout is without a reward: {FIRST_FAILURES}")
     experience = Experience(prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)
     return add_advantages(run, experience)
 

@@ -81,10 +81,11 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     if learner.is_sharded:
         grad_norm = dist.full_tensor(grad_norm)
     is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    lr = learner.scheduler.get_last_lr()[0]
+    lr = learner.optimizer.param_groups[0]["lr"]
     if is_finite:
         learner.optimizer.step()
-    learner.scheduler.step()
+    if learner.scheduler is not None:
+        learner.scheduler.step()
     learner.optimizer.zero_grad()
     learner.steps += 1
 
@@ -110,7 +111,9 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     gradients = []
     device_type = policy.device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=learner.casts_to_bf16):  # around all: casts weights once
-        hidden = hidden_states(policy, *rollout.token_ids)[rollout.completion_mask]  # (N, H)
+        hidden = hidden_states(
+            policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
+        )[rollout.completion_mask]  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)

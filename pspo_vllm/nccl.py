@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from vllm.utils.network_utils import get_ip, get_open_port
 
 from pspo import distributed as dist
-from pspo.model.adapters import weights_of_files
+from pspo_vllm.weights import weights_of_files
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model.adapters import weights_of_files
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
 from pspo_vllm.vllm import TESTED, Row, pad_rows, require_vllm, sampling_params, tolerance
+from pspo_vllm.weights import weights_of_files
 
 CHUNK_BYTES = 2**26  # of weights in one request
 SECONDS_TO_CONNECT = 10.0

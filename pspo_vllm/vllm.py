@@ -21,12 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pspo.config import ModelConfig, TrainConfig
 from pspo.model import casts_to_bf16
-from pspo.model.adapters import weights_of_files
 from pspo.model.find import locate
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
 from pspo.tasks.workers import start_python
+from pspo_vllm.weights import weights_of_files
 
 TESTED = "0.32."  # `serve` uses inner parts of vLLM
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -18,7 +18,7 @@ from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import parse_calls
 from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.model.chat import drops_thoughts, encode, render_prompts
+from pspo.model.chat import encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
@@ -227,8 +227,6 @@ def test_what_was_thought_stays_as_it_was_sampled(sampling, thinking):
     observed = "".join(f"\n<|im_start|>user\n{text}<|im_end|>\n{begin}" for text in ("1 and 26", "2 and 22"))
     assert tokenizer.decode([token for token, drawn in row if not drawn]) == observed
     assert tokenizer.decode(prompts[0]).endswith(begin)
-    assert [drops_thoughts(tokenizer, role) for role in ("user", "tool")] == [True, False]
-    assert not drops_thoughts(load_tokenizer(ModelConfig()), "user")
 
 
 def test_tools_are_called_in_the_templates_own_format(sampling):
@@ -416,6 +414,7 @@ def test_a_run_with_a_calculator(run):
     assert all(line["kl_old_new"] < 0.05 for line in metrics)  # old and new log-probs are of the same tokens
     assert any(re.search(r"^<calc>.*</calc><\|im_end\|>\n<\|im_start\|>user\n", s["completion"]) for s in samples)
     assert not any("<|endoftext|>" in s["completion"] for s in samples)
+    assert CALCULATOR in (run / "final/README.md").read_text()
 
 
 def test_a_run_with_the_calculator_as_a_tool_is_the_same(run, tmp_path):
@@ -453,7 +452,6 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
         pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])
     assert ended.value.code == 1
     message = capsys.readouterr().err
-    assert "an environment failed" in message
     assert 'raise RuntimeError("out of eggs")' in message
     assert "saved at step 2" in message
     pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])  # it resumes

@@ -334,11 +334,11 @@ def configured(**values) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (configured(r=5), r"--model\.name_or_path .*other does not fit.* is missing there"),
-        (configured(target_modules=["q_proj"]), r"--model\.name_or_path .*other does not fit.* says nothing of"),
+        (configured(r=5), r"--model\.name_or_path .*other: its adapters are not those"),
+        (configured(target_modules=["q_proj"]), r"--model\.name_or_path .*other: its adapters are not those"),
         (configured(r="many"), r"--model\.name_or_path .*other"),
         (configured(target_modules=7), r"--model\.name_or_path .*other"),
-        (with_adapters(dict.popitem), r"--model\.name_or_path .*other does not fit.* is missing there"),
+        (with_adapters(dict.popitem), r"--model\.name_or_path .*other: its adapters are not those"),
         (with_adapters(lambda of: of[min(of)].fill_(torch.nan)), "not all numbers are finite"),
     ],
 )

@@ -76,11 +76,11 @@ def test_locate(tmp_path):
     assert locate("tiny-base") == str(ASSETS / "tiny-base")
     assert locate("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert locate(str(ASSETS / "tiny-math")) == str(ASSETS / "tiny-math")
-    for folder, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no config.json")):
-        for load in (lambda config: locate(config.name_or_path), load_tokenizer, lambda c: load_policy(c, CPU)):
-            with refused(rf"--model\.name_or_path.*{re.escape(str(folder))} {what}$"):
+    for folder in (tmp_path / "none", tmp_path):
+        for load in (load_tokenizer, lambda config: load_policy(config, CPU)):
+            with refused(rf"--model\.name_or_path: there is no {re.escape(str(folder / 'config.json'))}$"):
                 load(ModelConfig(name_or_path=str(folder)))
-    with refused(r"--model.name_or_path: model folder no/such/folder does not exist"):
+    with refused(r"--model.name_or_path: there is no no/such/folder/config.json"):
         locate("./no/such/folder")
 
 
@@ -95,7 +95,7 @@ def refused(match):
 def test_attention_that_the_model_lacks(tiny_model, model_folder, load):
     folder = model_folder(tiny_model("Gemma2"))
     load(folder, attn_implementation="eager")
-    with refused(r"^--model\.attn_implementation sdpa"):
+    with pytest.raises(ValueError, match="attn_implementation"):
         load(folder, attn_implementation="sdpa")
 
 
@@ -111,11 +111,11 @@ def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
 TINY_BASE = load_file(ASSETS / "tiny-base/model.safetensors")
 NORM, BIAS = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
 ODD_WEIGHTS = {  # in place of tiny-base's, or beside them
-    "missing": ({NORM: None}, f"its (weights|files) lack {NORM}(; load it in one process .*)?"),
+    "missing": ({NORM: None}, f"(load it in one process .*)?its (weights|files) lack {NORM}"),
     "a layer too many": (
         {f"model.layers.4.{name}": torch.ones(3) for name in "dcba"},
         "its config.json describes a model without its weights "
-        + ", ".join(f"model.layers.4.{name}" for name in "abc") + " ...",
+        + ", ".join(f"model.layers.4.{name}" for name in "abc"),
     ),
     "not finite": (
         {NORM: torch.full((128,), math.nan), BIAS: torch.tensor([math.inf] + [0.0] * 127)},
@@ -169,8 +169,5 @@ def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     model = tiny_model(vocab_size=len(tokenizer))
     pad_token_id(model, tokenizer)
     tokenizer.add_tokens("zz")  # which some prompt may hold; pad is one that the model has
-    with refused(f"token 'zz' .{model.config.vocab_size}. is none of the model's"):
-        pad_token_id(model, tokenizer)
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    with refused(f"token '<pad>' .{model.config.vocab_size + 1}. is none of the model's"):
+    with refused("the tokenizer has more than the model's"):
         pad_token_id(model, tokenizer)

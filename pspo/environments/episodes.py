@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -39,11 +38,6 @@ class Episode:
     reward: float = 0.0
     terminated: bool = False  # by the environment, within the limits
 
-    @property
-    def context(self) -> list[int]:
-        """Token ids of everything so far."""
-        return [*self.prompt_ids, *self.ids]
-
     def extend(self, ids: list[int], sampled: bool) -> None:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
@@ -61,69 +55,63 @@ class EnvironmentSampler(WrappedSampler):
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
-        episodes = self._start(prompts, group_size)
-        limit = self.sampling.max_completion_tokens
-        max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
-        first_turns = self.sampler.draw(prompts, group_size)
-        live = self._play_turns(episodes, first_turns, is_last=max_turns == 1)
-        for turn in range(2, max_turns + 1):
-            if not live:
-                break
-            room = max(limit - len(episode.ids) for episode in live)
-            turn_sampler = self.sampler.with_sampling(replace(self.sampling, max_completion_tokens=room))
-            contexts = Prompts([episode.problem for episode in live], [episode.context for episode in live])
-            live = self._play_turns(live, turn_sampler.draw(contexts, 1), is_last=turn == max_turns)
-        return episodes_to_rollout(first_turns, episodes, self.sampling.pad_id)
-
-    def _start(self, prompts: Prompts, group_size: int) -> list[Episode]:
-        """An episode for each row, its environment reset."""
         episodes = []
         for problem, prompt_ids in zip(prompts.problems, prompts.ids, strict=True):
             for _ in range(group_size):
                 episodes.append(Episode(self.make_environment(), problem, prompt_ids))
         for episode in episodes:
             episode.environment.reset(episode.problem)
-        return episodes
+        max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
+        first_turns = self.sampler.draw(prompts, group_size)
+        live = self.play(episodes, first_turns, is_last=max_turns == 1)
+        for turn in range(2, max_turns + 1):
+            if not live:
+                break
+            room = self.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
+            sampler = self.sampler.with_sampling(replace(self.sampling, max_completion_tokens=room))
+            contexts = [episode.prompt_ids + episode.ids for episode in live]
+            turns = sampler.draw(Prompts([episode.problem for episode in live], contexts), 1)
+            live = self.play(live, turns, is_last=turn == max_turns)
+        return episodes_to_rollout(first_turns, episodes, self.sampling.pad_id)
 
-    def _play_turns(self, episodes: list[Episode], rollout: Rollout, is_last: bool) -> list[Episode]:
-        """Append the turns that the model drew, and observations unless these turns are the last; returns what is open.
+    def play(self, episodes: list[Episode], rollout: Rollout, is_last: bool) -> list[Episode]:
+        """Append the turns that the model drew, and observations; returns the episodes that have another turn.
 
-        Episodes without room for the observation and a token after it are over.
+        An episode without room for the observation and a token after it is over.
         """
         limit = self.sampling.max_completion_tokens
-        lengths = rollout.completion_mask.sum(dim=1).tolist()
-        still_open = []
+        live = []
         for i, episode in enumerate(episodes):
-            ids = rollout.completion_ids[i, : lengths[i]].tolist()
-            observation = self._play_turn(episode, ids, rollout.texts[i], bool(rollout.terminated[i]))
-            if observation is None or is_last:
+            ids = rollout.completion_ids[i][rollout.completion_mask[i]].tolist()
+            text = rollout.texts[i]
+            is_ended = bool(rollout.terminated[i])
+            room = limit - len(episode.ids)
+            if len(ids) > room:  # another row had more
+                ids = ids[:room]
+                is_ended = False
+                (text,) = completion_texts(self.tokenizer, [episode.prompt_ids + episode.ids], [ids])
+            episode.extend(ids, sampled=True)
+            observation, is_done = self.step(episode, text)
+            episode.terminated = is_ended and is_done
+            if is_done or is_last or not is_ended:
                 continue
             role = getattr(episode.environment, "role", "user")
-            observed = observation_ids(self.tokenizer, observation, episode.ids[-1], role)
+            observed = observation_ids(self.tokenizer, observation, ids[-1], role)
             if len(episode.ids) + len(observed) < limit:
                 episode.extend(observed, sampled=False)
-                still_open.append(episode)
-        return still_open
+                live.append(episode)
+        return live
 
-    def _play_turn(self, episode: Episode, ids: list[int], text: str, is_ended: bool) -> str | None:
-        """Append a turn of the model, ended by a stop token or not; returns the observation, None if all is over."""
-        room = self.sampling.max_completion_tokens - len(episode.ids)
-        if len(ids) > room:  # another row had more
-            ids = ids[:room]
-            is_ended = False
-            (text,) = completion_texts(self.tokenizer, [episode.context], [ids])
-        episode.extend(ids, sampled=True)
+    def step(self, episode: Episode, text: str) -> tuple[str, bool]:
+        """Give a turn of the model to the environment; returns the observation, and whether the episode is over."""
         environment = episode.environment
-        if hasattr(environment, "tools"):
-            observation, reward, done = environment.step(text, parse_calls(self.tokenizer, text))
-        else:
-            observation, reward, done = environment.step(text)
+        calls = [parse_calls(self.tokenizer, text)] if hasattr(environment, "tools") else []
+        observation, reward, is_done = environment.step(text, *calls)
         if not math.isfinite(reward):
             raise ValueError(f"{type(environment).__name__}.step returned {reward!r} as reward; it must be finite")
         episode.text = text
         episode.reward += float(reward)
-        episode.terminated = is_ended and done
-        return observation if is_ended and not done else None
+        return observation, is_done
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int, role: str = "user") -> list[int]:
@@ -141,23 +129,18 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int, r
 def episodes_to_rollout(first_turns: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
     """A row for each episode; the rollout of the first turns has their prompts."""
     device = first_turns.prompt_ids.device
-    completion_ids = pad_rows([episode.ids for episode in episodes], pad_id).to(device)
-    sampled = pad_rows([episode.sampled for episode in episodes], -1).to(device)  # (B, T), -1 after the end
+    ids = [torch.tensor(episode.ids) for episode in episodes]
+    sampled = [torch.tensor(episode.sampled, dtype=torch.int64) for episode in episodes]
+    sampled = pad_sequence(sampled, batch_first=True, padding_value=-1).to(device)  # (B, T), -1 after the end
     return replace(
         first_turns,
-        completion_ids=completion_ids,
+        completion_ids=pad_sequence(ids, batch_first=True, padding_value=pad_id).to(device),
         completion_mask=sampled >= 0,
         terminated=torch.tensor([episode.terminated for episode in episodes], device=device),
         texts=[episode.text for episode in episodes],
         sampled_mask=sampled == 1,
         environment_rewards=[episode.reward for episode in episodes],
     )
-
-
-def pad_rows(rows: list[list[int]], value: int) -> Tensor:
-    """(B, T) int64 of B lists, padded on the right."""
-    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def transcripts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:

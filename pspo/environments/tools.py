@@ -1,26 +1,19 @@
 """Calls of tools, read in the format in which the model's own chat template writes them."""
 
 import json
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from pspo.model.chat import pattern_of, special_token_ids
+from pspo.model.chat import special_pattern
 from pspo.tasks.answers import after_thoughts
 
 Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
 
 
-@dataclass(frozen=True)
-class CallFormat:
-    """How a chat template writes a call.
-
-    Attributes:
-        opening: the text before a call's JSON: `<tool_call>` in Qwen's, none in Llama's.
-        name, arguments: its keys: "name", and "arguments" in Qwen's, "parameters" in Llama's.
-    """
+class CallFormat(NamedTuple):
+    """How a chat template writes a call: what stands before its JSON, `<tool_call>` in Qwen's, and the JSON's keys."""
 
     opening: str
     name: str
@@ -33,19 +26,17 @@ def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str) -> list[Call]:
     if form is None:
         return []
     text = after_thoughts(text)
-    parts = text.split(form.opening)[1:] if form.opening else [text]
     calls = []
-    for part in parts:
+    for part in text.split(form.opening)[1:] if form.opening else [text]:
         try:
             call, _ = json.JSONDecoder().raw_decode(part.lstrip())
         except (ValueError, RecursionError):
             continue
-        if not isinstance(call, dict):
-            continue
-        name = call.get(form.name)
-        arguments = call.get(form.arguments)
-        if isinstance(name, str) and isinstance(arguments, dict):
-            calls.append((name, arguments))
+        if isinstance(call, dict):
+            name = call.get(form.name)
+            arguments = call.get(form.arguments)
+            if isinstance(name, str) and isinstance(arguments, dict):
+                calls.append((name, arguments))
     return calls
 
 
@@ -58,18 +49,11 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
     turn = {"role": "assistant", "content": "\0", "tool_calls": [call]}
     try:
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": "-"}, turn], tokenize=False)
+        _, content, rest = rendered.rpartition("\0")
+        before, brace, after = rest.partition("{")
+        written, _ = json.JSONDecoder().raw_decode(brace + after)
+        keys = {str(value): key for key, value in written.items()}
+        opening = special_pattern(tokenizer).sub("", before).strip() if content else ""
+        return CallFormat(opening, keys[str(name)], keys[str(arguments)])
     except Exception:  # a template is a program that comes with the model
         return None
-    _, content, rest = rendered.rpartition("\0")
-    for start in (i for i, character in enumerate(rest) if character == "{"):
-        try:
-            written, _ = json.JSONDecoder().raw_decode(rest[start:])
-        except ValueError:
-            continue
-        keys = {json.dumps(value): key for key, value in written.items()}
-        if json.dumps(name) in keys and json.dumps(arguments) in keys:
-            opening = ""
-            if content:
-                opening = pattern_of(special_token_ids(tokenizer)).sub("", rest[:start]).strip()
-            return CallFormat(opening, keys[json.dumps(name)], keys[json.dumps(arguments)])
-    return None

@@ -7,9 +7,7 @@ train: rollouts, log-probs and gradients run the same layers.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +21,6 @@ from pspo.config import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     import peft
-
-DAMAGED = (AttributeError, LookupError, TypeError)  # what PEFT raises for a damaged adapter_config.json
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
@@ -63,13 +59,12 @@ def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
     Raises ValueError if a PEFT folder's configuration is none, or names other layers than the model's.
     """
     lora = config.lora
-    source = lora.name_or_path
-    switch = f"lora.target_modules {lora.target_modules}" if source is None else f"name_or_path {source}"
     try:
         adapters = peft_config(lora)
         with torch.random.fork_rng(devices=[]):
             policy.add_adapter(adapters)
-    except (ValueError, *DAMAGED) as error:
+    except (ValueError, AttributeError, LookupError, TypeError) as error:  # the others of a damaged file
+        switch = "lora.target_modules" if lora.name_or_path is None else f"name_or_path {lora.name_or_path}"
         raise ValueError(f"--model.{switch}: {error}") from error
     adapters.base_model_name_or_path = config.name_or_path  # `add_adapter` writes the local path
     adapters.revision = config.revision
@@ -98,15 +93,13 @@ def peft_config(lora: LoraConfig) -> peft.LoraConfig:
 
 
 def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Trained parameters by name."""
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
-    """Set a model's adapters to those of a PEFT folder or hub id; without one, A is random and B is 0.
-
-    Raises ValueError if the folder's adapters are not those of the model.
-    """
+    """Set a model's adapters to those of a PEFT folder or hub id; without one, A is random and B is 0."""
     parameters = {name_in_file(name): parameter for name, parameter in trained_parameters(policy).items()}
     if source is None:
         generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -119,12 +112,10 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
     from peft.utils import load_peft_weights
 
     saved = load_peft_weights(source, device="cpu")
-    misfit = f"--model.name_or_path {source} does not fit the model"
-    if unknown := saved.keys() - parameters.keys():
-        raise ValueError(f"{misfit}: its adapter_config.json says nothing of {min(unknown)}")
+    saved_shapes = {name: values.shape for name, values in saved.items()}
+    if saved_shapes != {name: parameter.shape for name, parameter in parameters.items()}:
+        raise ValueError(f"--model.name_or_path {source}: its adapters are not those of its adapter_config.json")
     for name, parameter in parameters.items():
-        if name not in saved or saved[name].shape != parameter.shape:
-            raise ValueError(f"{misfit}: {name} is missing there")
         dist.set_parameter(parameter, saved[name].float())
 
 
@@ -140,10 +131,7 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names, weights and buffers of a model, tied ones under each name; with adapters, those of the merged model.
-
-    Raises ValueError for adapters of anything but a layer's weight, which are no sum with it.
-    """
+    """Names, weights and buffers of a model with its adapters merged; ValueError for those of no layer's weight."""
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue
@@ -153,18 +141,6 @@ def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if is_wrapped and kind == "weight":
             weight = weight + policy.get_submodule(layer).get_delta_weight("default").to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
-
-
-def weights_of_files(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say."""
-    from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
-
-    def layer_prefix(named_weight: tuple[str, Tensor]) -> str:
-        return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
-
-    for _, layer in groupby(merged_weights(policy), layer_prefix):
-        weights = {name: dist.full_tensor(weight) for name, weight in layer}
-        yield from revert_weight_conversion(policy, weights).items()
 
 
 def name_in_file(name: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import transformers
@@ -28,13 +27,10 @@ def load_policy(
 ) -> transformers.PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
-    Under fsdp2 it is spread over the ranks, and each reads its own rows.
-
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
-    Raises ValueError for a model that cannot be found, for weights that are not those its config.json describes, or not
-    finite. Whether it computes what the trainer takes it to compute, is for `pspo.model.exactness` to check.
+    Raises ValueError for a model that cannot be found, or whose weights are not those its config.json describes.
     """
     config = config.resolved()
     device = device or dist.local_device()
@@ -74,26 +70,32 @@ def load_sharded(config: ModelConfig, device: torch.device) -> transformers.PreT
     """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
     dist.run_on_main(lambda: weight_folder(config))  # downloads once, before the other ranks look
     folder = weight_folder(config)
-    policy = empty_policy(config, device)
-    with load_errors(config):
-        if (folder / "generation_config.json").exists():
-            policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with load_errors(config):
+            policy = AutoModelForCausalLM.from_config(
+                config_without_dropout(config),
+                trust_remote_code=config.trust_remote_code,
+                dtype=weights_dtype(config, device),
+                attn_implementation=config.attn_implementation,
+            )
+        prepare_policy(policy, config)
+    if (folder / "generation_config.json").exists():
+        policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     missing, unexpected = dist.read_weights(policy, folder, device)
     missing = [name for name in missing if "lora_" not in name]
-    require_none(missing, "its files lack", config, "; load it in one process and save it with save_pretrained")
+    require_none(missing, "load it in one process and save it with save_pretrained: its files lack", config)
     loading = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
     policy._adjust_missing_and_unexpected_keys(loading)  # as `from_pretrained`'s loading info; transformers 5.23
     require_none(loading.unexpected_keys, UNEXPECTED, config)
     return policy
 
 
-def require_none(weights: Iterable[str], fault: str, config: ModelConfig, fix: str = "") -> None:
+def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> None:
     """Raise ValueError if there are weights with this fault."""
     names = sorted(weights)
     if names:
-        listed = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {listed}{fix}")
+        raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {', '.join(names[:3])}")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -103,25 +105,11 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.has_adapters and casts_to_bf16(config.autocast, device) else torch.float32
 
 
-def empty_policy(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
-    """The policy without memory, on the meta device, in the dtype that it has on ``device``."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        with load_errors(config):
-            policy = AutoModelForCausalLM.from_config(
-                config_without_dropout(config),
-                trust_remote_code=config.trust_remote_code,
-                dtype=weights_dtype(config, device),
-                attn_implementation=config.attn_implementation,
-            )
-        return prepare_policy(policy, config)
-
-
 def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
     """Prepare a model for training in place: adapters, evaluation mode, oneDNN's products, checkpointed layers."""
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
-        fault = f"leaves out the cap that {config.name_or_path} puts on attention's logits"
-        raise ValueError(f"--model.attn_implementation sdpa {fault}: set it to eager")
+        raise ValueError("--model.attn_implementation sdpa leaves out the cap on attention's logits: set it to eager")
     if config.has_adapters:
         add_adapters(policy, config)
     policy.eval()
@@ -136,21 +124,11 @@ def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) ->
 
 
 def checkpoint_activations(policy: transformers.PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward pass, also of layers that fill a cache (`PassCache`).
-
-    By transformers' own switch layers would lose their cache, and so the prompts that rows share.
-    """
+    """Recompute each layer's activations in the backward pass; by transformers' own switch layers lose their cache."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
     for layer in layers:
-        layer.forward = partial(checkpointed, layer.forward)
-
-
-def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's ``forward``, without keeping activations for the backward pass."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

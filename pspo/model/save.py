@@ -1,4 +1,4 @@
-"""Write models into a folder: whole or as adapters, with tokenizer and model card."""
+"""Write models into a folder: whole or as adapters, with their tokenizer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ def write_model(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    card: str,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model or adapters, tokenizer and card into a folder; ``weights`` are a sharded model's, gathered."""
+    """Write model or adapters, and tokenizer, into a folder; ``weights`` are a sharded model's, gathered."""
     if has_adapters(policy):
         save_adapters(policy, folder, weights)
     else:
         save_whole(policy, folder, weights)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def save_whole(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:

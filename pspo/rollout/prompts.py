@@ -13,32 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
-from pspo.model.chat import MARK, encode, max_token_counts, render_prompts
+from pspo.model.chat import TEXT, encode, render_prompts
 from pspo.tasks import Problem, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
-
-
-class EncodedTexts(Sequence[list[int]]):
-    """Token ids of rendered prompts, each encoded at its first use."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-        self.tokenizer = tokenizer
-        self.texts = texts
-        self.encoded: dict[int, list[int]] = {}
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> list[int]:
-        if index not in self.encoded:
-            (self.encoded[index],) = encode(self.tokenizer, [self.texts[index]])
-        return self.encoded[index]
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the texts, and of the vocabulary with which they are encoded."""
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return hashlib.sha256(json.dumps([self.texts, vocabulary]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -46,7 +24,7 @@ class Prompts:
     """Problems and their encoded prompts, index by index."""
 
     problems: list[Problem]
-    ids: Sequence[list[int]]
+    ids: list[list[int]]
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -56,12 +34,11 @@ class Prompts:
 
     def fingerprint(self) -> str:
         """SHA-256 of the prompts, and of the problems' answers, kinds and other fields."""
-        prompts = self.ids.fingerprint() if isinstance(self.ids, EncodedTexts) else self.ids
         problems = [
             (repr(problem.answer), problem.source, problem.category, problem.level, problem.fields)
             for problem in self.problems
         ]
-        return hashlib.sha256(json.dumps([prompts, problems], default=str).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.ids, problems], default=str).encode()).hexdigest()
 
 
 def load_prompts(
@@ -74,9 +51,8 @@ def load_prompts(
 ) -> Prompts:
     """Load one split and render its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
 
-    Prints how many were, and in how many special tokens are text. A prompt is encoded when it is used, or if nothing
-    less shows whether it is too long. ``limit`` replaces --data.limit; an environment makes the prompts of the
-    problems. Raises ValueError if none is left, or the split does not exist.
+    Prints how many were, and in how many special tokens are text. ``limit`` replaces --data.limit; an environment makes
+    the prompts of the problems. Raises ValueError if none is left, or the split does not exist.
     """
     problems = load_problems(
         config.name,
@@ -96,31 +72,21 @@ def load_prompts(
         prompts = [make_environment().reset(problem) for problem in problems]
         tools = getattr(make_environment(), "tools", None)
     texts = render_prompts(tokenizer, prompts, config.system_text, tools)
+    ids = encode(tokenizer, texts)
     longest = min(config.max_prompt_tokens, room)
-    lengths = token_counts(tokenizer, texts, longest)
-    fits = [i for i, length in enumerate(lengths) if length <= longest]
+    fits = [i for i in range(len(ids)) if len(ids[i]) <= longest]
     if not fits:
         raise ValueError(
-            f"all {len(texts)} {split} prompts of {config.name} are longer than {longest} tokens, the shortest has "
-            f"{min(lengths)}: raise --data.max_prompt_tokens, or lower max_completion_tokens if the "
-            "model's positions are the limit"
+            f"all {len(texts)} {split} prompts of {config.name} are longer than {longest} tokens: raise "
+            "--data.max_prompt_tokens, or lower max_completion_tokens if the model's positions are the limit"
         )
     if len(fits) < len(texts):
         too_long = len(texts) - len(fits)
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
-    marked = sum(MARK in texts[i] for i in fits)
+    marked = sum(TEXT in texts[i] for i in fits)
     if marked:
         print(f"{config.name} {split}: special tokens in {marked:,} of {len(fits):,} prompts are text")
-    return Prompts([problems[i] for i in fits], EncodedTexts(tokenizer, [texts[i] for i in fits]))
-
-
-def token_counts(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: float) -> list[float]:
-    """Each text's number of tokens if that may be above ``longest``, else an upper bound."""
-    counts = max_token_counts(tokenizer, texts)
-    uncertain = [i for i, count in enumerate(counts) if count > longest]
-    for i, ids in zip(uncertain, encode(tokenizer, [texts[i] for i in uncertain]), strict=True):
-        counts[i] = len(ids)
-    return counts
+    return Prompts(problems, ids).take(fits)
 
 
 def encode_prompts(

@@ -6,7 +6,6 @@ A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, o
 """
 
 import io
-import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,6 @@ class Checkpointer:
     Attributes:
         snapshot: the states between two rollouts, or before a validation: as what a run is saved that is stopped, or
             whose user's code raises.
-        saved_position: `position` of the last checkpoint.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Stateful], output: Path) -> None:
@@ -48,40 +46,28 @@ class Checkpointer:
         self.output = output
         self.learner = parts["learner"]
         self.recorder = parts["recorder"]
-        self.validator = parts["validator"]
         self.snapshot: States = {}
-        self.saved_position: tuple[int, int, bool] | None = None
 
     def states(self) -> States:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_states(self, states: States) -> None:
-        for name, part in self.parts.items():
-            if name in states:
-                part.load_state_dict(states[name])
+        for name, state in states.items():
+            if name in self.parts:
+                self.parts[name].load_state_dict(state)
 
     def take_snapshot(self) -> None:
         self.snapshot = self.states()
 
-    def save_if_due(self) -> None:
-        if self.recorder.is_due(self.config.run.save_every):
-            self.save()
-
     def save(self, states: States | None = None) -> None:
-        """Save a checkpoint, once per position, and remove older ones; RunFailed if it cannot.
-
-        ``states`` are earlier ones to be saved in place of the parts' own.
-        """
+        """Save a checkpoint of the parts, or of their earlier ``states``, and remove older ones; RunFailed if not."""
         states = states or self.states()
-        if self.saved_position == position(states):
-            return
         policy = self.learner.policy
         self.require_finite_weights()
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
         rank_states = {name: states[name] for name, part in self.parts.items() if getattr(part, "per_rank", False)}
         shared_states = {name: state for name, state in states.items() if name not in rank_states}
         rank_files = dist.gather_on_main(serialize(rank_states))
-        card = self.validator.card()
         shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
             with write_errors(f"cannot save {folder}", folder.parent):
@@ -89,10 +75,10 @@ class Checkpointer:
 
         def write() -> None:
             with whole_folder(folder) as temporary:
-                if shards.exists():
+                if dist.is_sharded(policy):
                     shards.rename(temporary / "shards")
                 else:
-                    write_model(policy, self.recorder.tokenizer, temporary, card)
+                    write_model(policy, self.recorder.tokenizer, temporary)
                 torch.save(shared_states, temporary / "parts.pt")
                 for rank, content in enumerate(rank_files):
                     (temporary / f"rank-{rank}.pt").write_bytes(content)
@@ -103,7 +89,6 @@ class Checkpointer:
             prune(self.output, self.config.run.keep)
 
         dist.run_on_main(write)
-        self.saved_position = position(states)
 
     def require_finite_weights(self) -> None:
         """Raise RunFailed if a trained weight of any rank is not finite."""
@@ -117,7 +102,7 @@ class Checkpointer:
         """Load a checkpoint's weights; return its states, and the number of ranks that saved it.
 
         On another number of ranks the states that differ by rank are left out. Raises ValueError if the weights do not
-        fit the model, or the file of states holds anything else.
+        fit the model.
         """
         policy = self.learner.policy
         if dist.is_sharded(policy) != (folder / "shards").exists():
@@ -132,21 +117,13 @@ class Checkpointer:
                 policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
             except RuntimeError as error:  # other names or shapes
                 raise ValueError(f"--model.name_or_path is not the model of {folder}: {error}") from error
-        try:
-            states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
-            ranks = len(list(folder.glob("rank-*.pt")))
-            if ranks == dist.world_size():
-                with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
-                    file = folder / f"rank-{dist.rank()}.pt"
-                    states |= torch.load(file, map_location=policy.device, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(f"{folder} does not hold what a run saves: choose another folder") from error
+        states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
+        ranks = len(list(folder.glob("rank-*.pt")))
+        if ranks == dist.world_size():
+            with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
+                file = folder / f"rank-{dist.rank()}.pt"
+                states |= torch.load(file, map_location=policy.device, weights_only=True)
         return states, ranks
-
-
-def position(states: States) -> tuple[int, int, bool]:
-    """Optimizer steps taken; prompts drawn, under --rollout.lag some before the first step; whether a line is open."""
-    return states["learner"]["steps"], states["stream"]["position"], bool(states["recorder"]["line"])
 
 
 def serialize(value: Any) -> bytes:

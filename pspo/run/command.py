@@ -1,7 +1,7 @@
 """The command ``python -m pspo.train`` around the training loop: what it prints, and how it ends."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import RunFailed, UserCodeFailed
-from pspo.config import DefaultRate, RewardConfig, TrainConfig
+from pspo.config import DefaultRate, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, from_record, label, table
 from pspo.losses import SurrogateError
-from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
+from pspo.model import casts_to_bf16, is_out_of_memory
+from pspo.rollout.engine import EngineError
 from pspo.run.card import changed_settings, evaluate_command
 from pspo.run.folders import newest_checkpoint
 from pspo.run.prepare import prepare
@@ -24,11 +25,9 @@ from pspo.run.resume import finished_summary
 from pspo.run.run import Run
 from pspo.tasks.failures import user_frames, user_traceback
 
-METHOD_LINE = (  # switches of the header's line "method", and what changes no number
-    "algorithm.surrogate", "algorithm.epochs", "algorithm.minibatches", "algorithm.beta", "rollout.prompts",
-    "rollout.group_size", "rollout.lag", "reward.timeout", "reward.on_error", "reward.workers",
+METHOD_LINE = (  # switches of the header's line "method"
+    "algorithm.surrogate", "algorithm.epochs", "algorithm.minibatches", "rollout.prompts", "rollout.group_size",
 )  # fmt: skip
-FEW_PROBLEMS = 20  # of validation
 
 
 @memory_errors(
@@ -71,127 +70,104 @@ def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]
 
 
 def run_training(train: Callable[[Run], dict[str, Any]], config: TrainConfig, run: Run) -> dict[str, Any]:
-    """Train, and print the result; returns the summary."""
+    """Train, print the result, and return the summary; save a run that is stopped, or whose user's code raises."""
     if not config.run.quiet:
         print_header(run)
     if dist.is_main():
-        for warning in config_warnings(run):
-            print(f"WARNING: {warning}", file=sys.stderr)
-    try:
-        with run.resources, run.signals:
+        warn_of_leaks(run)
+    resumes = f"the same command with --run.output_dir {run.output} resumes"
+    with run.resources, run.signals:
+        try:
             summary = train(run)
-    except (Stopped, KeyboardInterrupt):
-        if dist.is_main():
-            print(f"\nstopped; the same command with --run.output_dir {run.output} resumes", file=sys.stderr)
-        raise
-    except Exception as error:  # a surrogate of the user's may raise anything
-        is_users = user_frames(error) or type(error) is SurrogateError
-        if isinstance(error, RunFailed) or is_out_of_memory(error) or not is_users:
+        except (Stopped, KeyboardInterrupt) as error:
+            run.recorder.bar.close()
+            if isinstance(error, Stopped):
+                run.save_snapshot()
+            if dist.is_main():
+                print(f"\nstopped; {resumes}", file=sys.stderr)
             raise
-        saved = f"last checkpoint: {newest_checkpoint(run.output)}"
-        raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error
+        except EngineError as error:
+            raise RunFailed(f"the engine failed: {error}; {resumes} from the last checkpoint") from error
+        except UserCodeFailed as error:  # between two updates: the weights are the snapshot's
+            run.save_snapshot()
+            saved = f"last checkpoint: {newest_checkpoint(run.output)}; {resumes}"
+            raise UserCodeFailed(f"{error}\n\n{saved}") from error.__cause__
+        except Exception as error:  # a surrogate of the user's may raise anything
+            if isinstance(error, RunFailed) or is_out_of_memory(error):
+                raise
+            if type(error) is not SurrogateError and not user_frames(error):
+                raise
+            saved = f"last checkpoint: {newest_checkpoint(run.output)}"
+            raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error
     print_summary(config, summary)
     return summary
 
 
 def print_header(run: Run) -> None:
     """Print model, data, method and learning rate."""
-    config, policy = run.config, run.learner.policy
-    algorithm, rollout, optimizer = config.algorithm, config.rollout, config.optimizer
-    ranks = f" x {dist.world_size()} ranks ({config.distributed.strategy})" if dist.world_size() > 1 else ""
-    print(f"model   {config.model.name_or_path}: {describe_model(config, policy)} on {policy.device}{ranks}")
-
-    prompts = run.validator.prompts
-    sizes = [f"{len(prompts[split]):,} {split}" for split in prompts]
-    stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
-    stops += [repr(text) for text in run.sampler.sampling.stop_strings]
-    end = " or ".join(stops) or "their limit alone"
-    print(f"data    {config.data.name}: {', '.join(sizes)} problems; completions end at {end}")
-
-    late = f", trained {rollout.lag} rollouts late" if rollout.lag else ""
-    penalty = f", KL penalty {algorithm.beta:g}" if algorithm.beta else ""
-    print(f"method  {algorithm.surrogate}, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches per rollout "
-          f"of {rollout.prompts} x {rollout.group_size}{late}{penalty}")  # fmt: skip
-    others = changed_settings(config, ("algorithm", "rollout", "reward"), METHOD_LINE)
-    if others:
-        print(f"        {', '.join(text.partition('.')[2] for text in others)}")
-    warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
+    config = run.config
+    policy = run.learner.policy
+    sampling = run.sampler.sampling
+    stops = run.sampler.tokenizer.convert_ids_to_tokens(sampling.stop_ids)
+    stops += [repr(text) for text in sampling.stop_strings]
+    sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
+    optimizer = config.optimizer
     source = "default for its size" if isinstance(optimizer.lr, DefaultRate) else "set"
-    rate = f"{optimizer.lr:g} ({source}), {optimizer.schedule}{warmup}"
-    print(f"rate    {rate}; {optimizer.name}")
+    settings = changed_settings(config, ("algorithm", "rollout", "reward"), METHOD_LINE)
+    print(f"model   {config.model.name_or_path}: {describe_model(config, policy)} on {policy.device}")
+    if dist.world_size() > 1:
+        print(f"ranks   {dist.world_size()} ({config.distributed.strategy})")
+    print(
+        f"data    {config.data.name}: {', '.join(sizes)} problems; completions end at {' or '.join(stops) or 'nothing'}"
+    )
+    print(f"method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} "
+          f"minibatches per rollout of {config.rollout.prompts} x {config.rollout.group_size}")  # fmt: skip
+    if settings:
+        print(f"        {', '.join(settings)}")
+    print(f"rate    {optimizer.lr:g} ({source}), {optimizer.schedule}, {optimizer.warmup_steps} steps of warm-up; "
+          f"{optimizer.name}")  # fmt: skip
 
 
 def describe_model(config: TrainConfig, policy: PreTrainedModel) -> str:
     """Such as "494.0M parameters, 8.8M of them trained, in float32"."""
     text = f"{policy.num_parameters() / 1e6:.1f}M parameters"
-    if has_adapters(policy):
-        trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    trained = policy.num_parameters(only_trainable=True)
+    if trained < policy.num_parameters():
         text += f", {trained / 1e6:.1f}M of them trained,"
     dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in policy.parameters())
     autocast = " under bf16 autocast" if casts_to_bf16(config.model.autocast, policy.device) else ""
     return f"{text} in {' and '.join(dtypes)}{autocast}"
 
 
-def config_warnings(run: Run) -> Iterator[str]:
-    """Settings that run, but are hardly meant."""
-    config, prompts = run.config, run.validator.prompts
-    rollouts = -(-config.run.max_steps // (config.algorithm.epochs * config.algorithm.minibatches))
-    if 0 < rollouts - 1 <= config.rollout.lag:
-        yield f"--rollout.lag {config.rollout.lag}: the untrained model draws all of this run's {rollouts} rollouts"
-    if config.optimizer.warmup_steps >= config.run.max_steps:
-        yield f"--optimizer.warmup_steps {config.optimizer.warmup_steps}: the rate is never --optimizer.lr in this run"
-    if "validation" in prompts and len(prompts["validation"]) < FEW_PROBLEMS:
-        n = len(prompts["validation"])
-        yield f"{n} validation problems choose the best model: by chance, mostly; raise --run.validation_limit"
-    train = {repr(problem.prompt) for problem in prompts["train"].problems}
-    held_out = [problem for split in prompts if split != "train" for problem in prompts[split].problems]
-    leaked = train & {repr(problem.prompt) for problem in held_out}
+def warn_of_leaks(run: Run) -> None:
+    """Warn if training prompts are also validated or tested on."""
+    prompts = {split: {repr(problem.prompt) for problem in run.validator.prompts[split].problems}
+               for split in run.validator.prompts}  # fmt: skip
+    leaked = prompts["train"] & (prompts.get("validation", set()) | prompts.get("test", set()))
     if leaked:
-        yield f"{len(leaked):,} training prompts are also in validation or test"
+        print(f"WARNING: {len(leaked):,} training prompts are also in validation or test", file=sys.stderr)
 
 
 def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
-    """Print the tests, what the run has cost, where its best model is, and how to evaluate it."""
-    if summary["after"]:
-        print(test_table(config, summary))
-    validations = describe_validations(summary["validation"])
-    if validations:
-        print(validations)
+    """Print tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
     best_step = summary["best_step"]
+    steps = summary["optimizer_steps"]
+    if summary["after"]:
+        names = [name for name in ("accuracy", "mean_reward", *MEANS) if name in summary["after"]]
+        labels = [f"{label(name)} [95%]" if name in ESTIMATES else label(name) for name in names]
+        rows = [["greedy, held-out", *labels]]
+        models = {"before": "before", "after": f"after, step {best_step}", "final": f"final, step {steps}"}
+        for test, model in models.items():
+            if test != "final" or best_step != steps:
+                rows.append([model, *(from_record(summary[test], name) for name in names)])
+        print(table(rows))
+    validations = {record["step"]: record for record in summary["validation"].values() if record}
+    if validations:
+        rewards = [f"{validations[step]['validation_reward']:.3f} at step {step}" for step in sorted(validations)]
+        print(f"validation reward {', '.join(rewards)}; best at step {best_step}")
+        if best_step == 0:
+            print("no trained step was better than the untrained model, which is returned")
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
-    print(f"{summary['optimizer_steps']} steps, {cost}; step {best_step}'s model: {summary['best_model']}")
+    print(f"{steps} steps, {cost}; step {best_step}'s model: {summary['best_model']}")
     print(f"look inside: pspo view {Path(summary['best_model']).parent}")
-    command = evaluate_command(config, summary["best_model"])
-    has_test = summary["after"] or config.data.name != "file"
-    if has_test and "__main__." not in command:  # of a notebook
-        print(f"evaluate it: {printable(command)}")
-
-
-def test_table(config: TrainConfig, summary: dict[str, Any]) -> str:
-    """Measures of the model before training, of the best and of the final one."""
-    names = ["accuracy", "mean_reward", *MEANS]
-    if config.reward.functions != RewardConfig().functions:
-        names = ["mean_reward", "accuracy", *MEANS]
-    names = [name for name in names if name in summary["after"]]
-    labels = [f"{label(name)} [95%]" if name in ESTIMATES else label(name) for name in names]
-    models = {"before": summary["before"], f"after, step {summary['best_step']}": summary["after"]}
-    if summary["best_step"] != summary["optimizer_steps"]:
-        models[f"final, step {summary['optimizer_steps']}"] = summary["final"]
-    rows = [["greedy, held-out", *labels]]
-    for model, test in models.items():
-        rows.append([model, *(from_record(test, name) for name in names)])
-    return table(rows)
-
-
-def describe_validations(validations: dict[str, dict[str, Any]]) -> str:
-    """Such as "validation reward 0.412 at step 0, 0.905 at step 80 (best), 0.890 at step 100"; "" of none."""
-    best = validations["best"]
-    rewards = {validation["step"]: validation["validation_reward"] for validation in validations.values() if validation}
-    parts = []
-    for step in sorted(rewards):
-        mark = " (best)" if step == best["step"] else ""
-        parts.append(f"{rewards[step]:.3f} at step {step}{mark}")
-    text = f"validation reward {', '.join(parts)}" if parts else ""
-    if best and best["step"] == 0:
-        text += ". No trained step was better than the untrained model, which is returned"
-    return text
+    print(f"evaluate it: {printable(evaluate_command(config, summary['best_model']))}")

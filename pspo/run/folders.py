@@ -4,7 +4,6 @@ A checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of e
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -16,8 +15,15 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from pspo.cli.files import DAMAGE, lock, write_json
+from pspo.cli.files import lock, write_json
 from pspo.cli.user_code import RunFailed
+
+
+def check_output(folder: Path) -> None:
+    """Raise ValueError if the folder cannot be made, before anything expensive happens."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} is no folder that can be written to")
 
 
 def lock_folder(run: Path) -> IO[Any]:
@@ -29,32 +35,14 @@ def lock_folder(run: Path) -> IO[Any]:
     return file
 
 
-def check_output(folder: Path) -> None:
-    """Raise ValueError if the folder cannot be made, before anything expensive happens."""
-    existing = nearest_existing(folder)
-    if not existing.is_dir():
-        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} is a file; choose another folder")
-    if not os.access(existing, os.W_OK):
-        reason = f"{existing} cannot be written to"
-        raise ValueError(f"--run.output_dir {folder} cannot be made: {reason}; choose another folder")
-
-
-def nearest_existing(folder: Path) -> Path:
-    """The folder, or the first of those above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
-
-
 @contextlib.contextmanager
 def write_errors(problem: str, folder: Path) -> Iterator[None]:
     """Raise RunFailed if something in a folder cannot be written (disk full), and remove what is half there."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
-        reason = str(error)
-        if shutil.disk_usage(nearest_existing(folder)).free < 2**20 and getattr(error, "errno", None) != errno.ENOSPC:
-            reason = os.strerror(errno.ENOSPC)
         remove_leftovers(folder)
-        raise RunFailed(f"{problem}: {reason}") from error
+        raise RunFailed(f"{problem}: {error}") from error
 
 
 def temporary_path(folder: Path, suffix: str) -> Path:
@@ -93,11 +81,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush a folder to the disk; its files get the rights of the umask: safetensors are the owner's alone."""
-    rights = folder.stat().st_mode & 0o666
+    """Flush a folder and all that is in it to the disk."""
     for path in (*folder.rglob("*"), folder):
-        if path.is_file():
-            path.chmod(rights)
         fsync(path)
 
 
@@ -108,15 +93,14 @@ def fsync(path: Path) -> None:
     os.close(descriptor)
 
 
+def numbered(folder: Path, suffix: str = "") -> list[Path]:
+    """Paths named like ``step-000042`` in a folder, newest first."""
+    return sorted(folder.glob(f"step-[0-9]*{suffix}"), key=step_of, reverse=True)
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
-    return [folder for folder in numbered(run / "checkpoints") if folder.is_dir()]
-
-
-def numbered(folder: Path, suffix: str = "") -> list[Path]:
-    """Paths named like ``step-42`` in a folder, newest first."""
-    paths = [path for path in folder.glob(f"step-*{suffix}") if path.name.removesuffix(suffix)[5:].isdecimal()]
-    return sorted(paths, key=step_of, reverse=True)
+    return numbered(run / "checkpoints")
 
 
 def newest_checkpoint(run: Path) -> str:
@@ -150,10 +134,10 @@ def describe_file(path: Path) -> dict[str, Any]:
 def find_damage(folder: Path) -> str | None:
     """Name the first file of a checkpoint that is not what was saved; None if all are."""
     try:
-        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8")).items()
-    except (FileNotFoundError, IsADirectoryError, ValueError, *DAMAGE) as error:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         return f"{folder} is damaged: manifest.json ({error})"
-    for name, saved in files:
+    for name, saved in files.items():
         if not (folder / name).is_file() or describe_file(folder / name) != saved:
             return f"{folder} is damaged: {name} is missing, or not what was saved (size, SHA-256)"
     return None

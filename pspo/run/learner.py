@@ -11,7 +11,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.model import StartingAdapters, shares_prompts
-from pspo.run.optimizers import schedule
+from pspo.run.optimizers import advance_scheduler
 from pspo.run.tokens import TokenRecord
 
 
@@ -42,9 +42,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
-        self.shares_prompts = shares_prompts(self.policy) and not self.is_sharded  # a pass computes a prompt once
-        if self.scheduler is None:
-            self.scheduler = schedule(self.optimizer, lambda _: 1.0)
+        self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
 
     def limit_microbatches(self, tokens: int) -> None:
         """Make the microbatches of later rollouts at most this large, because memory has run out."""
@@ -70,4 +68,5 @@ class Learner:
             self.optimizer.load_state_dict(state["optimizer"])
         for group, made in zip(self.optimizer.param_groups, options, strict=True):
             group.update(made | {"lr": self.optimizer.defaults["lr"]})
-        self.scheduler = schedule(self.optimizer, self.scheduler.lr_lambdas[0], self.steps)
+        if self.scheduler is not None:
+            self.scheduler = advance_scheduler(self.scheduler, self.steps)

@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,27 +35,19 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
 
 
 def sample_record(values: dict[str, Any], step: int, sample: int, completion: str) -> dict[str, Any]:
-    """A completion's line of ``samples.jsonl``, from a row's ``values`` by name.
-
-    Args:
-        sample: its number in its group.
-        completion: its text; of an episode all turns.
-    """
-    rewards = {}
-    logged = {}
-    for name, value in values.items():
-        kind, _, function = name.partition("/")
-        if kind == "reward" and function:
-            rewards[function] = None if math.isnan(value) else value
-        elif kind == "logged":
-            logged[function] = value
-    record = {"step": step, "problem": values["index"], "sample": sample}
-    record |= values["problem"].record()
+    """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
+    record = {"step": step, "problem": values["index"], "sample": sample} | values["problem"].record()
     record["completion"] = completion
     for name in ("reward", "advantage", "tokens", "truncated"):
         record[name] = values[name]
-    record["rewards"] = rewards
-    return record | ({"logged": logged} if logged else {})
+    rewards = {name: value for name, value in values.items() if name.startswith("reward/")}
+    logged = {name.removeprefix("logged/"): value for name, value in values.items() if name.startswith("logged/")}
+    record["rewards"] = {
+        name.removeprefix("reward/"): None if math.isnan(value) else value for name, value in rewards.items()
+    }
+    if logged:
+        record["logged"] = logged
+    return record
 
 
 def drop_nan(values: list[float]) -> list[float]:
@@ -69,30 +60,25 @@ def mean_of_known(values: list[float]) -> float:
     return float(np.mean(drop_nan(values)))
 
 
-def status(line: dict[str, Any], steps: int, best: dict[str, Any], saved: str) -> str:
-    """A rollout's line in a few numbers, the most telling first, for the progress bar or a line of a log.
+def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:
+    """A rollout's line in a few numbers for the progress bar or a line of a log; loss and the like are the last step's.
 
-    Loss and the like are the last step's; the best validation so far and the newest checkpoint follow.
+    Then the best validation so far.
     """
-    parts = [f"reward {line['reward']:.2f}", f"loss {line['loss']:.4f}", f"kl {line['kl_old_new']:.2g}"]
-    parts += [f"kl to initial {line['kl_reference']:.2g}"] if "kl_reference" in line else []
-    parts += [f"skipped {line['steps_skipped']:.0f} of {steps}"] if line["steps_skipped"] else []
-    parts += [f"grad {line['grad_norm']:.2g}", f"entropy {line['entropy']:.2g}"]
-    parts += [f"tokens {line['completion_tokens']:.0f}", f"truncated {line['truncated_share']:.0%}"]
-    parts += [f"format {line['format_share']:.0%}"] if "format_share" in line else []
-    parts += [f"lr {line['lr']:.2g}", *describe_best(best), f"saved {Path(saved).name}"]
     seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
-    return "  ".join([*parts, f"{seconds / steps:.1f} s/step"])
-
-
-def validation_status(validation: dict[str, Any], best: dict[str, Any]) -> str:
-    """A validation in a few numbers, sampled and greedy, and the best so far."""
-    greedy = f"{validation['validation_accuracy']:.1%}" if "validation_accuracy" in validation else ""
-    greedy = greedy or f"{validation['validation_greedy_reward']:.3f}"
-    best_text = ["best so far"] if best["step"] == validation["step"] else describe_best(best)
-    return "  ".join([f"validation {validation['validation_reward']:.3f}", f"greedy {greedy}", *best_text])
-
-
-def describe_best(best: dict[str, Any]) -> list[str]:
-    """The best validation, [] without any."""
-    return [f"best {best['validation_reward']:.3f} at {best['step']}"] if best else []
+    parts = [
+        f"reward {line['reward']:.3f}",
+        f"loss {line['loss']:.4f}",
+        f"kl {line['kl_old_new']:.2g}",
+        f"grad {line['grad_norm']:.2g}",
+        f"entropy {line['entropy']:.2g}",
+        f"tokens {line['completion_tokens']:.0f}",
+        f"truncated {line['truncated_share']:.0%}",
+        f"lr {line['lr']:.2g}",
+        f"{seconds / steps:.1f} s/step",
+    ]
+    if line["steps_skipped"]:
+        parts.append(f"skipped {line['steps_skipped']:.0f} of {steps}")
+    if best:
+        parts.append(f"best {best['validation_reward']:.3f} at {best['step']}")
+    return "  ".join(parts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import LambdaLR
 
 from pspo.config import OptimizerConfig
 from pspo.run.rounding import StochasticRounding
@@ -57,13 +57,14 @@ def check_optimizer(config: OptimizerConfig) -> None:
         raise ValueError(f"--optimizer.options {config.options}: {error}") from error
 
 
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
+def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR | None:
     """Learning rates: a linear warm-up from 0, then constant, or to 0 at ``max_steps`` in a line or half a cosine.
 
-    transformers' schedules are the same; importing them takes seconds if bitsandbytes is installed.
+    None for a rate that is constant from the first step. transformers' schedules are the same; importing them takes
+    seconds if bitsandbytes is installed.
     """
+    if config.schedule == "constant" and config.warmup_steps == 0:
+        return None
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
@@ -76,13 +77,11 @@ def make_scheduler(
             return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
         return 1.0
 
-    return schedule(optimizer, factor)
+    return LambdaLR(optimizer, factor)
 
 
-def schedule(
-    optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int = 0
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The optimizer's learning rate times ``factor(step)``, continued after ``steps`` steps."""
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # LambdaLR would take that of an earlier schedule
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, steps - 1)
+def advance_scheduler(scheduler: LambdaLR, steps: int) -> LambdaLR:
+    """The schedule after ``steps`` steps."""
+    for group in scheduler.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(scheduler.optimizer, scheduler.lr_lambdas[0], steps - 1)

@@ -7,7 +7,6 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +23,6 @@ from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import (
     Prompts,
     PromptStream,
-    RolloutSampler,
     Sampler,
     UnshardedSampler,
     decode_greedily,
@@ -32,9 +30,9 @@ from pspo.rollout import (
     make_sampling,
 )
 from pspo.rollout.delay import Delay
-from pspo.rollout.engine import EngineSampler, find_engine, start_engine
+from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.sampler import Generators
-from pspo.run.checkpointer import Checkpointer, Stateful
+from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import Learner
 from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
@@ -73,38 +71,47 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             torch.utils.deterministic.fill_uninitialized_memory = False
         with generators.sampling():
             learner = make_learner(config, device)
-        signals = StopSignals()
         policy = learner.policy
+
+        signals = StopSignals()
         sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
         decoder = Sampler(policy, tokenizer, sampling, learner.casts_to_bf16, generators.sampling, stop=signals)
-        with dist.unsharded(learner.policy):
-            decode = partial(decode_greedily, learner.policy, tokenizer, sampling)
-            check_exactness(learner.policy, prompts["train"].ids, decode, config.model.autocast)
-        engine_sampler = None
+        with dist.unsharded(policy):
+            decode = partial(decode_greedily, policy, tokenizer, sampling)
+            check_exactness(policy, prompts["train"].ids, decode, config.model.autocast)
+        sampler = decoder
         if engine is not None:
             resources.callback(engine.close)
             if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
                 resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-            engine_sampler = start_engine(engine, config, learner, decoder, prompts)
-        sampler = make_sampler(decoder, engine_sampler, make_environment)
+            sampler = engine_sampler = start_engine(engine, config, learner, decoder, prompts)
+        if make_environment is not None:
+            sampler = EnvironmentSampler(sampler, make_environment)
+        if dist.is_sharded(policy):
+            sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
 
         stream = PromptStream(prompts["train"], config)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
+        validator = Validator(config, sampler, recorder, prompts)
         delay = None
         if config.rollout.lag > 0:
             delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
-        validator = Validator(config, sampler, recorder, prompts)
-        parts: dict[str, Stateful] = {
+
+        pieces = {
             "stream": stream,
             "learner": learner,
             "validator": validator,
             "recorder": recorder,
             "generators": generators,
+            "delay": delay,
+            "algorithm.surrogate": config.algorithm.surrogate,
         }
-        if delay is not None:
-            parts["delay"] = delay
-        checkpointer = Checkpointer(config, parts | stateful_pieces(config), output)
+        for i, term in enumerate(config.algorithm.terms):
+            pieces[f"algorithm.terms.{i}"] = term
+        stateful = {name: piece for name, piece in pieces.items() if hasattr(piece, "state_dict")}
+        checkpointer = Checkpointer(config, stateful, output)
+
         if checkpoint is None:
             dist.run_on_main(lambda: make_output(output, resources))
         is_shared = all(dist.gather_objects(output.exists()))
@@ -129,18 +136,6 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             resources=resources.pop_all(),
             signals=signals,
         )
-
-
-def make_sampler(
-    decoder: Sampler, engine_sampler: EngineSampler | None, make_environment: MakeEnvironment | None
-) -> RolloutSampler:
-    """What draws: the policy's own decoding or an engine; in an environment, if the run has one."""
-    sampler = decoder if engine_sampler is None else engine_sampler
-    if make_environment is not None:
-        sampler = EnvironmentSampler(sampler, make_environment)
-    if dist.is_sharded(decoder.policy):
-        sampler = UnshardedSampler(sampler, decoder.policy, gathers=engine_sampler is None)
-    return sampler
 
 
 def find_start(
@@ -204,11 +199,3 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     casts = casts_to_bf16(config.model.autocast, policy.device)
     return Learner(policy, optimizer, scheduler, reference, casts_to_bf16=casts)
-
-
-def stateful_pieces(config: TrainConfig) -> dict[str, Any]:
-    """The surrogate, and the terms, that have a state to save."""
-    pieces = {"algorithm.surrogate": config.algorithm.surrogate}
-    for i, term in enumerate(config.algorithm.terms):
-        pieces[f"algorithm.terms.{i}"] = term
-    return {name: piece for name, piece in pieces.items() if hasattr(piece, "state_dict")}

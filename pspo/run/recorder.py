@@ -19,7 +19,7 @@ from pspo.run.folders import newest_checkpoint, write_errors
 from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens
-from pspo.run.trackers import Tracker
+from pspo.run.trackers import Tracker, log_rollout
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row
@@ -33,7 +33,7 @@ class Recorder:
         skipped: consecutive optimizer steps skipped up to now.
         first_step: optimizer steps before the rollout that is being recorded.
         line: its line of metrics, open until `write`; {} between rollouts. Only rank 0's has statistics.
-        samples: its lines of ``samples.jsonl``.
+        samples: its records for ``samples.jsonl``.
         steps: metrics of its optimizer steps.
         seconds: by phase of the rollout.
     """
@@ -58,11 +58,11 @@ class Recorder:
 
     def clear_line(self) -> None:
         self.line: dict[str, Any] = {}
-        self.samples = ""
+        self.samples: list[dict[str, Any]] = []
         self.steps: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
 
-    def start(self, tracker: Tracker) -> Bar:
+    def start(self, tracker: Tracker | None) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
         self.tracker = tracker
         self.started_at = self.first_step if self.line else self.learner.steps
@@ -105,9 +105,9 @@ class Recorder:
 
     def gather_rows(self, experience: Experience) -> dict[str, list[Any]]:
         """By name a value for each row of all ranks; {} but on rank 0."""
-        rollout, group_size = experience.rollout, self.config.rollout.group_size
+        rollout = experience.rollout
         rows = {
-            "index": [i for i in experience.prompts for _ in range(group_size)],
+            "index": [i for i in experience.prompts for _ in range(self.config.rollout.group_size)],
             "text": rollout.texts,
             "reward": experience.rewards.tolist(),
             "advantage": experience.row_advantages,
@@ -116,10 +116,8 @@ class Recorder:
         }
         if rollout.sampled_mask is not None:
             rows["turns"] = rollout.turns.tolist()
-        for name, values in experience.rewards_by_name.items():
-            rows[f"reward/{name}"] = values
-        for name, values in experience.logged.items():
-            rows[f"logged/{name}"] = values
+        rows |= {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
+        rows |= {f"logged/{name}": values for name, values in experience.logged.items()}
         joined: dict[str, list[Any]] = {}
         rank_rows = dist.gather_on_main(rows)
         for name in dict.fromkeys(name for part in rank_rows for name in part):  # what rewards log differs by rank
@@ -135,12 +133,9 @@ class Recorder:
         texts = dist.gather_on_main(transcripts(self.tokenizer, experience.rollout))
         if dist.is_main():
             completions = [text for rank_texts in texts for text in rank_texts]
-            recorded = min(self.config.run.record_tokens * group_size, len(completions))
-            records = []
-            for row in range(recorded):
+            for row, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
                 values = {name: column[row] for name, column in rows.items()}
-                records.append(sample_record(values, self.learner.steps, row % group_size, completions[row]))
-            self.samples = to_jsonl(records)
+                self.samples.append(sample_record(values, self.learner.steps, row % group_size, completion))
             with write_errors(f"cannot write into {self.output}", self.output):
                 write_tokens(self.output, self.learner.steps, visits)
 
@@ -151,11 +146,11 @@ class Recorder:
         if dist.is_main():
             with write_errors(f"cannot write into {self.output}", self.output):
                 append_text(self.output / "metrics.jsonl", to_jsonl([self.line]))
-                append_text(self.output / "samples.jsonl", self.samples)
-            self.tracker.log(self.line, self.samples)
+                append_text(self.output / "samples.jsonl", to_jsonl(self.samples))
+            if self.tracker is not None:
+                log_rollout(self.tracker, self.line, self.samples)
             is_notable = self.first_step == self.started_at or self.limit_reached or self.line["steps_skipped"] > 0
-            text = status(self.line, len(self.steps), best, newest_checkpoint(self.output))
-            self.bar.advance(len(self.steps), text, is_notable)
+            self.bar.advance(len(self.steps), status(self.line, len(self.steps), best), is_notable)
         steps = self.steps
         self.clear_line()
         for step in steps:
@@ -163,7 +158,7 @@ class Recorder:
             if self.skipped >= MAX_SKIPPED:
                 raise RunFailed(
                     f"{self.skipped} optimizer steps in a row were skipped: loss ({step['loss']}), gradient (norm "
-                    f"{step['grad_norm']}) or log-probs were not finite. The weights are unchanged; last checkpoint: "
+                    f"{step['grad_norm']}) or log-probs were not finite. Last checkpoint: "
                     f"{newest_checkpoint(self.output)}. Lower --optimizer.lr, or check the reward and the surrogate"
                 )
 

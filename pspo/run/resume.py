@@ -16,7 +16,7 @@ from pspo import distributed as dist
 from pspo.cli.escape import one_line
 from pspo.cli.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, write_text
 from pspo.config import RunConfig, TrainConfig
-from pspo.run.checkpointer import Checkpointer, States, position
+from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints, find_damage, numbered, prune, remove_leftovers, step_of
 from pspo.run.tokens import FOLDER
 
@@ -45,15 +45,14 @@ def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
 
     Raises ValueError if the run has another configuration.
     """
-    if config.output_dir is None:
-        return {}
-    output = Path(config.output_dir)
-    if not holds_run(output) or not (output / "summary.json").exists():
+    output = Path(config.output_dir or "")
+    if config.output_dir is None or not holds_run(output) or not (output / "summary.json").exists():
         return {}
     changes = check_same(output, settings)
     summary = read_json(output / "summary.json")
-    max_tokens = config.max_tokens or math.inf
-    is_below_limits = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < max_tokens
+    is_below_limits = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (
+        config.max_tokens or math.inf
+    )
     return {} if changes & LIMITS and is_below_limits else summary
 
 
@@ -103,8 +102,7 @@ def first_undamaged(folders: list[Path]) -> Path | None:
 def find_parent(config: RunConfig) -> Path:
     """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names."""
     path = Path(config.fork_from).absolute()
-    named = [folder for folder in checkpoints(path.parent.parent) if folder == path]
-    parent = first_undamaged(checkpoints(path) or named)
+    parent = first_undamaged(checkpoints(path) or [path])
     if parent is None:
         raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
     if step_of(parent) >= config.max_steps:
@@ -125,81 +123,60 @@ def remove_records(run: Path) -> None:
 
 def resume(checkpointer: Checkpointer, checkpoint: Path, seed: int) -> None:
     """Restore parts and folder of a run to its checkpoint. Raises ValueError if the run has other problems now."""
-    output, parts = checkpointer.output, checkpointer.parts
+    output = checkpointer.output
     print(f"resuming {output} from {checkpoint.name}")
     states, ranks = checkpointer.load(checkpoint)
     fresh = checkpointer.states()
     for name in ("stream", "validator"):
         if states[name]["fingerprint"] != fresh[name]["fingerprint"]:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
+    best_step = states["validator"]["best"].get("step")
+    if best_step is not None and read_json(output / "best" / "validation.json")["step"] != best_step:
+        states["validator"]["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
     checkpointer.load_states(states)
-    learner, validator, recorder = parts["learner"], parts["validator"], parts["recorder"]
-    if validator.best:
-        validator.best = best_in_folder(output, validator.best["step"], learner.steps)
-    written = recorder.first_step if recorder.line else learner.steps  # an open line is written after its validation
-    dist.run_on_main(lambda: cut_back(output, learner.steps, written, checkpointer.config.run.keep))
     if ranks != dist.world_size():
-        dropped = ", and rollouts that waited for --rollout.lag are dropped" if checkpointer.config.rollout.lag else ""
-        if dist.is_main():
-            message = f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on{dropped}"
-            print(message, file=sys.stderr)
-        parts["generators"].seed(seed, learner.steps)
-    checkpointer.saved_position = position(checkpointer.states())
+        print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
+        checkpointer.parts["generators"].seed(seed, checkpointer.learner.steps)
+    dist.run_on_main(lambda: cut_back(checkpointer))
 
 
-def fork(config: TrainConfig, settings: Settings, checkpointer: Checkpointer, parent: Path) -> None:
-    """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more."""
-    states, ranks = checkpointer.load(parent)
-    changes = set(differences(read_config(parent / "config.yaml"), settings))
-    checkpointer.load_states(fork_states(states, checkpointer.states(), changes))
-    if "run.seed" in changes or ranks != dist.world_size():
-        checkpointer.parts["generators"].seed(config.run.seed, checkpointer.learner.steps)
-    print(f"forked from {config.run.fork_from} at {parent.name}")
-    checkpointer.save()
-
-
-def fork_states(parent: States, fresh: States, changes: set[str]) -> States:
-    """The parent's state of every part that it fits; of the others, such as validations and rollouts that wait, fresh.
-
-    ``changes`` are the switches that differ from the parent's.
-    """
-    states = fresh | {"learner": parent["learner"], "recorder": parent["recorder"]}
-    if changes & {"optimizer.name", "model.dtype"}:  # other moments
-        states["learner"] = parent["learner"] | {"optimizer": fresh["learner"]["optimizer"]}
-    if parent["stream"]["fingerprint"] == fresh["stream"]["fingerprint"]:
-        states["stream"] = parent["stream"]
-    if "generators" in parent:
-        states["generators"] = parent["generators"]
-    for name in fresh.keys() & parent:
-        switch = ".".join(name.split(".")[:2])
-        if switch.startswith("algorithm.") and not any(change.startswith(switch) for change in changes):
-            states[name] = parent[name]  # of the same surrogate or term
-    return states
-
-
-def best_in_folder(run: Path, step: int, steps: int) -> dict[str, Any]:
-    """The validation of the model in ``best/``, step ``step``'s; {} if one after step ``steps`` has replaced it.
-
-    On a GPU the run may never come to that one again.
-    """
-    file = run / "best" / "validation.json"
-    best = read_json(file) if file.is_file() else {"step": -1}
-    if best["step"] < step:
-        raise ValueError(f"{file.parent} is missing, or not the best model (step {step}'s): choose another folder")
-    return best if best["step"] <= steps else {}
-
-
-def cut_back(run: Path, steps: int, written: int, keep: int) -> None:
-    """Remove what came after step ``steps``, and lines of the records after step ``written``.
-
-    Older checkpoints than it keeps are there if a kill came between saving one and removing another.
-    """
-    records = {name: read_jsonl(run / name) for name in ("metrics.jsonl", "samples.jsonl") if (run / name).exists()}
-    prune(run, keep, steps)
+def cut_back(checkpointer: Checkpointer) -> None:
+    """Remove what a run has written after the checkpoint that it resumes from."""
+    run = checkpointer.output
+    steps = checkpointer.learner.steps
+    recorder = checkpointer.recorder
+    prune(run, checkpointer.config.run.keep, steps)
     for name in ("summary.json", "test-after.jsonl", "test-final.jsonl"):
         (run / name).unlink(missing_ok=True)
     for rollout in numbered(run / FOLDER, ".parquet"):
         if step_of(rollout) > steps:
             rollout.unlink()
-    for name, lines in records.items():
-        write_text(run / name, to_jsonl(line for line in lines if line["step"] <= written))
+    written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = [line for line in read_jsonl(run / name) if line["step"] <= written]
+        write_text(run / name, to_jsonl(lines))
+
+
+def fork(config: TrainConfig, settings: Settings, checkpointer: Checkpointer, parent: Path) -> None:
+    """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
+
+    Validations and rollouts that wait are the parent's own; every other part loads its state, if that fits it.
+    """
+    states, ranks = checkpointer.load(parent)
+    changes = set(differences(read_config(parent / "config.yaml"), settings))
+    fitting = {"learner", "recorder"}
+    if changes & {"optimizer.name", "model.dtype"}:  # other moments
+        states["learner"]["optimizer"] = None
+    if states["stream"]["fingerprint"] == checkpointer.parts["stream"].fingerprint:
+        fitting.add("stream")
+    if "run.seed" in changes or ranks != dist.world_size():
+        checkpointer.parts["generators"].seed(config.run.seed, states["learner"]["steps"])
+    else:
+        fitting.add("generators")
+    for name in states:  # of the loss
+        switch = ".".join(name.split(".")[:2])
+        if switch.startswith("algorithm.") and not any(change.startswith(switch) for change in changes):
+            fitting.add(name)
+    checkpointer.load_states({name: states[name] for name in fitting})
+    print(f"forked from {config.run.fork_from} at {parent.name}")
+    checkpointer.save()

@@ -14,14 +14,14 @@ from pspo.run.folders import whole_folder
 
 
 def save_model(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, validation: Any = None
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, validation: Any = None
 ) -> None:
     """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
     weights = dist.full_state_dict(policy)
 
     def save() -> None:
         with whole_folder(folder) as temporary:
-            write_model(policy, tokenizer, temporary, card, weights)
+            write_model(policy, tokenizer, temporary, weights)
             if validation is not None:
                 write_json(temporary / "validation.json", validation)
 

@@ -37,26 +37,24 @@ class TokenRecord:
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
         """Add a step's values (n,) at tokens, by column of `COLUMNS`, and ``row`` and ``position`` of these."""
-        if self.rows == 0:
-            return
         is_recorded = values["row"] < self.rows
         visit = {name: value[is_recorded].cpu().numpy() for name, value in values.items()}
         self.visits.append(visit | {"step": np.full(len(visit["row"]), step)})
 
     def take(self, tokenizer: PreTrainedTokenizerBase, experience: Any, group_size: int) -> dict[str, Any]:
         """Columns of the visits to the tokens of a `pspo.rollout.Experience`; they are then forgotten."""
-        names = sorted({name for visit in self.visits for name in visit})
-        columns = {name: np.concatenate([visit[name] for visit in self.visits]) for name in names}
+        columns = {name: np.concatenate([visit[name] for visit in self.visits]) for name in self.visits[0]}
         self.visits = []
-        if not len(columns.get("row", ())):
-            return {}
         rows = columns["row"].astype(int)
         positions = columns["position"].astype(int)
-        ids = experience.rollout.completion_ids[: self.rows].tolist()
-        texts = {row: token_texts(tokenizer, ids[row][: positions[rows == row].max() + 1]) for row in set(rows)}
+        ids = experience.rollout.completion_ids[: self.rows].cpu().numpy()
+        texts = {}
+        for row in set(rows):
+            length = positions[rows == row].max() + 1
+            texts[row] = token_texts(tokenizer, ids[row, :length].tolist())
         columns["problem"] = np.array(experience.prompts)[rows // group_size]
         columns["sample"] = rows % group_size
-        columns["token_id"] = np.array(ids)[rows, positions]
+        columns["token_id"] = ids[rows, positions]
         columns["text"] = [texts[row][position] for row, position in zip(rows, positions, strict=True)]
         return columns
 
@@ -83,14 +81,12 @@ def write_tokens(run: Path, step: int, parts: list[dict[str, Any]]) -> None:
     import pyarrow.parquet as parquet
 
     schema = pa.schema(list(COLUMNS.items()))
-    tables = [
-        pa.table({name: columns.get(name, pa.nulls(len(columns["row"]))) for name in COLUMNS}).cast(schema)
-        for columns in parts
-        if columns
-    ]
-    if tables:
-        path = run / FOLDER / f"step-{step:06d}.parquet"
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}")  # which readers of the folder pass over
-        parquet.write_table(pa.concat_tables(tables), temporary, compression="zstd")
-        temporary.rename(path)
+    tables = []
+    for columns in parts:
+        missing = pa.nulls(len(columns["row"]))
+        tables.append(pa.table({name: columns.get(name, missing) for name in COLUMNS}).cast(schema))
+    path = run / FOLDER / f"step-{step:06d}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}")  # which readers of the folder pass over
+    parquet.write_table(pa.concat_tables(tables), temporary, compression="zstd")
+    temporary.rename(path)

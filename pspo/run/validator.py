@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import transformers
 
@@ -17,13 +16,10 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Prompts, RolloutSampler
-from pspo.run.card import model_card
 from pspo.run.folders import write_errors
-from pspo.run.metrics import validation_status
 from pspo.run.recorder import Recorder
 from pspo.run.save import save_model
 
-T = TypeVar("T")
 STATE = ("before", "untrained", "validated", "best", "best_trained")
 
 
@@ -68,14 +64,14 @@ class Validator:
 
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
-        sampled = self.evaluate("validation", self.sampler.seeded(), "validate", Evaluation.means)
-        greedy = self.evaluate("validation", self.sampler.greedy(self.learner.policy), "validate", Evaluation.means)
-        validation = {"validation_reward": sampled.get("mean_reward", -math.inf)}
-        if "accuracy" in greedy:
-            validation["validation_accuracy"] = greedy["accuracy"]
-        else:
-            validation["validation_greedy_reward"] = greedy.get("mean_reward", -math.inf)
-        return validation
+        sampled = self.evaluate("validation", self.sampler.seeded(), "validate")
+        greedy = self.evaluate("validation", self.sampler.greedy(self.learner.policy), "validate")
+        sampled_means = dist.run_on_main(lambda: sampled.means())
+        greedy_means = dist.run_on_main(lambda: greedy.means())
+        validation = {"validation_reward": sampled_means.get("mean_reward", -math.inf)}
+        if "accuracy" in greedy_means:
+            return validation | {"validation_accuracy": greedy_means["accuracy"]}
+        return validation | {"validation_greedy_reward": greedy_means.get("mean_reward", -math.inf)}
 
     def validate(self) -> dict[str, float]:
         """`measure` the policy, and save it if it is the best so far."""
@@ -88,33 +84,35 @@ class Validator:
             self.best_trained = self.validated
         if is_better(self.validated, self.best):
             self.best = self.validated
-            save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
-        status = validation_status(self.validated, self.best)
-        say(f"step {step}/{self.config.run.max_steps}  {status}", self.config.run.quiet or not dist.is_main())
+            save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.best)
+        measures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items()]
+        best = f"best {self.best['validation_reward']:.3f} at {self.best['step']}"
+        text = "  ".join([f"step {step}/{self.config.run.max_steps}", *measures, best])
+        say(text, self.config.run.quiet or not dist.is_main())
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
+        evaluation = self.evaluate("test", self.sampler.greedy(policy), f"test {when}")
 
-        def keep(evaluation: Evaluation) -> dict[str, Any]:
+        def write() -> dict[str, Any]:
             with write_errors(f"cannot write into {self.output}", self.output):
                 write_text(self.output / f"test-{when}.jsonl", to_jsonl(evaluation.completions))
             return evaluation.record()
 
-        return self.evaluate("test", self.sampler.greedy(policy), f"test {when}", keep)
+        return dist.run_on_main(write)
 
-    def evaluate(self, split: str, sampler: RolloutSampler, bar: str, use: Callable[[Evaluation], T]) -> T:
-        """Draw one completion of each prompt; ``use`` makes of rank 0's evaluation what all ranks get.
+    def evaluate(self, split: str, sampler: RolloutSampler, bar: str) -> Evaluation | None:
+        """Draw one completion of each prompt; the evaluation of all ranks' on rank 0, None on others.
 
         The ranks share the prompts evenly, unless they must decode in step.
         """
         prompts = self.prompts[split]
         bar = "" if self.config.run.quiet else bar
         rows = math.ceil(len(prompts) / dist.world_size())
-        evaluation = evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
-        return dist.run_on_main(lambda: use(evaluation))
+        return evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
 
     def best_policy(self) -> transformers.PreTrainedModel:
         """The best model by validation, in the policy's place if that has adapters."""
@@ -134,22 +132,6 @@ class Validator:
         """The validations of a run that has ended by name, {} where there is none."""
         final = self.validated if self.validated.get("step") == self.learner.steps else {}
         return {"untrained": self.untrained, "best": self.best, "best_trained": self.best_trained, "final": final}
-
-    def card(self, step: int | None = None, tokens: int | None = None, tests: dict[str, Any] | None = None) -> str:
-        """The model card of the policy as it is now; or of the model of another step, once models are tested."""
-        if tests is None:
-            tests = {"before training": self.before or {}}
-            validations = [self.validated]
-        else:
-            validations = list(self.validations().values())
-        return model_card(
-            self.config,
-            problems=len(self.prompts["train"]),
-            step=self.learner.steps if step is None else step,
-            tokens=self.recorder.tokens if tokens is None else tokens,
-            tests=tests,
-            validations=validations,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("fingerprint", *STATE)}

@@ -22,10 +22,10 @@ import pspo_vllm.serve
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, TrainConfig
 from pspo.model import ASSETS, load_policy
-from pspo.model.adapters import weights_of_files
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError, find_engine
 from pspo_vllm.servers import Servers
+from pspo_vllm.weights import weights_of_files
 
 pytestmark = pytest.mark.usefixtures("here")
 

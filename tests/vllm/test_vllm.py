@@ -29,12 +29,12 @@ import pspo_vllm.servers
 from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.model.adapters import weights_of_files
 from pspo.rollout import Prompts, generate, load_prompts, make_sampling
 from pspo.rollout.engine import EngineError, EngineSampler, find_engine
 from pspo.rollout.sampler import Sampler
 from pspo.run.learner import Learner
 from pspo.tasks import Problem
+from pspo_vllm.weights import weights_of_files
 
 pytestmark = pytest.mark.usefixtures("here")
 

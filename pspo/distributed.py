@@ -1,12 +1,22 @@
-"""Sharded models: weights, gradients and optimizer state spread over the ranks by FSDP2 (`fully_shard`).
+"""Several ranks, one per GPU: ``torchrun --nproc-per-node 8 -m pspo.train --distributed.strategy fsdp2 ...``.
 
-Layers are gathered for each pass; for rollouts all weights are gathered once, so that decoding needs no communication.
-torch's own parts for this take a second to import: only a sharded run does.
+Every rank generates, scores and trains on its own prompts, whole groups. Gradients are summed over the ranks, and so
+are the counts that a loss is divided by: ranks, microbatches and gradient accumulation are interchangeable. In a single
+process every function here returns what it was given.
+
+* ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
+* fsdp2: weights, gradients and optimizer state are sharded over the ranks by FSDP2 (`fully_shard`). Layers are gathered
+  for each pass; for rollouts all weights are gathered once, so that decoding needs no communication. torch's parts for
+  this take a second to import: only a sharded run does.
 """
 
+import atexit
 import contextlib
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,17 +24,166 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from pspo.distributed.ranks import world_size
+from pspo.tasks.workers import end_with_parent as end_with_parent
 
+TIMEOUT = 600.0  # seconds that ranks wait for each other
 T = TypeVar("T")
 
 
-def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
-    """Spread a model's weights over all ranks, layer by layer.
+def launched_by_torchrun() -> bool:
+    """True if torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
-    The float32 shards are optimized. Under autocast, weights are gathered in that dtype, and so are the norms and the
-    residual stream (autocast alone keeps those in float32); gradients are reduced in float32.
+
+def local_device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if launched_by_torchrun() else torch.device("cuda")
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(gpu) for gpu in range(torch.cuda.device_count())]
+    return visible.split(",") if visible else []
+
+
+def init(strategy: str, timeout: float = TIMEOUT) -> None:
+    """Join the other ranks, if torchrun started this one; ``timeout`` is how many seconds they wait for each other.
+
+    Raises ValueError if strategy and launcher do not fit, or there are too few GPUs.
     """
+    if not launched_by_torchrun():
+        if strategy != "none":
+            raise ValueError(f"--distributed.strategy {strategy} needs torchrun --nproc-per-node N -m pspo.train ...")
+        return
+    if strategy == "none" and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
+    backend = "gloo"
+    gpus = torch.cuda.device_count()
+    if gpus > 0:
+        processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        if processes > gpus:
+            raise ValueError(f"--nproc-per-node {processes}: this machine has {gpus} GPUs")
+        torch.cuda.set_device(local_device())
+        backend = "cpu:gloo,cuda:nccl"
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if not is_main():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process lives)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a command; under torchrun, wait for every rank and end the process.
+
+    It ends by `os._exit`, because gloo's threads can abort the interpreter's shutdown (PyTorch 2.13).
+    """
+    if not launched_by_torchrun():
+        return main()
+    end_with_parent()
+    code = 0
+    try:
+        main()
+        if torch_dist.is_initialized():
+            torch_dist.barrier()
+            torch_dist.destroy_process_group()
+    except SystemExit as error:
+        code = error.code or 0
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not isinstance(error, torch_dist.DistError) and "gloo" not in reason:
+            raise
+        message = f"rank {rank()} lost another one ({reason}): the same command resumes from the last checkpoint"
+        print(message, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()  # trackers register some; Python offers no public way
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def rank() -> int:
+    """This process's number among the ranks; 0 in a single process."""
+    return torch_dist.get_rank() if torch_dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 in a single process."""
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """True on rank 0, which prints and writes."""
+    return rank() == 0
+
+
+def run_on_main(function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with code 2."""
+    if world_size() == 1:
+        return function()
+    outcome: list[Any] = [None, False]  # result, and whether there is one
+    try:
+        if is_main():
+            outcome = [function(), True]
+    finally:
+        torch_dist.broadcast_object_list(outcome)
+    result, succeeded = outcome
+    if not succeeded:
+        raise SystemExit(2)  # rank 0 prints why
+    return result
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order. Tensors must be on the CPU."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        torch_dist.all_gather_object(values, value)
+    return values
+
+
+def gather_on_main(value: T) -> list[T]:
+    """On rank 0 every rank's value, in rank order; nothing elsewhere. Tensors must be on the CPU."""
+    values: list[Any] = [value] * world_size() if is_main() else []
+    if world_size() > 1:
+        torch_dist.gather_object(value, values if is_main() else None)
+    return values
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum in place over the ranks, and return the tensor."""
+    if world_size() > 1:
+        torch_dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of the ranks' values; for a flag, whether any rank's is set."""
+    return max(gather_objects(value))
+
+
+def concat_over_ranks(values: Tensor) -> Tensor:
+    """Concatenate the rows of every rank's tensor; ranks may have different row counts."""
+    return torch.cat(gather_objects(values.cpu())).to(values.device) if world_size() > 1 else values
+
+
+def pad_to_longest(items: list[T], filler: T) -> list[T]:
+    """Append ``filler`` until this rank has as many items as the rank with the most."""
+    return items + [filler] * (max_over_ranks(len(items)) - len(items))
+
+
+def take_rank_share(items: list[T], minibatches: int) -> list[T]:
+    """This rank's part of a rollout's prompts: an equal part of each minibatch, so that ranks share every minibatch."""
+    size = len(items) // (minibatches * world_size())
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    return [item for part in parts[rank() :: world_size()] for item in part]
+
+
+# --- sharded models
+
+
+def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
+    """Spread a model's weights over all ranks, layer by layer; under autocast they are gathered in its dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
@@ -38,7 +197,6 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
 
 
 def call(function: Callable[[], T]) -> T:
-    """Call a function."""
     return function()
 
 
@@ -86,7 +244,7 @@ def read_weights(model: nn.Module, folder: Path, device: torch.device) -> tuple[
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather all weights on every rank for a `with` block, if the model is sharded: passes need no communication."""
+    """Gather all weights on every rank for a `with` block: passes need no communication."""
     if not is_sharded(model):
         yield
         return
@@ -127,12 +285,12 @@ def set_parameter(parameter: Tensor, values: Tensor) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank, if it is sharded."""
+    """The whole tensor on every rank."""
     return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard, if the tensor is sharded."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
