@@ -12,8 +12,7 @@ from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, time
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
 from pspo.model import autocast, casts_to_bf16
-from pspo.rollout import Rollout, Sampling, generate
-from pspo.rollout.generate import left_pad
+from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
 from pspo_lab.plan.shapes import GPUS
