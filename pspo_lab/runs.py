@@ -17,7 +17,7 @@ import pandas as pd
 import yaml
 
 from pspo.cli.escape import one_line
-from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_steps, write_text
+from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl, write_text
 from pspo_lab.settings import (
     DATA,
     MODEL,
@@ -224,9 +224,11 @@ def problems_fingerprint(folder: Path, path: Path) -> str | None:
 
 def read_metrics(folder: Path) -> pd.DataFrame:
     """The rollouts in order of steps, the last record of each."""
-    records = read_steps(folder / "metrics.jsonl")
+    records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise ValueError("metrics.jsonl holds no rollout")
+    if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
+        raise ValueError("metrics.jsonl is damaged: a record without a step")
     metrics = pd.DataFrame(records)
     if nulls := sum(value is None for record in records for value in record.values()):
         warn(f"{folder}: {nulls} values that were not finite; left out")

@@ -82,7 +82,7 @@ def tensors_of(value) -> list[torch.Tensor]:
 
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
     def work() -> None:
-        args = ["--model.dtype=bfloat16", "--distributed.strategy=ddp", "--distributed.timeout=60"]
+        args = ["--model.dtype=bfloat16", "--distributed.strategy=ddp"]
         original = pspo.update.optimizer_step
 
         def step(learner, *rest):

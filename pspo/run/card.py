@@ -10,8 +10,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.cli.escape import in_markdown
-from pspo.cli.files import as_argument, import_spec
+from pspo.cli.escape import one_line
+from pspo.cli.files import argument_text
+from pspo.cli.python import import_spec
 from pspo.config import EvalConfig, RewardConfig, TrainConfig
 from pspo.evaluate.results import Record, as_text, from_record, label
 from pspo.model.find import ASSETS
@@ -66,12 +67,12 @@ def model_card(
         "trained for": f"{step:,} optimizer steps, {tokens:,} rollout tokens, seed {config.run.seed}",
         "pspo": __version__,
     }
-    rows = [f"| {key} | {in_markdown(text)} |" for key, text in table.items() if text]
+    rows = [f"| {key} | {code_span(text)} |" for key, text in table.items() if text]
     evaluation = evaluation_rows(tests, validations)
     return "\n\n".join(
         [
             f"---\n{front_matter(config, base if is_on_hub else None).to_yaml()}\n---",
-            f"# {in_markdown(name)}, trained with {method}",
+            f"# {one_line(name)}, trained with {method}",
             "\n".join(["| | |", "|---|---|", *rows]),
             "## Evaluation",
             "\n".join(["| model | measure | value |", "|---|---|---|", *evaluation]) if evaluation else "None.",
@@ -79,6 +80,12 @@ def model_card(
             f"````python\n{use_code(config)}\n````",  # four: a system prompt may hold three
         ]
     ) + "\n"  # fmt: skip
+
+
+def code_span(text: str) -> str:
+    """Text that a cell of a Markdown table shows as it is."""
+    text = one_line(text).replace("`", "'").replace("|", "\\|")
+    return f"`{text}`"
 
 
 def front_matter(config: TrainConfig, base_model: str | None) -> ModelCardData:
@@ -170,5 +177,5 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
         if getattr(config.rollout, part) != getattr(EvalConfig(), part):
             switches[f"eval.{part}"] = getattr(config.rollout, part)
     switches["run.output_dir"] = str(Path(model).parent / "evaluation")
-    words = [f"--{name} {shlex.quote(as_argument(value))}" for name, value in switches.items()]
+    words = [f"--{name} {shlex.quote(argument_text(value))}" for name, value in switches.items()]
     return " ".join(["python -m pspo.evaluate", *words])

@@ -13,7 +13,7 @@ from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import RunFailed, UserCodeFailed
-from pspo.config import DefaultRate, RewardConfig, TrainConfig
+from pspo.config import RewardConfig, TrainConfig, default_lr
 from pspo.evaluate.results import ESTIMATES, MEANS, from_record, label, table
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, has_adapters, is_out_of_memory
@@ -116,7 +116,7 @@ def print_header(run: Run) -> None:
     if others:
         print(f"        {', '.join(text.partition('.')[2] for text in others)}")
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
-    source = "default for its size" if isinstance(optimizer.lr, DefaultRate) else "set"
+    source = "default for its size" if optimizer.lr == default_lr(config.model) else "set"
     rate = f"{optimizer.lr:g} ({source}), {optimizer.schedule}{warmup}"
     print(f"rate    {rate}; {optimizer.name}")
 

@@ -11,7 +11,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli.files import to_jsonl, write_text
-from pspo.cli.progress import say
+from pspo.cli.progress import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
@@ -90,7 +90,7 @@ class Validator:
             self.best = self.validated
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.card(), self.best)
         status = validation_status(self.validated, self.best)
-        say(f"step {step}/{self.config.run.max_steps}  {status}", self.config.run.quiet or not dist.is_main())
+        print_timed(f"step {step}/{self.config.run.max_steps}  {status}", self.config.run.quiet or not dist.is_main())
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
