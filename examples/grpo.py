@@ -6,7 +6,7 @@ ones by PPO's clipped loss. No value model, and here no KL term. The library doe
 and the problems, decodes, and computes log-probs without holding all logits.
 
     python -m pspo.train --algorithm.surrogate Clip --algorithm.advantages group --algorithm.aggregation grpo \
-        --rollout.prompts 16 --optimizer.one_pass false --run.validate_every 0
+        --rollout.prompts 16 --run.validate_every 0
 
 ends with the same weights, bit for bit on one thread of a CPU (tests/test_examples.py).
 """
@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 
 from pspo.config import DataConfig, ModelConfig, RolloutConfig
-from pspo.model import load_policy, load_tokenizer, token_logprobs
+from pspo.model import head_logprobs, hidden_states, load_policy, load_tokenizer, unflatten
 from pspo.rollout import generate, load_prompts, make_sampling, prompt_order
 from pspo.tasks.rewards import math_reward
 
@@ -56,7 +56,10 @@ def train(steps: int = STEPS, seed: int = 0) -> torch.nn.Module:
         # 5. Two epochs over the same rollout. In the first the policy is still the one that drew it: the ratio is 1.
         old_logprobs = None
         for _ in range(EPOCHS):
-            logprobs = token_logprobs(policy, *trained.token_ids, TEMPERATURE)  # (b, t), of the tokens drawn
+            hidden = hidden_states(policy, *trained.token_ids)[mask]  # (N, H), of the N tokens drawn: one pass
+            leaf = hidden.detach().requires_grad_()  # the output embedding and the loss come back to here first
+            drawn, _ = head_logprobs(policy, leaf, trained.targets(slice(None)), TEMPERATURE)  # (N,), and entropies
+            logprobs = unflatten(drawn, mask)  # (b, t), 0 after a completion's end
             if old_logprobs is None:
                 old_logprobs = logprobs.detach()
             ratio = (logprobs - old_logprobs).exp()  # new / old probability of each token
@@ -66,6 +69,7 @@ def train(steps: int = STEPS, seed: int = 0) -> torch.nn.Module:
             lengths = mask.sum(dim=1, keepdim=True).float()
             loss = (losses.where(mask, 0.0) / (lengths * PROMPTS * GROUP)).sum()  # mean over tokens, then completions
             loss.backward()
+            hidden.backward(leaf.grad)  # then one pass back through the model's body
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -107,7 +107,9 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     visits = []
     gradients = []
     with autocast(config.model.autocast, policy.device):  # around all chunks, so that weights are cast once
-        hidden = hidden_states(policy, *rollout.token_ids)[rollout.completion_mask]  # (N, H)
+        hidden = hidden_states(
+            policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
+        )[rollout.completion_mask]  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)

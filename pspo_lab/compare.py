@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,9 @@ from pspo.evaluate.results import (
     as_text,
     at_k,
     by_problem,
-    changes,
     cluster_bootstrap,
     label,
     measures,
-    problem_count,
     table,
 )
 
@@ -84,7 +83,7 @@ def comparison(first: Path, second: Path) -> str:
             raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
         n = len(asked[0])
         a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
-        rows = [(f"T = {temperature:g}, {problem_count(n)}", "A", "B", "B - A [95%]", "p", "only A : only B")]
+        rows = [(f"T = {temperature:g}, {n:,} problems", "A", "B", "B - A [95%]", "p", "only A : only B")]
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
             if both.any():
@@ -109,3 +108,34 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> tuple[str, ...]:
     means = [as_text(name, float(values.mean())) for values in (a, b)]
     shift = as_text(name, float(difference.mean()), cluster_bootstrap(difference))
     return label(name), *means, shift, f"{p:.2g}", counts
+
+
+def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
+    """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
+    key = "reward" if all(record["correct"] is None for record in before) else "correct"
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if None not in (old[key], new[key])]
+    better = sorted(
+        (pair for pair in pairs if pair[1][key] > pair[0][key]), key=lambda pair: pair[0][key] - pair[1][key]
+    )
+    worse = sorted(
+        (pair for pair in pairs if pair[1][key] < pair[0][key]), key=lambda pair: pair[1][key] - pair[0][key]
+    )
+    if key == "correct":
+        counts = f"{len(better)} wrong -> right, {len(worse)} right -> wrong"
+    else:
+        counts = f"{len(better)} with more reward, {len(worse)} with less"
+    parts = [f"{counts}, of {len(pairs):,} problems"]
+    in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
+    for pair in in_turn[:most]:
+        prompt = pair[0]["prompt"]
+        lines = {"problem": prompt if isinstance(prompt, str) else prompt[-1]["content"], "gold": pair[0]["gold"]}
+        for name, record in zip(names, pair, strict=True):
+            lines[name] = record["completion"] if key == "correct" else f"{record[key]:.3f}: {record['completion']}"
+        parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
+    return "\n\n".join(parts)
+
+
+def clip(text: str, width: int = 200) -> str:
+    """Text in one line, without its middle if it is long."""
+    text = one_line(text)
+    return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"

@@ -65,7 +65,7 @@ def test_limits_are_inclusive():
     ],
 )  # fmt: skip
 def test_numbers_in_a_text(text, values):
-    assert [number.value() for number in find_numbers(text)] == [Fraction(value) for value in values.split()]
+    assert list(find_numbers(text)) == [Fraction(value) for value in values.split()]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,6 @@ def test_first_marker():
     assert not matches_format("#### 5 apples\n#### 6", marker="first")
     assert matches_format("#### 5\n#### 6 apples", marker="first")
     assert extract_answer("3\n####\n#### 6", marker="first") == 6  # none on its line: the last number anywhere
-    with pytest.raises(ValueError, match="marker must be"):
-        extract_answer("#### 5", marker="middle")
 
 
 @pytest.mark.parametrize(
@@ -179,11 +177,11 @@ def test_every_spelling_of_a_fraction_reads_back(value, spelling):
 @given(st.integers(-12000, 12000), st.integers(-(10**6), 10**6), st.fractions(), st.integers(-3, 3))
 @example(-7, 10, Fraction(1, 10**6), 0)
 @example(-30, 1, Fraction(1, 10**6), 0)
-def test_lazy_comparison_is_the_exact_one(exponent, mantissa, gold, offset):
-    """Around gold itself too: the shortcuts of `is_near` never change the outcome."""
+def test_comparison_with_huge_exponents_is_exact(exponent, mantissa, gold, offset):
     for number in find_numbers(f"{mantissa}e{exponent}"):
-        for near in (gold, number.value() + Fraction(offset, 2 * 10**6)):
-            assert number.is_near(near) == (abs(number.value() - near) <= Fraction(1, 10**6))
+        for near in (gold, Fraction(number) + Fraction(offset, 2 * 10**6)):
+            expected = abs(Fraction(number) - near) <= Fraction(1, 10**6)
+            assert contains_answer(f"{mantissa}e{exponent}", near) == expected
 
 
 @settings(deadline=None)

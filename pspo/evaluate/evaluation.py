@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,49 +16,30 @@ from pspo.tasks import contains_answer, is_correct, matches_format, total_reward
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Rows that are decoded together: these samples of each of these problems."""
-
-    problems: list[int]
-    samples: range
-
-    @property
-    def keys(self) -> list[tuple[int, int]]:
-        """(problem, sample) of each row."""
-        return [(i, sample) for i in self.problems for sample in self.samples]
-
-
 def chunks(
     lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int, max_rows: float = math.inf
-) -> list[Chunk]:
-    """Split ``samples`` of each prompt so that rows x (longest prompt + max_completion_tokens) fits ``max_tokens``.
+) -> list[list[int]]:
+    """Problems to decode together: rows x (longest prompt + max_completion_tokens) <= max_tokens, and rows <= max_rows.
 
-    Prompts of similar length (in tokens) are batched, to pad little. A problem's samples are split only if they do not
-    fit; a single row is decoded whatever its length. No chunk has more than ``max_rows`` rows.
+    Prompts of similar length (in tokens) are batched, to pad little. A single problem's samples are drawn whatever
+    their number and length.
     """
-    parts: list[Chunk] = []
-    together: list[int] = []
+    parts: list[list[int]] = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        rows = max(1, min(max_rows, max_tokens // (lengths[i] + max_completion_tokens)))  # i is the longest so far
-        if together and (len(together) + 1) * samples > rows:
-            parts.append(Chunk(together, range(samples)))
-            together = []
-        if samples <= rows:
-            together.append(i)
-        else:
-            parts += [Chunk([i], range(s, min(s + rows, samples))) for s in range(0, samples, rows)]
-    return [*parts, Chunk(together, range(samples))] if together else parts
+        rows = (len(parts[-1]) + 1) * samples
+        fits = rows <= max_rows and rows * (lengths[i] + max_completion_tokens) <= max_tokens
+        if parts[-1] and not fits:
+            parts.append([])
+        parts[-1].append(i)
+    return parts
 
 
-def none_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def complete(sampler: RolloutSampler, prompts: Prompts, chunk: Chunk, reward: RewardConfig, step: int) -> list[Record]:
-    """Draw and score a chunk's completions, one record each."""
-    rollout = sampler.draw(prompts.take(chunk.problems), len(chunk.samples))
-    problems = [prompts.problems[i] for i, _ in chunk.keys]
+def complete(
+    sampler: RolloutSampler, prompts: Prompts, indices: list[int], samples: int, reward: RewardConfig, step: int
+) -> list[Record]:
+    """Draw and score samples of some problems, one record each."""
+    rollout = sampler.draw(prompts.take(indices), samples)
+    problems = [prompts.problems[i] for i in indices for _ in range(samples)]
     totals, function_values = total_rewards(
         reward.functions,
         reward.weights,
@@ -75,19 +55,18 @@ def complete(sampler: RolloutSampler, prompts: Prompts, chunk: Chunk, reward: Re
     lengths = rollout.loss_mask.sum(dim=1).tolist()
     terminated = rollout.terminated.tolist()
     records = []
-    for row, (i, sample) in enumerate(chunk.keys):
-        problem, text = problems[row], rollout.texts[row]
+    for row, (problem, text) in enumerate(zip(problems, rollout.texts, strict=True)):
         record = {
             "temperature": sampler.sampling.temperature,
-            "problem": i,
-            "sample": sample,
+            "problem": indices[row // samples],
+            "sample": row % samples,
             **problem.record(),
             "completion": text,
             "correct": is_correct(text, problem.answer),
             "contains_gold": contains_answer(text, problem.answer),
             "format": None if isinstance(problem.answer, str | None) else matches_format(text),
-            "reward": none_if_nan(totals[row]),
-            "rewards": {name: none_if_nan(values[row]) for name, values in function_values.items()},
+            "reward": None if math.isnan(totals[row]) else totals[row],
+            "rewards": {name: None if math.isnan(v[row]) else v[row] for name, v in function_values.items()},
             "tokens": lengths[row],
             "truncated": not terminated[row],
         }
@@ -120,30 +99,27 @@ def evaluate(
         save: called with each new chunk's records.
     """
     completions = {(record["problem"], record["sample"]): record for record in done}
-    done_keys = set(completions)
-    sampling = sampler.sampling
     lengths = [len(ids) for ids in prompts.ids]
-    parts = list(enumerate(chunks(lengths, samples, sampling.max_completion_tokens, max_tokens, max_rows)))
-    turns = dist.world_size()  # ranks take turns
-    turn = dist.rank()
+    parts = chunks(lengths, samples, sampler.sampling.max_completion_tokens, max_tokens, max_rows)
     device = dist.local_device()
     devices = [device] if device.type == "cuda" else []
     progress = Bar(total=len(prompts) * samples, desc=bar, leave=False, quiet=not bar or not dist.is_main())
     with torch.random.fork_rng(devices), progress:
-        for first in range(0, len(parts), turns):
-            together = parts[first : first + turns]
-            number, chunk = together[min(turn, len(together) - 1)]  # maybe another rank's: they gather weights in step
+        for first in range(0, len(parts), dist.world_size()):  # ranks take turns
+            together = parts[first : first + dist.world_size()]
+            number = first + min(dist.rank(), len(together) - 1)  # maybe another rank's: they gather weights in step
+            keys = [(i, sample) for i in parts[number] for sample in range(samples)]
             records = []
             with fail_together():
-                if not done_keys.issuperset(chunk.keys):
+                if not completions.keys() >= set(keys):
                     torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                    records = complete(sampler, prompts, chunk, reward, step)
+                    records = complete(sampler, prompts, parts[number], samples, reward, step)
             gathered = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
             records = [record for rank_records in gathered for record in rank_records]
             if records:
                 save(records)
             completions |= {(record["problem"], record["sample"]): record for record in records}
-            progress.advance(sum(len(chunk.keys) for _, chunk in together))
+            progress.advance(samples * sum(map(len, together)))
     if not dist.is_main():
         return None
     return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])

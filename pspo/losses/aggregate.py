@@ -1,7 +1,15 @@
 """From per-token losses to the one number that is differentiated.
 
 Denominators are counts of the whole optimizer minibatch, so that its loss is the sum of its microbatches' however it
-is split.
+is split. With the mask m and the per-token loss l of rows i and tokens t:
+
+* ``dapo`` (Yu et al. 2025): sum(m l) / counts.tokens
+* ``grpo`` (Shao et al. 2024): sum_i [sum_t(m l) / max(sum_t m, 1)] / counts.sequences
+* ``dr_grpo`` (Liu et al. 2025): sum(m l) / (counts.sequences * counts.max_completion_tokens)
+* a function of your own: sum(m l / d), d = function(mask, counts), (B,) or (B, T) above 0. What it makes of a row must
+  depend on that row and the counts alone: then no split changes the loss.
+
+A minibatch without a single unmasked token has loss 0.
 """
 
 from collections.abc import Callable
@@ -32,16 +40,7 @@ class Counts:
 
 
 def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation | Callable, counts: Counts) -> Tensor:
-    """Sum a microbatch's per-token loss (B, T) into its share of the minibatch's loss, a scalar.
-
-    * ``dapo`` (Yu et al. 2025): sum(m l) / counts.tokens
-    * ``grpo`` (Shao et al. 2024): sum_i [sum_t(m l) / max(sum_t m, 1)] / counts.sequences
-    * ``dr_grpo`` (Liu et al. 2025): sum(m l) / (counts.sequences * counts.max_completion_tokens)
-    * a function of your own: sum(m l / d), d = function(mask, counts), (B,) or (B, T) above 0. What it makes of a row
-      must depend on that row and the counts alone: then no split changes the loss.
-
-    A minibatch without a single unmasked token has loss 0.
-    """
+    """Sum a microbatch's per-token loss (B, T) into its share of the minibatch's loss, a scalar."""
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if callable(how):
         divisors = token_values(how(mask, counts), mask, "aggregation", how, above_0=True)  # (B, 1) or (B, T)

@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pspo import distributed as dist
-
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
 
@@ -28,7 +26,7 @@ def hidden_states_of_shared_prompts(
         ids, mask, positions: (B, P + T - 1), prompts left-padded and completions right-padded.
         width: P, the prompts' columns.
     """
-    if ids.shape[1] == width or dist.is_sharded(model) or not shares_prompts(model):  # ranks must pass equally often
+    if ids.shape[1] == width or not shares_prompts(model):
         return None
     prompt_ids = ids[:, :width]
     prompt_mask = mask[:, :width]
@@ -116,6 +114,11 @@ def attends_fully(model: transformers.PreTrainedModel) -> bool:
 
 
 def shares_prompts(model: transformers.PreTrainedModel) -> bool:
-    """True if every layer caches keys and values, which rows can share: no linear attention, no state spaces."""
+    """True if every layer caches keys and values, which rows can share: no linear attention, no state spaces.
+
+    Not if the model is sharded: ranks must pass each layer equally often.
+    """
+    if hasattr(model, "set_reshard_after_forward"):  # FSDP's
+        return False
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

@@ -13,7 +13,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
-from pspo.rollout.types import Batch, Rollout, to_device
+from pspo.rollout.types import Batch, Rollout
 
 
 @dataclass
@@ -51,9 +51,8 @@ def split_minibatches(
 ) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
 
-    Rows with zero gradient (no unmasked token; A = 0, where surrogate and terms are silent) are left out but counted:
-    the denominators are the full minibatch's, so loss and gradient stay the same. The groups of a minibatch are sorted
-    by length, so that microbatches hold little padding.
+    Rows without a gradient are left out but counted: the denominators are the full minibatch's, so loss and gradient
+    stay the same. The groups of a minibatch are sorted by length, so that microbatches hold little padding.
     """
     if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
@@ -80,7 +79,7 @@ def split_minibatches(
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
         batches = []
         for rows in pack(trained, lengths, limit):
-            batches.append(whole.rows(to_device(torch.tensor(rows), advantages.device)))
+            batches.append(whole.rows(torch.tensor(rows, device=advantages.device)))
         if is_sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
         sizes = torch.tensor([sum(loss_tokens[row] for row in groups.flat), groups.size])

@@ -40,7 +40,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
-        self.shares_prompts = shares_prompts(self.policy) and not self.is_sharded  # a pass computes a prompt once
+        self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
         if self.scheduler is None:
             self.scheduler = schedule(self.optimizer, lambda _: 1.0)
 

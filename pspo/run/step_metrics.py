@@ -63,9 +63,11 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
         counts: of the whole minibatch.
     """
     names = [name for name in tokens if name != "position"]
-    rows = tokens["row"] * dist.world_size() + dist.rank()  # numbers among all ranks' rows
-    values = torch.stack([rows if name == "row" else tokens[name] for name in names], dim=1)  # (n, m)
-    columns = dict(zip(names, dist.concat_over_ranks(values).unbind(dim=1), strict=True))  # of all ranks' tokens
+    columns = {name: tokens[name] for name in names}
+    if dist.world_size() > 1:
+        columns["row"] = columns["row"] * dist.world_size() + dist.rank()  # numbers among all ranks' rows
+        values = dist.concat_over_ranks(torch.stack(list(columns.values()), dim=1))  # (N, m)
+        columns = dict(zip(names, values.unbind(dim=1), strict=True))
     logprobs = columns["logprob"]
     old_logprobs = columns["old_logprob"]
     is_active = columns["advantage"] != 0

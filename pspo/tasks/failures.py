@@ -30,15 +30,16 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format an error with the user's own frames alone, and where a library raised it if that is not in them."""
-    frames, innermost = user_frames(error), traceback.extract_tb(error.__traceback__)[-1:]
-    if isinstance(error, WorkerError) or (isinstance(error, RewardError) and not frames):
+    """Format an error with the user's own frames alone, and the file and line where a library raised it."""
+    frames = user_frames(error)
+    if isinstance(error, WorkerError | RewardError) and not frames:
         return str(error)
-    if not frames and not isinstance(error, ValueError | TimeoutError):
+    if not frames:
         return "".join(traceback.format_exception(error)).rstrip()
-    lines = [f"Traceback (your code):\n{''.join(traceback.format_list(frames))}"] if frames else []
-    if frames and frames[-1:] != innermost:
-        lines.append(f"  raised in {innermost[0].filename}, line {innermost[0].lineno}\n")
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
+    if frames[-1] != innermost:
+        lines.append(f"  raised in {innermost.filename}, line {innermost.lineno}\n")
     if error.__cause__ is not None:
         lines.insert(0, f"{user_traceback(error.__cause__)}\n\nthe cause of:\n\n")
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()

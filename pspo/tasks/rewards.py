@@ -6,27 +6,40 @@ A reward of your own is a function or a subclass of `Reward`, named by its impor
 one message where the prompt is a chat.
 
 It returns one finite number per completion, as a list, tuple, array or tensor; None is "not mine": the function is left
-out of that completion's sum. ``async def`` functions are awaited.
+out of that completion's sum. ``async def`` functions are awaited. Values that it logs by TRL's ``log_metric`` and
+``log_extra`` become columns of the batch.
+
+`total_rewards` adds up several rewards, by weights (None: all 1). Each function may take ``timeout`` seconds (0: no
+limit). With ``on_error`` "none" a completion for which a function fails gets NaN from it and as its total.
+Processes, as many as ``workers``, share the completions; 0 calls the functions in this one.
 """
 
+import asyncio
+import contextlib
 import inspect
 import math
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from itertools import pairwise
+from numbers import Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format, parse_number
-from pspo.tasks.calls import OnError, call_reward, checked_values, guarded_values, reward_name
-from pspo.tasks.failures import RewardError
+from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
+from pspo.tasks.failures import RewardError, report_failure
 from pspo.tasks.problem import Problem
+from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
-MAX_REWARD = 1e15  # above it gradient norms overflow in float32
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+OnError = Literal["raise", "none"]
+Columns = dict[str, list[Any]]  # what rewards log, by name
+Result = tuple[list[float | None], Columns]
 
 
 class Reward(ABC):
@@ -40,7 +53,6 @@ class Reward(ABC):
 def math_reward(
     completion: str,
     gold: int | Fraction,
-    *,
     tolerance: Fraction = TOLERANCE,
     format_bonus: float = 0.05,
     marker: Marker = "last",
@@ -53,15 +65,6 @@ def math_reward(
     if prediction is not None and abs(prediction - gold) <= tolerance:
         return 1.0
     return format_bonus if matches_format(completion, marker) else 0.0
-
-
-@cache
-def exact_decimal(tolerance: float) -> Fraction:
-    """Return the decimal as written: str(1e-6) is "1e-06", whereas Fraction(1e-6) is slightly below 1/10**6."""
-    value = parse_number(str(tolerance))
-    if value is None or value < 0:
-        raise ValueError(f"tolerance must be a number of at least 0 such as 1e-6, not {tolerance!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -79,23 +82,21 @@ class MathReward(Reward):
     marker: Marker = "last"
 
     def __post_init__(self) -> None:
-        exact_decimal(self.tolerance)
+        if not 0 <= float(self.tolerance) < math.inf:
+            raise ValueError(f"tolerance must be a number of at least 0 such as 1e-6, not {self.tolerance!r}")
         if not 0 <= self.format_bonus <= 1:
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
         if self.marker not in ("last", "first"):
             raise ValueError(f"marker must be 'last' or 'first', not {self.marker!r}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
-        tolerance = exact_decimal(self.tolerance)
+        tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
         values = []
         for completion, problem in zip(completions, problems, strict=True):
             gold = problem.answer
             if not isinstance(gold, int | Fraction):
                 raise RewardError(f"MathReward needs numeric answers, not {gold!r}; ExactMatch compares texts")
-            value = math_reward(
-                completion, gold, tolerance=tolerance, format_bonus=self.format_bonus, marker=self.marker
-            )
-            values.append(value)
+            values.append(math_reward(completion, gold, tolerance, self.format_bonus, self.marker))
         return values
 
 
@@ -125,37 +126,161 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that a function's signature names; ValueError if there is none for a parameter without default."""
+    """The inputs that a function's signature names."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if takes_all or not inputs.keys() >= parameters.keys():
         inputs = all_inputs(inputs)
-    for name, parameter in parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
-        if required and name not in inputs:
-            names = ", ".join(sorted(inputs))
-            raise RewardError(f"reward {reward_name(function)} asks for {name!r}; there is only {names}")
     arguments = {name: value for name, value in inputs.items() if takes_all or name in parameters}
     if "completions" in arguments and not isinstance(function, Reward):
-        pairs = zip(inputs["completions"], inputs["problems"], strict=False)  # no completions in `check_rewards`
         arguments["completions"] = [
             [{"role": "assistant", "content": text}] if isinstance(problem.prompt, list) else text
-            for text, problem in pairs
+            for text, problem in zip(inputs["completions"], inputs["problems"], strict=True)
         ]
     return arguments
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
-    """Raise ValueError if a reward asks for something that there is not.
+    """Raise RewardError if a reward asks for something that there is not.
 
     A column that only some of the problems have becomes None in the others, so that every batch has it.
     """
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     for problem in problems:
         problem.fields.update(columns | problem.fields)
-    inputs = {"completions": [], "problems": problems, "completion_ids": [], "truncated": [], "step": 0}
+    inputs = dict.fromkeys(("completions", "truncated", "step", "max_completion_tokens"))
+    inputs = all_inputs(inputs | {"problems": problems, "completion_ids": []})
     for function in functions:
-        reward_arguments(function, inputs | {"max_completion_tokens": 0})
+        for name, parameter in inspect.signature(function).parameters.items():
+            required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
+            if required and name not in inputs:
+                names = ", ".join(sorted(inputs))
+                raise RewardError(f"reward {reward_name(function)} asks for {name!r}; there is only {names}")
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """Name of a reward in metrics and messages: the function's, or the object's class."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def await_result(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run an asynchronous reward to its end, also in a notebook, which has a running loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def python_values(values: Any) -> list[Any]:
+    """Python's own numbers in place of numpy's and torch's."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [value.item() if hasattr(value, "item") else value for value in values]
+
+
+def add_loggers(arguments: dict[str, Any], n: int) -> Columns:
+    """Put TRL's functions in place of ``log_metric`` and ``log_extra``; returns the columns that they will fill."""
+    logged: Columns = {}
+
+    def log_metric(key: str, value: float) -> None:
+        logged[key] = [float(value)] * n
+
+    def log_extra(key: str, values: Sequence[Any]) -> None:
+        logged[key] = [v if isinstance(v, float | int | str | None) else str(v) for v in python_values(values)]
+
+    for logger in (log_metric, log_extra):
+        if logger.__name__ in arguments:
+            arguments[logger.__name__] = logger
+    return logged
+
+
+def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
+    """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
+    name = reward_name(function)
+    logged = add_loggers(arguments, n) if "log_metric" in arguments or "log_extra" in arguments else {}
+    try:
+        with contextlib.chdir("."):  # a function's change of the current folder ends with it
+            values = function(**arguments)
+            if inspect.iscoroutine(values):
+                values = await_result(values)
+    except SystemExit as error:
+        raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
+    if not isinstance(values, list | tuple) and not hasattr(values, "tolist"):
+        raise RewardError(f"reward {name} returned {values!r}; it must return a list of numbers")
+    values = python_values(values)
+    for what, column in {"returned": values, **logged}.items():
+        if len(column) != n:
+            raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
+    for i, value in enumerate(values):
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            what = f"returned {value!r} for completion {i}; it must be a finite number or None"
+            raise RewardError(f"reward {name} {what}")
+    return [None if value is None else float(value) for value in values], logged
+
+
+def call_in_time(call: tuple[Any, ...], timeout: float, late: TimeoutError) -> Result | Exception:
+    """Result of `call_reward`, or what it raises: ``late`` after so many seconds, if not 0.
+
+    By SIGALRM, so in the main thread only.
+    """
+
+    def expire(*_: object) -> None:
+        raise late
+
+    try:
+        if not timeout:
+            return call_reward(*call)
+        previous = signal.signal(signal.SIGALRM, expire)
+        signal.setitimer(signal.ITIMER_REAL, timeout)
+        try:
+            return call_reward(*call)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+    except Exception as error:  # a user's code may raise anything
+        return error
+
+
+def guarded_values(
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
+) -> Result:
+    """Result of a reward with a time limit, with worker processes, or that may fail.
+
+    The n rows go to the function in parts, one for each worker. With ``on_error`` "none", a part that fails is scored
+    again, completion by completion, unless it took too long; what fails alone is NaN.
+    """
+    values: list[float | None] = [math.nan] * n
+    logged: Columns = {}
+    n_parts = workers or 1
+    ends = sorted({n * i // n_parts for i in range(n_parts + 1)})
+    parts = [range(start, end) for start, end in pairwise(ends)]
+    name = reward_name(function)
+    late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
+    while parts:
+        calls = []
+        for part in parts:
+            rows = slice(part.start, part.stop)  # what is no list is for all
+            part_arguments = {name: v[rows] if isinstance(v, list) else v for name, v in arguments.items()}
+            calls.append((function, part_arguments, len(part)))
+        if workers:
+            results = worker_pool(workers).map(call_reward, calls, timeout, late)
+        else:
+            results = [call_in_time(call, timeout, late) for call in calls]
+        retries: list[range] = []
+        for part, result in zip(parts, results, strict=True):
+            if not isinstance(result, Exception):
+                values[part.start : part.stop] = result[0]
+                for key, column in result[1].items():
+                    logged.setdefault(key, [None] * n)[part.start : part.stop] = column
+            elif on_error == "raise":
+                raise result
+            else:
+                report_failure(name, result)
+                if len(part) > 1 and not isinstance(result, TimeoutError):
+                    retries += [range(i, i + 1) for i in part]
+        parts = retries
+    return values, logged
 
 
 def total_rewards(
@@ -172,25 +297,12 @@ def total_rewards(
     step: int | None = None,
     max_completion_tokens: int | None = None,
     environment_rewards: list[float] | None = None,
-    logged: dict[str, list[Any]] | None = None,
+    logged: Columns | None = None,
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Compute the weighted sum of several rewards.
+    """Weighted sums of rewards (B,), and by function (`Name_2` if a name comes twice) its values (B,); NaN for none.
 
-    Args:
-        weights: one number per function; None for all 1.
-        timeout: seconds each function may take, 0 for no limit; TimeoutError beyond.
-        on_error: "raise", or "none": a completion for which a function fails gets NaN from it, and as its total. The
-            first failure of each function is shown on stderr and kept in `pspo.tasks.failures.FIRST_FAILURES`.
-        workers: processes that share the completions; 0 calls the functions in this one.
-        completion_ids, truncated, step, max_completion_tokens: for rewards that ask for them; None if unknown.
-        environment_rewards: of each episode in a text environment, added as one more function.
-        logged: gets what functions log by TRL's ``log_metric`` and ``log_extra``: by name a value of each completion.
-
-    Returns:
-        (B,) totals, NaN where no function gives a value, and by function (`Name`, `Name_2`, ... if a name comes twice)
-        (B,) unweighted values, NaN where there is none.
+    ``environment_rewards`` are one more function's; ``logged`` gets the columns that functions log.
     """
-    weights = [1.0] * len(functions) if weights is None else list(weights)
     inputs = {
         "completions": completions,
         "problems": problems,
@@ -200,8 +312,7 @@ def total_rewards(
         "max_completion_tokens": max_completion_tokens,
     }
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    logged = {} if logged is None else logged
-
+    weights = [1.0] * len(functions) if weights is None else list(weights)
     values: dict[str, list[float | None]] = {}  # by function
     names: list[str] = []
     for function in functions:
@@ -211,22 +322,18 @@ def total_rewards(
             name = f"{name}_{names.count(name)}"
         arguments = reward_arguments(function, inputs)
         if workers or timeout or on_error == "none":
-            values[name] = guarded_values(function, name, arguments, len(problems), timeout, on_error, workers, logged)
+            result = guarded_values(function, arguments, len(problems), timeout, on_error, workers)
         else:
-            whole = range(len(problems))
-            values[name] = checked_values(name, whole, call_reward(function, arguments), on_error, logged)
-    for column in logged.values():
-        column += [None] * (len(problems) - len(column))
+            result = call_reward(function, arguments, len(problems))
+        values[name] = result[0]
+        if logged is not None:
+            logged |= result[1]
     if environment_rewards is not None:
         values["environment"] = environment_rewards
         weights.append(1.0)
 
     totals = []
-    for i, row in enumerate(zip(*values.values(), strict=True)):
+    for row in zip(*values.values(), strict=True):
         terms = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
-        total = sum(terms) if terms else math.nan
-        if abs(total) > MAX_REWARD:  # NaN is not
-            listed = ", ".join(f"{name} {value}" for name, value in zip(values, row, strict=True))
-            raise RewardError(f"rewards of completion {i} ({listed}) add up to {total:g}: scale them")
-        totals.append(total)
+        totals.append(sum(terms) if terms else math.nan)
     return totals, {name: [math.nan if v is None else v for v in column] for name, column in values.items()}

@@ -1,11 +1,11 @@
-"""More rewards: exact text, regular expression, multiple choice, length, and mathematics by math-verify."""
+"""More rewards: exact text, multiple choice, length, and mathematics by math-verify."""
 
 import importlib.util
 import re
 from dataclasses import dataclass
 
 from pspo.tasks.answers import after_thoughts, extract_text
-from pspo.tasks.failures import RewardError, WorkerError
+from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.workers import worker_pool
@@ -28,51 +28,13 @@ class ExactMatch(Reward):
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         values: list[float | None] = []
         for completion, problem in zip(completions, problems, strict=True):
-            if problem.answer is None:
-                values.append(None)
-                continue
             text = extract_text(completion)
             gold = " ".join(str(problem.answer).split())
             if self.ignore_case:
                 text = text.casefold()
                 gold = gold.casefold()
-            values.append(float(text == gold))
+            values.append(None if problem.answer is None else float(text == gold))
         return values
-
-
-def regex_matches(pattern: str, full: bool, text: str) -> bool:
-    """True if the expression matches in the text, or all of it; called in worker processes."""
-    match = re.fullmatch if full else re.search
-    return match(pattern, text) is not None
-
-
-@dataclass(frozen=True)
-class RegexMatch(Reward):
-    """1 if a regular expression (of Python's `re`) matches in the completion, else 0.
-
-    Patterns such as `(a+)+b` take exponential time on texts that a model will find, so the search runs in a process of
-    its own: a completion on which it takes longer than ``seconds`` counts as no match.
-
-    Attributes:
-        pattern: the expression; flags inside, as in `(?is)<think>.*</think>`.
-        full: the whole completion must match.
-        seconds: limit for one completion.
-    """
-
-    pattern: str
-    full: bool = False
-    seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
-
-    def __call__(self, completions: list[str]) -> list[float]:
-        calls = [(self.pattern, self.full, completion) for completion in completions]
-        results = worker_pool(1, WORKER_MEMORY).map(regex_matches, calls, self.seconds, TimeoutError())
-        return [float(result is True) for result in results]  # not a TimeoutError or WorkerError
 
 
 @dataclass(frozen=True)
@@ -91,13 +53,10 @@ class MultipleChoice(Reward):
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         values: list[float | None] = []
         for completion, problem in zip(completions, problems, strict=True):
-            if problem.answer is None:
-                values.append(None)
-                continue
-            gold = self.choice(str(problem.answer))
-            if gold is None:
+            gold = None if problem.answer is None else self.choice(str(problem.answer))
+            if gold is None and problem.answer is not None:
                 raise RewardError(f"MultipleChoice needs answers from {self.letters}, not {problem.answer!r}")
-            values.append(float(self.choice(completion) == gold))
+            values.append(None if gold is None else float(self.choice(completion) == gold))
         return values
 
     def choice(self, completion: str) -> str | None:
@@ -142,6 +101,14 @@ class SoftOverlong(Reward):
         return [max(-1.0, min(0.0, (free - length) / self.buffer)) for length in completion_tokens]
 
 
+def verify(completion: str, gold: str) -> bool | None:
+    """True if the completion's answer equals the gold one; None if math-verify cannot read the gold one."""
+    import math_verify  # needs the extra
+
+    expected = math_verify.parse(f"${gold}$") or math_verify.parse(gold)
+    return math_verify.verify(expected, math_verify.parse(completion)) if expected else None
+
+
 @dataclass(frozen=True)
 class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
@@ -163,16 +130,11 @@ class MathVerifyReward(Reward):
             raise ValueError("MathVerifyReward needs math-verify: pip install 'pspo[math]'")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        from pspo.tasks.math_verifier import verify  # needs the extra
-
-        golds = [problem.answer for problem in problems]
-        answers = map(after_thoughts, completions)
-        calls = [(answer, str(gold)) for answer, gold in zip(answers, golds, strict=True) if gold is not None]
-        pool = worker_pool(self.processes, WORKER_MEMORY)
-        results = iter(pool.map(verify, calls, self.seconds, TimeoutError()))
-        values: list[float | None] = []
-        for gold in golds:
-            result = None if gold is None else next(results)
-            failed = isinstance(result, WorkerError | TimeoutError)
-            values.append(0.0 if failed else None if result is None else float(result))
+        answered = [i for i, problem in enumerate(problems) if problem.answer is not None]
+        calls = [(after_thoughts(completions[i]), str(problems[i].answer)) for i in answered]
+        results = worker_pool(self.processes, WORKER_MEMORY).map(verify, calls, self.seconds, TimeoutError())
+        values: list[float | None] = [None] * len(completions)
+        for i, result in zip(answered, results, strict=True):
+            if result is not None:
+                values[i] = float(result is True)  # not an error
         return values

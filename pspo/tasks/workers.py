@@ -6,6 +6,7 @@ its memory, or starts processes without the trainer's memory and ``__main__`` (i
 
 import ctypes
 import inspect
+import math
 import os
 import resource
 import signal
@@ -31,8 +32,7 @@ serve(Connection({descriptor}), *{arguments})
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
     """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process.
 
-    It is no fork: it starts with none of this process's memory, and without its ``__main__``. ``variables`` are of the
-    environment.
+    ``variables`` are added to the environment.
     """
     parent_end, child_end = Pipe()
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -60,33 +60,28 @@ def ignore_signals() -> None:
 
 
 class Worker:
-    """A Python process that waits for calls."""
+    """A Python process that answers calls, and the call that it is busy with."""
 
     def __init__(self, memory: int) -> None:
         self.process, self.connection = start_python(__name__, memory)
-        self.deadline = float("inf")
+        self.index = 0
+        self.deadline = math.inf
+
+    def receive(self, late: TimeoutError) -> tuple[str, Any]:
+        """Return "ended" with the call's result, "began", or "busy"; kill a worker that is late."""
+        if self.connection.poll():
+            try:
+                return self.connection.recv()
+            except (EOFError, OSError):
+                return "ended", WorkerError(f"the worker process died (exit code {self.process.wait()})")
+        if time.monotonic() < self.deadline:
+            return "busy", None
+        self.kill()
+        return "ended", late
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.connection.close()
-
-    def receive(self, timeout: float, late: TimeoutError) -> tuple[bool, Any]:
-        """Read the next message: whether the call has ended, and its result; a worker that is late is killed."""
-        self.deadline = float("inf")
-        try:
-            if not self.connection.poll():
-                self.kill()
-                return True, late
-            kind, value = self.connection.recv()
-        except (EOFError, OSError):
-            self.kill()
-            return True, WorkerError(f"the worker process died (exit code {self.process.returncode})")
-        if kind == "began":
-            if timeout:
-                self.deadline = time.monotonic() + timeout
-            return False, None
-        return True, WorkerError(value) if kind == "failed" else value
 
 
 class Workers:
@@ -106,24 +101,27 @@ class Workers:
         """
         results: list[Any] = [None] * len(calls)
         waiting = list(enumerate(calls))
-        busy: dict[Connection, tuple[Worker, int]] = {}  # with the index of its call
+        busy: list[Worker] = []
         try:
             while waiting or busy:
                 while waiting and len(busy) < self.number:
                     worker = self.take()
-                    index, call = waiting.pop(0)
-                    busy[worker.connection] = worker, index
+                    busy.append(worker)
+                    worker.index, call = waiting.pop(0)
+                    worker.deadline = math.inf
                     worker.connection.send((function, call))
-                nearest = min(worker.deadline for worker, _ in busy.values())
-                wait(list(busy), min(max(nearest - time.monotonic(), 0.0), 60.0))
-                for worker, index in list(busy.values()):
-                    if worker.connection.poll() or time.monotonic() >= worker.deadline:
-                        ended, results[index] = worker.receive(timeout, late)
-                        if ended:
-                            del busy[worker.connection]
-                            self.idle.append(worker)
+                nearest = min(worker.deadline for worker in busy)
+                wait([worker.connection for worker in busy], min(max(nearest - time.monotonic(), 0.0), 60.0))
+                for worker in list(busy):
+                    state, value = worker.receive(late)
+                    if state == "began" and timeout:
+                        worker.deadline = time.monotonic() + timeout
+                    elif state == "ended":
+                        results[worker.index] = value
+                        busy.remove(worker)
+                        self.idle.append(worker)
         finally:
-            for worker, _ in busy.values():
+            for worker in busy:
                 worker.kill()
         return results
 
@@ -147,11 +145,11 @@ def serve(connection: Connection, memory: int) -> None:
             function, call = connection.recv()  # imports the function's module
             connection.send(("began", None))
             with end_forks():
-                message = "returned", function(*call)
+                result = function(*call)
         except Exception as error:  # a user's code may raise anything
-            message = "failed", user_traceback(error)
+            result = WorkerError(user_traceback(error))
         try:
-            connection.send(message)
+            connection.send(("ended", result))
         except OSError:  # the trainer is gone
             return
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pspo.cli.files import append_jsonl
-from pspo.evaluate.results import cluster_bootstrap, majority_at_k
-from pspo_lab.compare import main
+from pspo.evaluate.results import cluster_bootstrap
+from pspo_lab.compare import changes, clip, main
 
 
 def record(i, sample, correct, temperature=0.0, gold=None):
@@ -67,10 +67,10 @@ def test_of_several_samples_the_signs_of_the_problems_are_flipped(tmp_path, caps
     p = np.mean([total >= abs(differences.sum()) for total in sums])
     assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g}$", out, re.MULTILINE)
     assert "wrong -> right" not in out
-    assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@2", "maj@4"]  # @1 is accuracy
+    assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@4"]  # @1 is accuracy
     assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3$", out, re.MULTILINE)
     a_mean, b_mean = (
-        np.mean([majority_at_k(4, [(n, True), (4 - n, False)])[4] for n in correct]) for correct in counts.values()
+        np.mean([1.0 if n > 2 else 0.5 if n == 2 else 0.0 for n in correct]) for correct in counts.values()
     )
     assert re.search(rf"^maj@4 +{100 * a_mean:.1f}% +{100 * b_mean:.1f}% ", out, re.MULTILINE)
 
@@ -92,3 +92,18 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             compare(*paths)
         assert message in capsys.readouterr().err
+
+
+def test_changes_of_rewards_and_what_a_terminal_must_not_see():
+    def record(reward, text):
+        prompt = [{"role": "user", "content": "a\nb"}]
+        return {"prompt": prompt, "gold": None, "completion": text, "reward": reward, "correct": None}
+
+    before = [record(0.5, "x" * 300), record(0.5, "\x1b[2Jsame"), record(None, "?"), record(0.25, "")]
+    after = [record(0.25, "short"), record(0.75, "better"), record(1.0, "!"), record(1.0, "best")]
+    lines = changes(before, after, 2, ("before", "after")).split("\n")
+    assert lines[0] == "2 with more reward, 1 with less, of 3 problems"
+    assert lines[2:5] == ["  problem  a b", "  before   0.250:", "  after    1.000: best"]
+    assert re.fullmatch(r"  before   0\.500: x+ \.\.\. x+", lines[7])
+    assert len(lines[7]) == 11 + 200
+    assert clip("\x1b[2Jsame") == r"\x1b[2Jsame"

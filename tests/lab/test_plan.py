@@ -194,7 +194,7 @@ def test_a_lag_hides_the_shorter_of_drawing_and_training():
 @pytest.mark.parametrize(("prompts", "group_size", "minibatches", "prompt", "length"), [
     (7, 4, 1, 115, 128), (32, 8, 4, 115, 512), (32, 64, 1, 115, 128), (8, 16, 1, 512, 900),
 ])  # fmt: skip
-def test_microbatches_are_the_trainer_s(tiny_model, prompts, group_size, minibatches, prompt, length):
+def test_microbatches_are_the_trainer_s(prompts, group_size, minibatches, prompt, length):
     config = config_of(
         {"prompt_tokens": prompt}, rollout=RolloutConfig(prompts, group_size, max_completion_tokens=length),
         algorithm=AlgorithmConfig(minibatches=minibatches),
@@ -202,7 +202,7 @@ def test_microbatches_are_the_trainer_s(tiny_model, prompts, group_size, minibat
     rows = prompts * group_size
     parts = [part for n in (prompt, length) for part in (torch.ones(rows, n).long(), torch.ones(rows, n).bool())]
     rollout = Rollout(*parts, terminated=parts[1][:, 0], texts=[""] * rows)
-    batches = split_minibatches(rollout, torch.ones(rows), config, tiny_model())[0].batches
+    batches = split_minibatches(rollout, torch.ones(rows), config)[0].batches
     largest, mean = (training_load(config, ONE, fullest) for fullest in (True, False))
     assert largest.predicted == max(len(batch.rollout) for batch in batches) * length
     assert mean.microbatches == pytest.approx(len(batches), rel=0.05)  # rows of two groups may need a prompt more
