@@ -220,8 +220,8 @@ def test_the_guide_lists_exactly_the_switches():
 def test_the_package_lists_its_commands_and_the_version():
     run = [sys.executable, "-m", "pspo"]
     text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^pspo (\w+)  ", text, re.MULTILINE) == list(pspo.__main__.MODULES)
-    assert all(importlib.util.find_spec(module) for module in pspo.__main__.MODULES.values())
+    assert re.findall(r"^pspo (\w+)  ", text, re.MULTILINE) == list(pspo.__main__.COMMANDS)
+    assert all(importlib.util.find_spec(module) for module, _ in pspo.__main__.COMMANDS.values())
     assert pspo.__version__ in text
     assert subprocess.run([*run, "tra"], capture_output=True, check=False).returncode == 2
 
