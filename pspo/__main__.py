@@ -22,9 +22,9 @@ MODULES = {
     "export": "pspo.run.export",
     "view": "pspo_lab.view_command",
     "report": "pspo_lab.report_command",
-    "sweep": "pspo_lab.sweep.command",
+    "sweep": "pspo_lab.sweep_command",
     "compare": "pspo_lab.compare",
-    "plan": "pspo_lab.plan.command",
+    "plan": "pspo_lab.plan_command",
     "serve": "pspo_vllm.serve",
 }
 
