@@ -1,6 +1,6 @@
 """pspo and TRL on the same work: time per phase, tokens per second and peak memory.
 
-    python3 -m venv trl-env && trl-env/bin/pip install -r benchmarks/requirements.txt
+    python3 -m venv trl-env && trl-env/bin/pip install -c constraints.txt -e '.[peers]'
     trl-env/bin/python -m benchmarks.vs_trl tiny vocabulary        # from the repository root
     trl-env/bin/python -m benchmarks.vs_trl embedded --rollouts 49   # the whole of the default training
     trl-env/bin/python -m benchmarks.vs_trl smollm2 --model smollm2 --dtype bf16

@@ -206,7 +206,7 @@ def test_gradient_bias(model, metric):
 @pytest.mark.parametrize("model", ["base", "math"])
 def test_alarms(model):
     """AUCs at the same update, pair by pair, with the seeds drawn again for the intervals."""
-    lines = pd.read_parquet(RESULTS / "alarms/watched.parquet").query(f"model == 'tiny-{model}'")
+    lines = pd.read_parquet(RESULTS / "alarms/alarms.parquet").query(f"model == 'tiny-{model}' and treatment.isna()")
     runs = {name: of.sort_values("update").set_index("update") for name, of in lines.groupby("run")}
     collapse = {}
     for name, of in runs.items():

@@ -24,8 +24,8 @@ from pspo.cli.files import append_jsonl, read_jsonl
 from pspo.losses import PSPO, Clip, Surrogate
 from pspo.train import main as train
 from pspo_lab.view_command import main as view
+from pspo_lab.view_command import make_page
 from pspo_lab.view_data import make_surrogate
-from pspo_lab.view_page import make_page
 
 HOSTILE = [
     "</script><script>document.body.dataset.hacked = 1</script>",

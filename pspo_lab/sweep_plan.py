@@ -56,7 +56,7 @@ class SweepConfig:
     """Train and evaluate many settings.
 
     Args:
-        experiments: by name; pspo_lab/sweep/plan.py documents their fields.
+        experiments: by name; pspo_lab/sweep_plan.py documents their fields.
         output: the sweep's folder; runs that are finished there are skipped.
         only: names of the experiments to run; unset, all.
         workers: runs at a time; unset, one per GPU (or per `processes` GPUs), or one.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
-from pspo_lab.plan.shapes import GPU, GPUS, QWEN, Shape
+from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
 
 PHASES = ("rollout", "training")
 SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices

@@ -1,7 +1,7 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
 Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
-run.max_steps, and what stops scaling first, by arithmetic. pspo_lab/plan/README.md has the assumptions, the formulas
+run.max_steps, and what stops scaling first, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas
 and what was checked.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from pspo.cli.parse import parse, user_errors
-from pspo_lab.plan.cost import (
+from pspo_lab.plan_cost import (
     PHASES,
     PlanConfig,
     Strategy,
@@ -24,7 +24,7 @@ from pspo_lab.plan.cost import (
     shapes,
     total,
 )
-from pspo_lab.plan.shapes import Shape
+from pspo_lab.plan_shapes import Shape
 
 
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
