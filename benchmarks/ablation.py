@@ -48,7 +48,7 @@ TRAINING = {  # what is off, by what patch
     UNFUSED: AS_IT_IS,
     BONUS: AS_IT_IS,
 }
-BY_SORTING = {"_sample_by_rejection": pspo.rollout.decode._sample_sorted}
+BY_SORTING = {"sample_nucleus": pspo.rollout.decode.sample_sorted}
 GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
     "vocabulary sorted for the nucleus": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_SORTING)),

@@ -108,11 +108,7 @@ class FormatReward(Reward):
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Everything that rewards may ask for, by name; lists have one entry per completion.
-
-    Args:
-        inputs: what `total_rewards` was given; it comes before columns of the data of the same names.
-    """
+    """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
     problems = inputs["problems"]
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     derived: dict[str, Any] = {name: [getattr(problem, name) for problem in problems] for name in ATTRIBUTES}
