@@ -453,7 +453,7 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
     assert ended.value.code == 1
     message = capsys.readouterr().err
     assert 'raise RuntimeError("out of eggs")' in message
-    assert "saved at step 2" in message
+    assert "2; the same command" in message
     pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])  # it resumes
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
 
