@@ -20,10 +20,9 @@ import pspo.api
 import pspo.run.recorder
 import pspo.train
 from pspo.cli.parse import parse
-from pspo.config import ModelConfig, TrainConfig
+from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.model.find import load_errors
 from pspo.run.folders import RunFailed, checkpoints
 from pspo.run.metrics import rollout_metrics
 from pspo.run.prepare import prepare
@@ -324,24 +323,8 @@ def holds_a_pickle(folder: Path) -> None:
     torch.save({"model.embed_tokens.weight": Payload()}, folder / "pytorch_model.bin")
 
 
-def has_a_template_without_messages(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
-
-
-def ends_at_text(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": "<|im_end|>"}')
-
-
 def has_an_unsafe_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
-
-
-def test_what_a_library_says_after_a_colon_is_kept():
-    with (
-        pytest.raises(ValueError, match=r"loads: cannot read: the file is empty$"),
-        load_errors(ModelConfig()),
-    ):
-        raise OSError("cannot read:\n  the file is empty\nsee the documentation")
 
 
 @pytest.mark.parametrize(
@@ -350,8 +333,6 @@ def test_what_a_library_says_after_a_colon_is_kept():
         (needs_remote_code, "--model.trust_remote_code"),
         (holds_a_pickle, "--model.name_or_path"),
         (has_an_unsafe_template, "chat template"),
-        (ends_at_text, "eos_token_id"),
-        (has_a_template_without_messages, "leaves the last turn out: all prompts would be alike"),
     ],
 )
 def test_a_model_s_own_code_is_refused_in_one_line_and_not_run(capsys, model_folder, spoil, named):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.cli.files import read_json, to_yaml, write_text
 from pspo.cli.signals import EXIT_STOPPED
-from pspo_lab.sweep.plan import Job, SweepConfig, switch_words
+from pspo_lab.sweep_plan import Job, SweepConfig, switch_words
 
 
 class Workers:

@@ -1,7 +1,7 @@
 """Train and evaluate many settings from one file: ``pspo sweep --config configs/sweep/tiny.yaml``.
 
 An experiment runs every setting of its methods with each of its seeds, or, if it has a search, the one of each method
-that this selects (`pspo_lab.sweep.plan.Search`).
+that this selects (`pspo_lab.sweep_plan.Search`).
 
     <output>/<experiment>/<method>-<setting>/seed-<n>/           a full run; evaluations as <name>/results.json
     <output>/<experiment>/<method>-<setting>/seed-<n>.yaml .log  its configuration, and what it printed
@@ -24,8 +24,8 @@ import pandas as pd
 from pspo.cli.files import lock, write_json
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.progress import Bar
-from pspo_lab.sweep.plan import Method, SweepConfig, make_plan
-from pspo_lab.sweep.workers import Workers
+from pspo_lab.sweep_plan import Method, SweepConfig, make_plan
+from pspo_lab.sweep_workers import Workers
 
 
 def main(args: Sequence[str] | None = None) -> None:
