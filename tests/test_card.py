@@ -74,7 +74,6 @@ def test_values_of_the_configuration_are_shown_and_do_nothing():
     text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading")
     assert "a\\|b\\](http://c)&lt;img&gt;, seed 0" in text
     assert r'"# no\n```\n<b>heading"' in text.partition("````python")[2].partition("````")[0]
-    assert "no test" in text
 
 
 def test_the_evaluation_command_measures_the_runs_own_reward():

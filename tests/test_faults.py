@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import shutil
 import sys
@@ -163,7 +162,7 @@ BAD = {  # switches, and what is shown
         ("--reward.functions.rows=4", "--run.validate_every=2", "--run.validation_limit=4"), "KeyError: 'no such key'"
     ),
     "every completion": (
-        ("--reward.on_error=none",), "every completion of this rollout is without a reward: {'Bad': "
+        ("--reward.on_error=none",), "every completion of this rollout is without a reward: {'Bad': \"KeyError"
     ),
     "drawn ahead": (("--rollout.engine=test_engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
     "short": (("--reward.functions.how=short",), "reward Bad returned 7 values for 8 completions"),

@@ -159,7 +159,6 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with):
     ("switches", "kept"),
     [
         (("--algorithm.surrogate=test_resume.Counting", "--algorithm.terms=[test_resume.Fading]"), [{"calls": 6}] * 2),
-        (("--algorithm.surrogate=test_resume.Counting",), [{"calls": 6}, None]),
         (("--algorithm.surrogate=Clip",), [None, None]),
     ],
 )

@@ -87,7 +87,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(here, fake):
 def test_values_that_are_not_finite_are_left_out(here, fake):
     calls = fake("wandb")
     line = {"step": 3, "loss": math.nan, "reward": 0.5, "ratio_max": math.inf}
-    log_rollout(start_tracker("wandb", here, {}), line, [])
+    log_rollout(start_tracker("wandb", here, {}, step=0), line, [])
     assert calls[1:] == [("log", {"reward": 0.5, "completions": []}, 3)]
 
 

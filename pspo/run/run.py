@@ -54,8 +54,10 @@ class Run:
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
-        name = self.config.run.tracker if dist.is_main() else "none"
-        tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
+        tracker = None
+        if dist.is_main() and self.config.run.tracker != "none":
+            config = read_config(self.output / "config.yaml")
+            tracker = start_tracker(self.config.run.tracker, self.output, config, self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
