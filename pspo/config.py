@@ -245,7 +245,7 @@ class RewardConfig(Section, name="reward"):
         for function in self.functions:
             is_made = callable(function) and not isinstance(function, type)
             require(is_made, "reward.functions", "must be functions or instances, as MathReward()", function)
-            if self.workers > 0:
+            if self.workers > 0 or self.timeout > 0:
                 check_importable(function)
         if self.weights is not None:
             rule = f"must have one weight for each of {len(self.functions)} rewards"
