@@ -118,7 +118,7 @@ def measure_run(folder: Path) -> tuple[Shape, Work, dict[str, float], str]:
     config, _ = config_from_python(**read_config(folder / "config.yaml"))
     lines = pd.DataFrame(read_jsonl(folder / "metrics.jsonl"))
     drawn, lines = lines["tokens"].diff().iloc[1:].mean(), lines.iloc[1:]
-    if lines.empty or config.rollout.environment or config.rollout.external or config.model.has_adapters:
+    if lines.empty or config.rollout.environment or config.rollout.engine or config.model.has_adapters:
         raise ValueError(f"{folder}: at least two rollouts, without environment, engine and adapters")
     prompts = load_splits(config, load_tokenizer(config.model, config.data), None)["train"]
     first = [prompts.ids[i] for i in range(min(64, len(prompts)))]

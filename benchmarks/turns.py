@@ -1,10 +1,10 @@
 """Seconds of a rollout with its update, and its tokens per second, under switches against others: trainings in turns.
 
-    python -m benchmarks.turns "" rollout.engine=vllm "rollout.engine=vllm rollout.lag=1"
+    python -m benchmarks.turns "" rollout.engine=pspo_vllm.VLLM "rollout.engine=pspo_vllm.VLLM rollout.lag=1"
     python -m benchmarks.turns --ranks 2 --workload tiny --shared optimizer.microbatch_tokens=512 \\
-        distributed.strategy=fsdp2 "distributed.strategy=fsdp2 distributed.gather=step"
-    python -m benchmarks.turns "" rollout.decoder=hf rollout.engine=vllm --rollouts 4 \\
-        --shared "rollout.prompts=64 rollout.max_rows=256 rollout.min_completion_tokens=128 optimizer.lr=1e-12"
+        distributed.strategy=ddp distributed.strategy=fsdp2
+    python -m benchmarks.turns "" rollout.decoder=hf rollout.engine=pspo_vllm.VLLM --rollouts 4 \\
+        --shared "rollout.prompts=64 rollout.max_rows=256 optimizer.lr=1e-12"
 
 Each argument is a side: switches of pspo.train without their dashes. A turn is a training of the embedded default, or
 with the model of a workload of benchmarks/workloads.py, by --ranks processes with OMP_NUM_THREADS threads each.

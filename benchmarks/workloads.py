@@ -135,10 +135,12 @@ def set_up(
         run=RunConfig(max_steps=10**9),
     )
     sampling = Sampling(
-        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, max_completion_tokens=workload.tokens,
-        min_completion_tokens=workload.tokens if workload.forced else 0, max_rows=max(256, workload.rows),
+        [] if workload.forced else stop_token_ids(policy, tokenizer),
+        tokenizer.pad_token_id,
+        max_completion_tokens=workload.tokens,
+        max_rows=max(256, workload.rows),
         decoder=decoder,
-    )  # fmt: skip
+    )
     return Setup(config, tokenizer, policy, sampling, problems, prompts)
 
 

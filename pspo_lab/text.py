@@ -3,14 +3,25 @@
 It is shown, and does nothing. pandas escapes LaTeX; matplotlib reads no mathematics (``text.parse_math``).
 """
 
+import html
 import re
 import zlib
 from collections.abc import Callable
 
 import pandas as pd
 
-from pspo.cli.escape import in_markdown as escape_markdown
 from pspo.cli.escape import one_line
+
+MARKDOWN = re.compile(
+    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
+    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
+)
+
+
+def escape_markdown(text: str) -> str:
+    """Text as a line of Markdown shows it."""
+    text = html.escape(one_line(text), quote=False)
+    return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
 def escape_cell(text: str) -> str:

@@ -48,9 +48,3 @@ def test_an_all_masked_microbatch_is_0_with_gradient_0(how, tokens):
     (gradient,) = torch.autograd.grad(loss, per_token_loss)
     assert loss.item() == 0.0
     assert torch.equal(gradient, torch.zeros(3, 4))
-
-
-@pytest.mark.parametrize("how", ["mean", "DAPO", "", "bnpo"])
-def test_an_unknown_aggregation_is_named_with_the_choices(how):
-    with pytest.raises(ValueError, match=f"{how}.*dapo, grpo or dr_grpo"):
-        aggregate(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), how, Counts(1, 1, 1))

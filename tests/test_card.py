@@ -26,7 +26,7 @@ def card(*args: str, **measured) -> str:
 def cells(text: str) -> dict[str, str]:
     """Last cell of each row of the tables, by the others."""
     rows = (line.strip("| ").rpartition(" | ") for line in text.splitlines() if line.startswith("| "))
-    return {others: last for others, _, last in rows}
+    return {others: last.strip("`") for others, _, last in rows}
 
 
 def test_every_saved_model_has_a_card_with_its_numbers_and_code_that_loads_it(here, capsys):
@@ -104,7 +104,7 @@ def test_only_what_was_measured_is_there():
 
 def test_values_of_the_configuration_are_shown_and_do_nothing():
     text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading")
-    assert cells(text)["data"] == "a\\|b\\](http://c)&lt;img&gt;, 7,000 problems"
+    assert cells(text)["data"] == "a\\|b](http://c)<img>, 7,000 problems"
     assert r"'# no\n```\n<b>heading'" in text.partition("````python")[2].partition("````")[0]
 
 

@@ -7,7 +7,6 @@ import reference
 import torch
 from batches import random_batch
 
-from pspo.config import AlgorithmConfig, RolloutConfig, TrainConfig
 from pspo.losses import (
     EntropyQuantile,
     LossInputs,
@@ -109,25 +108,3 @@ def test_the_entropy_quantile_equals_the_reference(share):
         values = row[~row.isnan()].tolist()
         lowest = reference.uncertain(values, share) if values else 0.0
         assert stays_in[: len(values)].tolist() == [value >= lowest for value in values]
-
-
-@pytest.mark.parametrize("mode", ["none", "token", "sequence_cap"])
-def test_unknown_mode(mode):
-    zeros = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="token_truncate, token_mask, sequence_truncate, sequence_mask"):
-        correction_weights(zeros, zeros, zeros == 0, mode, 3.0)
-
-
-@pytest.mark.parametrize("algorithm", [{"correction": "token_mask"}, {"nucleus": "replay"}], ids=str)
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"rollout": RolloutConfig(decoder="hf")},
-    ],
-    ids=str,
-)
-def test_samplers_that_keep_neither_logprobs_nor_nucleus_are_refused(section, algorithm):
-    TrainConfig(**section)
-    ((name, value),) = algorithm.items()
-    with pytest.raises(ValueError, match=rf"--algorithm\.{name} must be (none|ignore) .*got '{value}'"):
-        TrainConfig(algorithm=AlgorithmConfig(**algorithm), **section)

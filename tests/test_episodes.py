@@ -452,8 +452,9 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
         pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])
     assert ended.value.code == 1
     message = capsys.readouterr().err
+    assert "your code" in message
     assert 'raise RuntimeError("out of eggs")' in message
-    assert "2; the same command" in message
+    assert "step-000002; the same command" in message
     pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])  # it resumes
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
 

@@ -20,16 +20,16 @@ import pspo.api
 import pspo.run.recorder
 import pspo.train
 from pspo.cli.parse import parse
-from pspo.config import ModelConfig, TrainConfig
+from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.model.find import load_errors
 from pspo.run.folders import RunFailed, checkpoints
 from pspo.run.metrics import rollout_metrics
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.calculator import Calculator
 from pspo.tasks.failures import FIRST_FAILURES
+from pspo.tasks.workers import worker_pool
 
 pytestmark = pytest.mark.usefixtures("here")
 TINY = (
@@ -62,6 +62,8 @@ class Bad(Reward):
 
     def __call__(self, completions, step):
         noise = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
+        if self.how == "hangs":  # in a process of its own, whose generators no checkpoint holds
+            noise = 0.0
         values = [len(text) + row % 3 + noise for row, text in enumerate(completions)]  # never all the same
         if step != self.at or len(completions) not in (self.rows, 1) or not Path("broken").exists():
             return values
@@ -71,7 +73,7 @@ class Bad(Reward):
             time.sleep(60)
         if self.how == "exits":
             sys.exit(0)
-        bad = {"nan": [math.nan, *values[1:]], "large": [1e308, *values[1:]], "short": values[:-1], "nothing": None}
+        bad = {"nan": [math.nan, *values[1:]], "short": values[:-1], "nothing": None}
         return bad[self.how]
 
 
@@ -159,7 +161,9 @@ def test_weights_that_are_not_finite_are_not_saved():
 
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),
-    "hangs": (("--reward.functions.how=hangs",), "TimeoutError: reward Bad took longer than --reward.timeout 0.3"),
+    "hangs": (
+        ("--reward.functions.how=hangs", "--reward.timeout=3"), "reward Bad took longer than --reward.timeout 3 seconds"
+    ),
     "exits": (("--reward.functions.how=exits",), "reward Bad called sys.exit(0)"),
     "in a validation": (
         ("--reward.functions.rows=4", "--run.validate_every=2", "--run.validation_limit=4"), "KeyError: 'no such key'"
@@ -168,10 +172,9 @@ BAD = {  # switches, and what is shown
         ("--reward.on_error=none",), "every completion of this rollout is without a reward: Bad (KeyError"
     ),
     "drawn ahead": (("--rollout.engine=test_engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
-    "short": (("--reward.functions.how=short",), "reward Bad returned 7 values for 8 completions"),
+    "short": (("--reward.functions.how=short",), "reward Bad: returned: 7 values for 8 completions"),
     "nothing": (("--reward.functions.how=nothing",), "reward Bad returned None"),
     "nan": (("--reward.functions.how=nan",), "reward Bad returned nan for completion 0"),
-    "large": (("--reward.functions.how=large",), "rewards of completion 0 (Bad 1e+308) add up to 1e+308: scale them"),
 }  # fmt: skip
 
 
@@ -181,7 +184,8 @@ BAD = {  # switches, and what is shown
 def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, case):
     """The failed attempt drew tokens and random numbers: those of the rollout's beginning are in the checkpoint."""
     switches, said = BAD[case]
-    args = ["--reward.functions=[test_faults.Bad]", "--reward.timeout=0.3", "--run.save_every=0", *switches]
+    worker_pool.cache_clear()  # whose process is in another folder
+    args = ["--reward.functions=[test_faults.Bad]", "--run.save_every=0", *switches]
     FIRST_FAILURES.clear()
     assert train(*args) == 0
     Path("out").rename("whole")
@@ -319,24 +323,8 @@ def holds_a_pickle(folder: Path) -> None:
     torch.save({"model.embed_tokens.weight": Payload()}, folder / "pytorch_model.bin")
 
 
-def has_a_template_without_messages(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
-
-
-def ends_at_text(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": "<|im_end|>"}')
-
-
 def has_an_unsafe_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
-
-
-def test_what_a_library_says_after_a_colon_is_kept():
-    with (
-        pytest.raises(ValueError, match=r"loads: cannot read: the file is empty$"),
-        load_errors(ModelConfig()),
-    ):
-        raise OSError("cannot read:\n  the file is empty\nsee the documentation")
 
 
 @pytest.mark.parametrize(
@@ -345,8 +333,6 @@ def test_what_a_library_says_after_a_colon_is_kept():
         (needs_remote_code, "--model.trust_remote_code"),
         (holds_a_pickle, "--model.name_or_path"),
         (has_an_unsafe_template, "chat template"),
-        (ends_at_text, "eos_token_id"),
-        (has_a_template_without_messages, "leaves the last turn out: all prompts would be alike"),
     ],
 )
 def test_a_model_s_own_code_is_refused_in_one_line_and_not_run(capsys, model_folder, spoil, named):

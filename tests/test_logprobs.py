@@ -22,6 +22,7 @@ PRECISIONS = [
     # Gemma2 pads with the least float64 and takes the softmax in float32: NaN
     *((name, torch.float64) for name in ("Qwen2", "Llama", "Qwen3", "GPT2")),
 ]
+EVERY_CASE = [("Qwen2", torch.float64), ("Gemma2", torch.float32)]
 CPU = torch.device("cpu")
 
 
@@ -34,13 +35,6 @@ def make_rows(prompt_lengths=(9, 3, 1, 6), completion_lengths=(7, 1, 12, 4), voc
     prompt_mask = torch.arange(P) >= P - torch.tensor(prompt_lengths)[:, None]
     completion_mask = torch.arange(T) < torch.tensor(completion_lengths)[:, None]
     return prompt_ids, prompt_mask, completion_ids, completion_mask
-
-
-def plain_entropies(model, token_ids, temperature):
-    """(B, T) entropies in float64, row by row; 0 where masked."""
-    rows = (reference.vocabulary_logprobs(model, token_ids, i, temperature) for i in range(len(token_ids[0])))
-    entropies = torch.cat([-(logprobs.exp() * logprobs).sum(dim=1) for logprobs in rows])
-    return torch.zeros(token_ids[3].shape, dtype=torch.float64).masked_scatter(token_ids[3], entropies)
 
 
 def gradients(model, logprobs, seed=3):
@@ -105,11 +99,20 @@ def count_tokens(model):
     return tokens
 
 
-@pytest.mark.parametrize(("rows", "passes"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize(("name", "dtype"), PRECISIONS, ids=str)
-def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, rows, passes):
+@pytest.mark.parametrize(
+    ("name", "dtype", "case"),
+    [
+        (name, dtype, case)
+        for i, (name, dtype) in enumerate(PRECISIONS)
+        for j, case in enumerate(CASES)
+        if (name, dtype) in EVERY_CASE or (i + j) % 4 == 0
+    ],
+    ids=str,
+)
+def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, case):
     """Values and gradients; rows have random ids under their masks. Gemma2's window of 4 is shorter than they are."""
     monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
+    rows, passes = CASES[case]
     model = tiny_model(name, dtype=dtype)
     tokens = count_tokens(model)
     actual = token_logprobs(model, *rows, 0.7)
@@ -125,17 +128,7 @@ def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, rows, passes
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
 
 
-def test_a_short_common_beginning_is_not_worth_a_pass(tiny_model):
-    model = tiny_model()
-    passes = count_tokens(model)
-    token_logprobs(model, *begin_alike(make_groups((9, 7, 8)), 5))
-    assert len(passes) == 2
-
-
-@pytest.mark.parametrize(
-    ("chunk_bytes", "sizes"),
-    [(10**9, [24]), (8 * 4 * 64, [8, 8, 4, 4]), (5 * 4 * 64, [5, 2, 1, 5, 5, 2, 4]), (1, [1] * 24)],
-)
+@pytest.mark.parametrize(("chunk_bytes", "sizes"), [(10**9, [24]), (5 * 4 * 64, [5, 2, 1, 5, 5, 2, 4]), (1, [1] * 24)])
 def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk_bytes, sizes):
     """Whole rows of 7, 1, 12 and 4 tokens, and pieces of a row that is too long; the last one token at a time."""
     model, rows, chunks, original = tiny_model(), make_rows(), [], pspo.model.logprobs.head_logits
@@ -184,8 +177,7 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
     assert largest[10] == (V * H,) * 3  # no more than the embedding and its gradient, a third of B T V
 
 
-@pytest.mark.parametrize("cached", [1, 2**16])
-@pytest.mark.parametrize(("spread", "nucleus"), [(1.0, 0), (30.0, 0), (30.0, 7)])
+@pytest.mark.parametrize(("spread", "nucleus", "cached"), [(1.0, 0, 1), (30.0, 0, 2**16), (30.0, 7, 1)])
 def test_the_gradient_of_entropies_by_finite_differences(tiny_model, monkeypatch, cached, spread, nucleus):
     """In chunks, over the whole vocabulary or a nucleus, where tokens are certain too; beside log-probs' own."""
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
@@ -216,19 +208,6 @@ def test_the_gradient_of_entropies_by_finite_differences(tiny_model, monkeypatch
                 ends.append(value().item())
         slope = (weight.grad * direction).sum().item()
         assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
-
-
-@pytest.mark.parametrize("spread", [1.0, 30.0])
-@pytest.mark.parametrize("cached", [1, 2**16])
-def test_entropies_are_over_the_whole_vocabulary(tiny_model, monkeypatch, spread, cached):
-    monkeypatch.setattr(pspo.model.logprobs, "CACHED_LOGITS", cached)
-    model = tiny_model("Qwen2")
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(spread)  # 30: some tokens are certain
-        exact = plain_entropies(model, GROUPS, 0.7)
-    _, entropies = token_logprobs(model, *GROUPS, 0.7, with_entropies=True)
-    torch.testing.assert_close(entropies.double(), exact, rtol=1e-4, atol=2e-5)
-    assert (exact[GROUPS[3]].min() < 1e-3) == (spread > 1)
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 3000.0])
@@ -267,13 +246,6 @@ def test_bf16_autocast_still_takes_the_softmax_in_float32(tiny_model):
     torch.testing.assert_close(uniform[rows[3]], torch.full((24,), -math.log(64)), rtol=0, atol=1e-6)
 
 
-def test_autocast_modes():
-    cpu = torch.device("cpu")
-    for mode, enabled in {"bf16": True, "auto": False, "none": False}.items():
-        with autocast(mode, cpu):
-            assert torch.is_autocast_enabled("cpu") == enabled
-
-
 # ---------------------------------------------------------------- loading
 
 
@@ -286,12 +258,9 @@ def test_weights_are_float32_from_a_bf16_checkpoint(tiny_model, model_folder, lo
     assert not policy.training
 
 
-@pytest.mark.parametrize(
-    ("name", "dropouts"),
-    [("Qwen2", {"attention_dropout": 0.5}), ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5})],
-)
-def test_dropout_is_switched_off(tiny_model, model_folder, load, name, dropouts):
-    folder, rows = model_folder(tiny_model(name, **dropouts)), make_rows()
+def test_dropout_is_switched_off(tiny_model, model_folder, load):
+    folder = model_folder(tiny_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
+    rows = make_rows()
     policy = load(folder, gradient_checkpointing=True).train()  # the mode in which dropout would act
     assert torch.equal(token_logprobs(policy, *rows), token_logprobs(policy, *rows))
     torch.testing.assert_close(token_logprobs(policy, *rows), token_logprobs(load(folder), *rows), rtol=0, atol=1e-6)
@@ -299,11 +268,9 @@ def test_dropout_is_switched_off(tiny_model, model_folder, load, name, dropouts)
     assert (token_logprobs(dropping, *rows) - token_logprobs(dropping, *rows)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("min_prefix", [1, 10**9], ids=["beginnings shared", "prompts shared"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gradient_checkpointing_with_shared_prompts_changes_no_bit(
-    tiny_model, model_folder, load, monkeypatch, name, min_prefix
-):
+@pytest.mark.parametrize(("name", "min_prefix"), [("Qwen2", 1), ("Qwen2", 10**9), ("Gemma2", 1), ("GPT2", 1)])
+def test_gradient_checkpointing_changes_no_bit(tiny_model, model_folder, load, monkeypatch, name, min_prefix):
+    """With prompts shared, and their common beginning where it has at least ``min_prefix`` tokens."""
     monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", min_prefix)
     folder, rows, results = model_folder(tiny_model(name)), begin_alike(make_groups((9, 7, 8)), 4), []
     for checkpointing in (False, True):

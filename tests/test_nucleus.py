@@ -10,7 +10,7 @@ import torch
 from naive import TEMPERATURE, make_config, run, weights
 
 import pspo.model.logprobs
-from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.config import ModelConfig
 from pspo.losses import GSPO, Clip, NoClip
 from pspo.model import load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate
@@ -156,10 +156,3 @@ def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, r
     for metrics in update(learner, rollout, torch.ones(len(rollout)), config):
         assert metrics["ratio_min"] == pytest.approx(1) == metrics["ratio_max"]
         assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
-
-
-def test_what_cannot_be_replayed_is_refused():
-    algorithm = AlgorithmConfig(nucleus="replay")
-    with pytest.raises(ValueError, match=r"--algorithm\.nucleus must be ignore with rollout.top_p 1 and top_k 0"):
-        TrainConfig(algorithm=algorithm, rollout=RolloutConfig(top_p=1.0))
-    TrainConfig(algorithm=algorithm, rollout=RolloutConfig(top_p=1.0, top_k=20))

@@ -1,17 +1,11 @@
 """bfloat16 weights and 8-bit moments: rounding that is right on average, and runs that resume to the last bit."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from processes import ranks, run_command, states
-from safetensors.torch import load_file
-from test_resume import MODES
+from processes import ranks
 
 import pspo.train
 import pspo.update
-from pspo.config import DistributedConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from pspo.run.optimizers import check_optimizer
 from pspo.run.rounding import StochasticRounding, round_stochastically
 
 SMALL = (
@@ -56,30 +50,6 @@ def test_small_steps_add_up_in_bfloat16(name):
     assert (nearest - lr) == nearest
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [mode for mode in MODES if "8bit" in mode or "bfloat16" in mode])
-def test_weights_and_moments_are_of_their_dtypes(tmp_path, monkeypatch, name):
-    if "8bit" in name:
-        pytest.importorskip("bitsandbytes")
-    monkeypatch.chdir(tmp_path)
-    assert run_command(pspo.train.main, *SMALL, "--run.output_dir=out", *MODES[name]) == 0
-    weights = load_file("out/final/model.safetensors")
-    wanted = torch.bfloat16 if "bfloat16" in name else torch.float32
-    assert {tensor.dtype for tensor in weights.values()} == {wanted}
-    state = states(next(Path("out/checkpoints").iterdir()) / "parts.pt")["learner"]["optimizer"]
-    kept = state["inner"] if "bfloat16" in name else state
-    tensors = [t for entry in kept["state"].values() for t in tensors_of(entry) if t.numel() >= 4096]
-    assert {t.dtype for t in tensors} == (
-        {torch.uint8} if "8bit" in name else set() if "sgd" in name else {torch.float32}
-    )
-
-
-def tensors_of(value) -> list[torch.Tensor]:
-    if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in tensors_of(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
     def work() -> None:
         args = ["--model.dtype=bfloat16", "--distributed.strategy=ddp"]
@@ -96,15 +66,3 @@ def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
         pspo.train.main([*SMALL, *args, f"--run.output_dir={tmp_path / 'run'}"])
 
     assert ranks(work) == [0, 0]
-
-
-def test_what_does_not_fit_is_refused(monkeypatch):
-    fsdp2 = DistributedConfig("fsdp2")
-    with pytest.raises(ValueError, match=r"--optimizer\.name must be adamw or sgd under fsdp2"):
-        TrainConfig(optimizer=OptimizerConfig("adamw8bit"), distributed=fsdp2)
-    with pytest.raises(ValueError, match=r"--model\.dtype must not be bfloat16 under fsdp2"):
-        TrainConfig(model=ModelConfig(dtype="bfloat16"), distributed=fsdp2)
-    TrainConfig(model=ModelConfig(dtype="bfloat16", lora=LoraConfig(4)), distributed=fsdp2)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--optimizer\.name adamw8bit needs bitsandbytes"):
-        check_optimizer(OptimizerConfig("adamw8bit"))

@@ -7,7 +7,6 @@ import random
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from naive import G, make_config, make_learner, make_rollout, naive_row, run, weights
@@ -132,22 +131,6 @@ def test_out_of_memory_while_log_probs_are_kept_is_remembered(tiny_model, monkey
     kept = keep_logprobs(learner, rollout, advantages, config)
     assert learner.microbatch_limit is not None
     torch.testing.assert_close(kept.behaviour_logprobs, expected.behaviour_logprobs, rtol=0, atol=1e-5)
-
-
-class NumpyRewards:
-    """An environment of one turn whose rewards are numpy's."""
-
-    def reset(self, problem):
-        return problem.prompt
-
-    def step(self, text):
-        return "", np.float64(len(text) % 2), True
-
-
-def test_rewards_of_an_environment_wait_in_a_checkpoint():
-    args = ("--rollout.lag=1", "--rollout.environment=test_staleness.NumpyRewards")
-    assert train("out", *args, "--run.max_steps=4") == 0
-    assert train("out", *args, "--run.max_steps=6") == 0
 
 
 # ---------------------------------------------------------------- resampling

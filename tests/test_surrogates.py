@@ -32,7 +32,7 @@ from pspo.losses import (
     log_ratio,
 )
 
-DETERMINISTIC = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+DETERMINISTIC = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e4, 0.0]
 
 
@@ -126,11 +126,7 @@ SURROGATES = {
 }
 
 
-def test_every_built_in_has_an_oracle():
-    assert {cls.__name__ for cls in BUILT_IN} == set(SURROGATES)
-
-
-@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("name", [cls.__name__ for cls in BUILT_IN])
 def test_loss_and_gradient_equal_the_oracle(name):
     @DETERMINISTIC
     @given(surrogate=SURROGATES[name], seed=st.integers(0, 2**32 - 1))
@@ -174,8 +170,6 @@ def test_values_worked_by_hand(surrogate, log_r, advantage, loss, gradient):
 
 # ---------------------------------------------------------------- limits and identities
 
-seeds = pytest.mark.parametrize("seed", range(10))
-
 
 def near_batch(seed):
     logprobs, old, *rest = smooth_batch(seed)
@@ -191,7 +185,6 @@ BATCHES = {
 }
 
 
-@seeds
 @pytest.mark.parametrize(
     ("surrogate", "where", "other"),
     [
@@ -205,13 +198,13 @@ BATCHES = {
     ],
     ids=str,
 )
-def test_where_surrogates_are_the_same(surrogate, where, other, seed):
-    pairs = (loss_and_gradient(each, *BATCHES[where](seed)) for each in (surrogate, other))
-    for actual, expected in zip(*pairs, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+def test_where_surrogates_are_the_same(surrogate, where, other):
+    for seed in range(10):
+        pairs = (loss_and_gradient(each, *BATCHES[where](seed)) for each in (surrogate, other))
+        for actual, expected in zip(*pairs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
 
 
-@seeds
 @pytest.mark.parametrize(
     ("surrogate", "where", "factor"),
     [
@@ -228,10 +221,11 @@ def test_where_surrogates_are_the_same(surrogate, where, other, seed):
     ],
     ids=str,
 )
-def test_gradient_is_noclips_up_to_the_known_factor(surrogate, where, factor, seed):
-    batch = BATCHES[where](seed)
-    gradient, noclips = (loss_and_gradient(each, *batch)[1] for each in (surrogate, NoClip()))
-    torch.testing.assert_close(gradient, factor * noclips, rtol=1e-14, atol=0)
+def test_gradient_is_noclips_up_to_the_known_factor(surrogate, where, factor):
+    for seed in range(10):
+        batch = BATCHES[where](seed)
+        gradient, noclips = (loss_and_gradient(each, *batch)[1] for each in (surrogate, NoClip()))
+        torch.testing.assert_close(gradient, factor * noclips, rtol=1e-14, atol=0)
 
 
 def test_luspo_is_gspo_under_dr_grpo():
@@ -240,32 +234,6 @@ def test_luspo_is_gspo_under_dr_grpo():
     losses, mask = GSPO(0.2, 0.2)(*batch), batch[3]
     luspo = sum(int(mask[i].sum()) * losses[i, 0].item() for i in range(4)) / 4
     assert 20 * aggregate(losses, mask, "dr_grpo", Counts(17, 4, 20)).item() == pytest.approx(luspo, rel=1e-6)
-
-
-# ---------------------------------------------------------------- parameters
-
-OUT_OF_RANGE = {
-    Clip: {"epsilon": [-0.1], "epsilon_high": [-0.1], "delta": [-1.0, 0.0]},
-    PSPO: {"alpha": [-0.01, 1.01, math.inf]},
-    P3O: {"tau": [0.0, -4.0], "kl_coef": [-0.1]},
-    SAPO: {"tau_pos": [0.0, -1.0], "tau_neg": [0.0, -1.0]},
-    TOPR: {"a_pos": [1.5], "b_pos": [0.5], "a_neg": [1.5], "b_neg": [-0.5], "level": ["word"]},
-    CISPO: {"epsilon": [-0.1], "epsilon_high": [-0.1]},
-    GSPO: {"epsilon": [-0.1], "epsilon_high": [-0.1]},
-    GMPO: {"epsilon": [-0.1]},
-    VESPO: {name: [-0.1, math.inf] for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    DPPO: {"divergence": ["js"], "epsilon": [-0.1]},
-}
-
-
-@pytest.mark.parametrize("cls", BUILT_IN)
-def test_parameters_out_of_range_are_named(cls):
-    refused = OUT_OF_RANGE.get(cls, {})
-    assert set(refused) == {field.name for field in dataclasses.fields(cls)}
-    for name, values in refused.items():
-        for value in [*values, math.nan]:
-            with pytest.raises(ValueError, match=f"{cls.__name__}: .*{name}"):
-                cls(**{name: value})
 
 
 def test_defaults_are_the_designs():
@@ -288,18 +256,8 @@ def test_defaults_are_the_designs():
 # ---------------------------------------------------------------- the contract, for every built-in and a user's own
 
 
-@pytest.mark.parametrize("cls", [*BUILT_IN, SquaredRatio], ids=lambda cls: cls.__name__)
-def test_is_a_frozen_dataclass_on_a_plain_base(cls):
-    assert not dataclasses.is_dataclass(Surrogate)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(cls(), next((field.name for field in dataclasses.fields(cls)), "anything"), 0.5)
-    assert cls() == cls()
-    assert hash(cls()) == hash(cls())
-
-
 @every_surrogate
-@pytest.mark.parametrize("token_advantages", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "token_advantages"), [(0, False), (1, True), (2, False), (3, True)])
 def test_contract(surrogate, token_advantages, seed):
     *_, advantages, mask = batch = hostile_batch(seed, torch.float32, token_advantages)
     before = [tensor.clone() for tensor in batch]
@@ -342,20 +300,13 @@ def test_contract(surrogate, token_advantages, seed):
         assert torch.equal(surrogate(*(tensor[kept] for tensor in clean)), loss[kept])
 
 
-def test_who_is_silent_at_zero_advantage():
-    assert all(cls().silent_at_zero_advantage is True for cls in BUILT_IN)
-    assert P3O(kl_coef=0.1).silent_at_zero_advantage is False
-    assert SquaredRatio().silent_at_zero_advantage is False  # a user's own is not, unless it says so
-
-
 @every_surrogate
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("distance", [-1e30, -1e4, 1e4, 1e30])
-def test_finite_at_extreme_log_ratios(surrogate, dtype, distance):
-    far, near = torch.full((3, 2000), distance, dtype=dtype), torch.full((3, 2000), -0.5, dtype=dtype)
+@pytest.mark.parametrize("distance", [-1e4, 1e30])
+def test_finite_at_extreme_log_ratios(surrogate, distance):
+    far, near = torch.full((3, 2000), distance), torch.full((3, 2000), -0.5)
     mixed = far.clone()
-    mixed[:, :1000] = torch.tensor([-25.0, 0.0], dtype=dtype).repeat(500)
-    advantages = torch.tensor([[1.0], [-1.0], [0.0]], dtype=dtype)
+    mixed[:, :1000] = torch.tensor([-25.0, 0.0]).repeat(500)
+    advantages = torch.tensor([[1.0], [-1.0], [0.0]])
     for logprobs, old in ((far, near), (near, far), (mixed, near)):  # a product of 2,000 ratios must not overflow
         loss, gradient = loss_and_gradient(surrogate, logprobs, old, advantages, far != 0)
         assert loss.isfinite().all()
@@ -363,16 +314,25 @@ def test_finite_at_extreme_log_ratios(surrogate, dtype, distance):
 
 
 @every_surrogate
-@pytest.mark.parametrize("given_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("own_advantages", [True, False])
-def test_dtype(surrogate, given_dtype, own_advantages):
-    result_dtype = torch.promote_types(given_dtype, torch.float32)
-    advantage_dtype = given_dtype if own_advantages else torch.float32
+def test_bfloat16_is_computed_in_float32(surrogate):
     logprobs, old, advantages, mask = smooth_batch()
-    low = (logprobs.to(given_dtype), old.to(given_dtype), advantages.to(advantage_dtype))
+    low = [tensor.bfloat16() for tensor in (logprobs, old, advantages)]
     loss, gradient = loss_and_gradient(surrogate, *low, mask)
-    assert loss.dtype == result_dtype
-    assert gradient.dtype == given_dtype
-    # No rounding beyond float32's on the way: as exact as the same numbers in float64.
+    assert loss.dtype == torch.float32
+    assert gradient.dtype == torch.bfloat16
     exact = surrogate(*(tensor.double() for tensor in low), mask)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "parameters"),
+    [
+        (Clip, {"epsilon": -0.1}), (PSPO, {"alpha": 1.01}), (P3O, {"tau": 0.0}), (SAPO, {"tau_neg": math.nan}),
+        (TOPR, {"a_pos": 1.5}), (CISPO, {"epsilon": -0.1}), (GSPO, {"epsilon_high": -0.1}), (GMPO, {"epsilon": -0.1}),
+        (VESPO, {"k_pos": math.inf}), (DPPO, {"divergence": "js"}),
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused(cls, parameters):
+    (name,) = parameters
+    with pytest.raises(ValueError, match=f"{cls.__name__}: .*{name}"):
+        cls(**parameters)

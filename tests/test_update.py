@@ -28,14 +28,12 @@ from naive import (
 import pspo.model.logprobs
 from pspo.config import SYSTEM_PROMPT, ModelConfig
 from pspo.losses import (
-    DPPO,
     GMPO,
     GSPO,
     P3O,
     PSPO,
     SAPO,
     TOPR,
-    VESPO,
     Clip,
     EntropyQuantile,
     NoClip,
@@ -56,7 +54,7 @@ def policy(tiny_model):
     ("surrogate", "aggregation", "switches"),
     [
         *((*pair, {}) for pair in PAIRS),
-        *((*pair, {"beta": 0.5}) for pair in zip(SURROGATES[:6], 2 * AGGREGATIONS[::-1], strict=True)),
+        *((*pair, {"beta": 0.5}) for pair in zip(SURROGATES[3:6], AGGREGATIONS[::-1], strict=True)),
         (Clip(0.1, delta=1.2), "grpo", {}),
         (TOPR(level="token"), "dr_grpo", {}),
         (P3O(kl_coef=0.5), "dapo", {}),
@@ -65,7 +63,10 @@ def policy(tiny_model):
         *((Clip(), aggregation, {"mask_truncated": True}) for aggregation in ("grpo", "dr_grpo")),
         (Clip(), by_root, {"beta": 0.5}),
         *((surrogate, "grpo", {"advantages": by_token}) for surrogate in (Clip(), TOPR())),
-        *((surrogate, how, {"entropy_coef": 0.3}) for surrogate in (Clip(), TOPR()) for how in AGGREGATIONS),
+        *(
+            (surrogate, how, {"entropy_coef": 0.3})
+            for surrogate, how in zip(SURROGATES[3:6], AGGREGATIONS, strict=True)
+        ),
         *((loss, "dapo", {"terms": [EntropyQuantile(0.3)], "beta": 0.5}) for loss in (Clip(), GSPO(0.1, 0.2))),
         *((surrogate, "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3"}) for surrogate in (Clip(), TOPR())),
     ],
@@ -90,7 +91,7 @@ def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate
 @pytest.mark.parametrize(
     ("surrogate", "aggregation", "switches"),
     [
-        *((*pair, {"beta": 0.5}) for pair in PAIRS[:6]),
+        *((*pair, {"beta": 0.5}) for pair in PAIRS[3:6]),
         *(
             (Clip(), how, {"entropy_coef": 0.3, "optimizer": {"lr": 3e-3, "options": {"eps": 1e-4}}})
             for how in (*AGGREGATIONS, by_root)
@@ -144,10 +145,7 @@ CORRECTIONS = ["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 @pytest.mark.parametrize(
     ("surrogate", "correction", "beta"),
-    [
-        *zip([NoClip(), Clip(), GSPO(0.1, 0.2), VESPO()], CORRECTIONS, [0.0, 0.5, 0.5, 0.0], strict=True),
-        *zip([TOPR(), GMPO(), SAPO(), NoClip()], CORRECTIONS, [0.0, 0.5, 0.5, 0.0], strict=True),
-    ],
+    [*zip([TOPR(), NoClip(), GSPO(0.1, 0.2), SAPO()], CORRECTIONS, [0.0, 0.5, 0.5, 0.0], strict=True)],
     ids=name,
 )
 def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, beta):
@@ -170,15 +168,9 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(math.exp(max(log_r)), rel=1e-6)
     assert metrics[0]["corrected_share"] == pytest.approx(np.mean(corrected), rel=1e-6)
     assert 0.1 < metrics[0]["corrected_share"] < 0.9  # both happen
-    for metric in (
-        "kl_sampler_old",
-        "sampler_ratio_max",
-        "corrected_share",
-    ):  # of old log-probs: in each epoch the same
-        assert metrics[2][metric] == metrics[0][metric]
 
 
-@pytest.mark.parametrize("surrogate", [NoClip(), PSPO(0.3), TOPR(), GSPO(0.1, 0.2)], ids=name)
+@pytest.mark.parametrize("surrogate", [PSPO(0.3), TOPR()], ids=name)
 def test_a_stale_rollout_equals_the_naive_trainer(policy, surrogate):
     """Ratios are to the log-probs that were kept: off-policy from the first step on."""
     rollout, advantages = make_rollout()
@@ -188,11 +180,6 @@ def test_a_stale_rollout_equals_the_naive_trainer(policy, surrogate):
     metrics = assert_equals_naive(policy, stale, advantages, make_config(surrogate, beta=0.5, **OFF_POLICY))
     assert metrics[0]["ratio_min"] < 0.9
     assert metrics[0]["kl_reference"] == 0.0
-
-
-def test_a_correction_needs_the_samplers_log_probs(policy):
-    with pytest.raises(ValueError, match=r"--algorithm\.correction needs the sampler's log-probs"):
-        run(policy, *make_rollout(), make_config(correction="token_mask"))
 
 
 # ---------------------------------------------------------------- invariances
@@ -212,8 +199,7 @@ def padded(rollout):
     )
 
 
-@pytest.mark.parametrize("surrogate", [Clip(), GSPO(0.1, 0.2)], ids=name)
-@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+@pytest.mark.parametrize(("surrogate", "correction"), [(GSPO(0.1, 0.2), "none"), (Clip(), "token_truncate")], ids=name)
 def test_rows_that_the_policy_has_moved_away_from_are_left_out(policy, surrogate, correction):
     """With a correction from the sampler's log-probs, else from the old ones: from the second step on."""
     rollout, advantages = make_rollout()
@@ -227,12 +213,11 @@ def test_rows_that_the_policy_has_moved_away_from_are_left_out(policy, surrogate
 
 
 SPLIT = [  # with its settings whatever looks at more than one token
-    *((*pair, {}) for pair in PAIRS),
+    *((*pair, {}) for pair in PAIRS[1::2]),
     (Clip(), by_root, {}),
     (GMPO(), "grpo", {"advantages": by_token}),
     (NoClip(), "dapo", {"correction": row_mean_weights}),
-    *((surrogate, "grpo", {"entropy_coef": 0.3}) for surrogate in (Clip(), GMPO())),
-    *((surrogate, "dapo", {"terms": [EntropyQuantile(0.3)]}) for surrogate in (Clip(), GMPO())),
+    (GMPO(), "dapo", {"terms": [EntropyQuantile(0.3)]}),
     (NoClip(), "grpo", {"correction": "token_mask", "terms": [OffPolicyMask(0.02)]}),
     (NoClip(), "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3", "entropy_coef": 0.2}),
 ]
@@ -257,9 +242,9 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         return len(minibatch.batches), *run(policy, rollout, advantages, config, sgd=0.1)
 
     _, expected, expected_metrics = steps(1000, rollout, advantages)
-    parts = [steps(tokens, rollout, advantages) for tokens in (60, 20, 1)]
+    parts = [steps(tokens, rollout, advantages) for tokens in (20, 1)]
     every_row = not make_config(surrogate, **switches).algorithm.silent_at_zero_advantage
-    assert [number for number, *_ in parts] == [2, 4, 8 if every_row else 7]  # the last without the row with A = 0
+    assert [number for number, *_ in parts] == [4, 8 if every_row else 7]  # the last without the row with A = 0
     for _, end, metrics in (*parts, steps(1000, *shuffled), steps(1000, padded(rollout), advantages)):
         move = (expected - weights(policy)).abs().max().item()
         assert move > 1e-3
@@ -283,11 +268,7 @@ def real():
     return policy, rollout, advantages
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "microbatch_tokens"),
-    [*((loss, 300) for loss in (PSPO(0.3), TOPR(), GSPO(0.1, 0.2), DPPO())), (PSPO(0.3), 4096)],
-    ids=name,
-)
+@pytest.mark.parametrize(("surrogate", "microbatch_tokens"), [(GSPO(0.1, 0.2), 300), (PSPO(0.3), 4096)], ids=name)
 def test_float32_gradients_of_a_real_rollout_equal_the_plain_path(real, monkeypatch, surrogate, microbatch_tokens):
     """Everything on: shared beginnings and prompts, one pass through the head in chunks, zero-advantage rows out."""
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)

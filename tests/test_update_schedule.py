@@ -1,6 +1,5 @@
 """The off-policy schedule of an update: which passes it makes, where it stops, what it does when a step fails."""
 
-import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from batches import SURROGATES
 from naive import (
     OFF_POLICY,
     G,
@@ -26,7 +24,7 @@ from processes import one_layer
 import pspo.rollout.types
 import pspo.update
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from pspo.losses import PSPO, TOPR, NoClip, Surrogate, log_ratio
+from pspo.losses import GSPO, PSPO, TOPR, Surrogate, log_ratio
 from pspo.run.prepare import prepare
 from pspo.update import update
 
@@ -48,13 +46,12 @@ def test_ratios_are_exactly_1_while_the_weights_stand_still(tiny_model, mode):
         assert step["kl_old_new"] == step["tv"] == step["kl_reference"] == 0.0
 
 
-@pytest.mark.parametrize("surrogate", [NoClip(), TOPR()], ids=name)
 @pytest.mark.parametrize(("epochs", "minibatches", "beta"), [(1, 1, 0.0), (3, 1, 0.0), (2, 4, 0.0), (2, 2, 0.3)])
-def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatches, beta, surrogate):
+def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatches, beta):
     rollout, advantages = make_rollout()
     advantages[advantages == 0] = 0.1
     passes = {"train": 0, "old": 0, "reference": 0}
-    config = make_config(surrogate, epochs=epochs, minibatches=minibatches, beta=beta)
+    config = make_config(epochs=epochs, minibatches=minibatches, beta=beta)
     learner = make_learner(policy, config)
 
     def counted(original):
@@ -101,16 +98,6 @@ def test_max_steps_stops_in_the_middle_of_a_rollout(policy):
     torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=1e-6)
 
 
-def test_the_gradients_are_cleared_and_the_inputs_untouched(policy):
-    rollout, advantages = make_rollout()
-    before = copy.deepcopy((rollout, advantages))
-    learner = make_learner(policy, make_config())
-    update(learner, rollout, advantages, make_config(epochs=2, mask_truncated=True))
-    assert all(parameter.grad is None for parameter in learner.policy.parameters())
-    assert torch.equal(advantages, before[1])
-    assert all(torch.equal(getattr(rollout, n), getattr(before[0], n)) for n in ("prompt_ids", "completion_mask"))
-
-
 @dataclass(frozen=True)
 class Broken(Surrogate):
     """NoClip that goes wrong at one optimizer step, in the loss or in its gradient only."""
@@ -128,8 +115,7 @@ class Broken(Surrogate):
         return loss * float(self.kind)
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(("step", "kind"), [(0, "nan"), (1, "inf"), (1, "gradient")])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     """What is left is as if that epoch had not been: the same weights as one epoch less, to the bit."""
@@ -161,14 +147,7 @@ def fails_above(function, rows: int, calls: list[int]):
     return wrapper
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "rows"),
-    [
-        pytest.param(surrogate, 1 + i % 3, marks=[] if i < 6 else pytest.mark.nightly)
-        for i, surrogate in enumerate(SURROGATES)
-    ],
-    ids=name,
-)
+@pytest.mark.parametrize(("surrogate", "rows"), [(TOPR(), 1), (GSPO(0.1, 0.2), 2), (PSPO(0.3), 3)], ids=name)
 def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy, monkeypatch, capsys, surrogate, rows):
     rollout, advantages = make_rollout()
     config = make_config(surrogate, beta=0.1, **OFF_POLICY)
@@ -208,8 +187,7 @@ def test_a_loss_without_gradient_leaves_the_weights(policy):
     assert [step["step_skipped"] for step in metrics] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("linear", 0), ("cosine", 4)])
 def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
     steps, peak = 12, 1e-3
     config = TrainConfig(

@@ -28,7 +28,7 @@ from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Record, as_text, label, table
-from pspo.model import casts_to_bf16, load_policy, load_tokenizer, shares_prompts
+from pspo.model import casts_to_bf16, has_plain_cache, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
 from pspo.rollout import Prompts, Sampler, decode_greedily, load_prompts, make_sampling
@@ -57,7 +57,7 @@ def prepare(
         stop_strings=config.eval.stop_strings,
         top_p=config.eval.top_p,
         max_rows=config.eval.max_tokens,  # which is the limit here
-        decoder="pspo" if shares_prompts(policy) else "hf",
+        decoder="pspo" if has_plain_cache(policy) else "hf",
     )
     sampling = make_sampling(policy, tokenizer, rollout)
     decode = partial(decode_greedily, policy, tokenizer, sampling)

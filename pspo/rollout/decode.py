@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase, StopStringCriter
 from transformers.cache_utils import DynamicLayer
 
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
-from pspo.model import attends_fully, is_out_of_memory, pad_token_id, shares_prompts, stop_token_ids
+from pspo.model import attends_fully, has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids
 from pspo.model.chat import completion_texts
 from pspo.model.find import token_ids
 from pspo.rollout.graphs import FixedStep
@@ -71,7 +71,7 @@ def make_sampling(
 
 def check_decoder(model: transformers.PreTrainedModel, decoder: Decoder) -> None:
     """Raise ValueError if the decoder does not support the model."""
-    if decoder != "hf" and not shares_prompts(model):
+    if decoder != "hf" and not has_plain_cache(model):
         raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
     if decoder == "graphs" and not (attends_fully(model) and model.config._attn_implementation == "sdpa"):
         has = f"{type(model).__name__}'s ({model.config._attn_implementation}); choose pspo"

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import TEXT, encode, render_prompts
-from pspo.tasks import Problem, load_problems
+from pspo.model.find import room_for_prompts
+from pspo.tasks import Problem, check_rewards, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
 
@@ -87,6 +88,23 @@ def load_prompts(
     if marked:
         print(f"{config.name} {split}: special tokens in {marked:,} of {len(fits):,} prompts are text")
     return Prompts(problems, ids).take(fits)
+
+
+def load_splits(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
+) -> dict[str, Prompts]:
+    """Prompts by split: train, and validation and test if the run has them."""
+    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
+    limits = {"train": config.data.limit}
+    if config.run.validate_every:
+        limits["validation"] = config.run.validation_limit
+    if config.run.test_limit:
+        limits["test"] = config.run.test_limit
+    prompts = {}
+    for split, limit in limits.items():
+        prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
+        check_rewards(config.reward.functions, prompts[split].problems)
+    return prompts
 
 
 def encode_prompts(

@@ -10,7 +10,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli.files import to_jsonl, write_text
-from pspo.cli.progress import say
+from pspo.cli.progress import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
@@ -88,7 +88,7 @@ class Validator:
         measures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items()]
         best = f"best {self.best['validation_reward']:.3f} at {self.best['step']}"
         text = "  ".join([f"step {step}/{self.config.run.max_steps}", *measures, best])
-        say(text, self.config.run.quiet or not dist.is_main())
+        print_timed(text, self.config.run.quiet or not dist.is_main())
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:

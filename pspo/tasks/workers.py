@@ -159,6 +159,6 @@ def check_importable(function: Callable[..., Any]) -> None:
     target = function if inspect.isfunction(function) else type(function)
     if target.__module__ == "__main__" or "<" in target.__qualname__:
         raise ValueError(
-            f"--reward.workers needs functions that other processes can import: put {target.__qualname__} at the top "
-            "level of a module (a .py file), not in __main__, a notebook or another function"
+            "--reward.workers and --reward.timeout need functions that other processes can import: put "
+            f"{target.__qualname__} at the top level of a module, not in __main__, a notebook or another function"
         )

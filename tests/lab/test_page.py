@@ -104,14 +104,6 @@ def test_every_tab_fits_and_nothing_hostile_runs(page, width, scheme):
     assert browser.get_log("browser") == []
 
 
-def test_the_first_paint_is_within_a_second(page):
-    browser = page()
-    time.sleep(1)
-    entries = "performance.getEntriesByName('first-contentful-paint')"
-    (paint,) = browser.execute_script(f"return {entries}.map(entry => entry.startTime)")
-    assert paint < 1000
-
-
 def test_the_crosshair_reads_all_charts_at_one_step(page, run):
     browser = page()
     browser.execute_script(

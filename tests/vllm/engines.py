@@ -19,7 +19,7 @@ needs_vllm = pytest.mark.skipif(not VERSIONS, reason="needs vLLM: pip install vl
 class Copy:
     """An engine with a copy of the policy, which it lets pspo's decoder draw with at the last moment."""
 
-    tolerance, eager = 1e-4, False
+    tolerance = 1e-4
 
     def check(self): ...
 
@@ -35,19 +35,14 @@ class Copy:
 
     def begin(self, prompts, sampling, group_size):
         self.seed = int(torch.randint(2**31, ()))
-        self.drawn = self.draw(prompts, sampling, group_size) if self.eager else None
 
     def complete(self, prompts, sampling, group_size):
         if self.seed is None:
             self.begin(prompts, sampling, group_size)
-        drawn = self.drawn or self.draw(prompts, sampling, group_size)
-        self.seed = None
-        return drawn
-
-    def draw(self, prompts, sampling, group_size):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             drawn = generate(self.model, self.tokenizer, prompts, sampling, group_size)
+        self.seed = None
         return drawn.completion_ids, drawn.sampler_logprobs
 
     def close(self): ...

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import CPU, Copy, train
-from processes import assert_same, before, forked, one_layer, run_command, states
+from processes import before, forked, one_layer, run_command, states
 
 import pspo.rollout.engine
 import pspo.run.prepare
@@ -17,20 +17,13 @@ from pspo.model import load_policy, token_logprobs
 from pspo.rollout.engine import EngineError
 
 pytestmark = pytest.mark.usefixtures("here")
-SERVERS = "{{class_path: pspo_vllm.Servers, init_args: {{urls: {urls}}}}}"
 
 
-@pytest.mark.parametrize(("version", "fault"), [(None, "which is not installed"), ("0.9.1", "not 0.9.1")])
-def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, version, fault):
-    class Distribution: ...
-
-    Distribution.version = version
-    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)  # nothing expensive comes first
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [Distribution] if version else [])
+def test_a_missing_vllm_is_refused_before_anything_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     assert run_command(pspo.train.main, "--rollout.engine=pspo_vllm.VLLM", "--run.output_dir=run") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("pspo.train: error: pspo_vllm needs vllm 0.32.x, " + fault)
-    assert error.count("\n") == 1
+    assert "pspo_vllm needs vllm 0.32.x" in capsys.readouterr().err
     assert not Path("run").exists()
 
 
@@ -40,36 +33,11 @@ def test_a_missing_or_other_vllm_is_one_line(monkeypatch, capsys, version, fault
         (("--rollout.lag=1", "--algorithm.correction=token_mask"), "--algorithm.correction must be none"),
         (("--algorithm.nucleus=replay",), "--algorithm.nucleus must be ignore with an engine"),
         (("--rollout.engine=nowhere.Engine",), "--rollout.engine nowhere.Engine"),
-        (("--rollout.engine=test_engines.NoEngine",), "--rollout.engine test_engines.NoEngine has no check"),
-        ((f"--rollout.engine={SERVERS.format(urls='[a:1]')}",), "must be different addresses such as http://host:8000"),
-        ((f"--rollout.engine={SERVERS.format(urls='[http://a:1/v1]')}",), "must be different addresses such as"),
-        ((f"--rollout.engine={SERVERS.format(urls='[http://a:1, http://a:1]')}",), "must be different addresses"),
-        (("--rollout.engine={class_path: pspo_vllm.VLLM, init_args: {memory: 0}}",), "memory must be in (0, 1], got 0"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(capsys, switches, message):
     assert run_command(pspo.train.main, "--rollout.engine=pspo_vllm.VLLM", *switches) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-class NoEngine:
-    """An engine that lacks every method."""
-
-
-class DeadEngine(Copy):
-    def complete(self, *asked):
-        raise EngineError("its process has died")
-
-
-@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_what_an_engine_draws_during_an_update_is_what_it_would_have_drawn_before(monkeypatch, lag):
-    with monkeypatch.context() as patch:
-        patch.setattr(Copy, "eager", True)
-        assert train("eager", f"--rollout.lag={lag}") == 0
-    assert train("late", f"--rollout.lag={lag}") == 0
-    assert_same(Path("eager"), Path("late"))
+    assert message in capsys.readouterr().err
 
 
 def test_an_engine_draws_during_each_update_with_the_weights_before_it(monkeypatch):
@@ -126,17 +94,6 @@ def test_on_a_cpu_trainer_and_engine_share_the_threads(monkeypatch):
 
     monkeypatch.setattr(Copy, "start", refuse)
     assert forked(start) == 0  # threads would stay, and the next fork have none
-
-
-@pytest.mark.parametrize("validate_every", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_an_engine_that_dies_is_one_line_and_no_fault_of_the_rewards(monkeypatch, capsys, validate_every):
-    monkeypatch.setattr(pspo.rollout.engine, "check_engine", lambda *_: 0.0)
-    args = ("--rollout.engine=test_engines.DeadEngine", f"--run.validate_every={validate_every}")
-    assert train("run", *args) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    failures = [line for line in lines if line and not line.startswith("WARNING")]
-    assert len(failures) == 1
-    assert failures[0].startswith("pspo.train: the engine failed: its process has died; the same command")
 
 
 def test_corrections_are_on_with_an_engine():

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import exit_code, fork, run_command, until
+from processes import exit_code, fork, until
 
-import pspo_vllm.serve
 from pspo_vllm.launch import launch
 
 pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.skipif(sys.platform != "linux", reason="needs PDEATHSIG")]
@@ -101,7 +100,7 @@ def test_the_command_gets_the_addresses_and_the_other_gpus_and_all_ends_with_its
     assert not any(map(is_running, processes()))
 
 
-@pytest.mark.parametrize(("number", "passed"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM")])
+@pytest.mark.parametrize(("number", "passed"), [("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM")])
 def test_a_signal_is_the_trainer_s_which_saves(ports, number, passed):
     launcher = launched(ports, "wait")
     until(Path("trainer").exists)
@@ -130,25 +129,3 @@ def test_nothing_outlives_a_launcher_that_is_killed(ports):
     for process in processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    (("--servers=2",), "--servers above 1 needs a command behind --, got 2"),
-    (("--servers=2", "--", "nothing-of-this-name"), "-- nothing-of-this-name: there is no such command"),
-    (("--servers=4", "--", "true"), "--servers must leave the command some of 4 GPUs, with --gpus 1, got 4"),
-])  # fmt: skip
-def test_what_cannot_start_is_one_line(monkeypatch, capsys, words, message):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(pspo_vllm.serve, "require_vllm", lambda: None)
-    assert run_command(pspo_vllm.serve.main, *words) == 2
-    assert capsys.readouterr().err == f"pspo serve: error: {message}\n"
-
-
-def test_a_port_that_is_taken_is_refused(monkeypatch, capsys, ports):
-    monkeypatch.setattr(pspo_vllm.serve, "require_vllm", lambda: None)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[1]))
-        taken.listen()
-        assert run_command(pspo_vllm.serve.main, "--servers=2", f"--port={ports[0]}", "--", "true") == 2
-    free = f"must leave ports {ports[0]} to {ports[1]} that are free, got {ports[1]}"
-    assert capsys.readouterr().err == f"pspo serve: error: --port {free}\n"

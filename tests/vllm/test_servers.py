@@ -9,15 +9,13 @@ import time
 from base64 import b64decode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
-from engines import CPU, train
+from engines import CPU
 from processes import one_layer, ranks, run_command
 from safetensors.torch import load
 
-import pspo.run.prepare
 import pspo_vllm.serve
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, TrainConfig
@@ -174,14 +172,14 @@ def die(path: str) -> None:
     ("fault", "says"),
     [
         ({"before": die}, "answers /inference/v1/generate by 500"),
-        ({"before": lambda path: path.endswith("generate") and time.sleep(5)}, "does not answer"),
+        ({"before": lambda path: path.endswith("generate") and time.sleep(2)}, "does not answer"),
         ({"version": "default"}, "drew with weights default, not"),  # it was restarted
         ({"version": "VERSION+other"}, "drew with weights"),  # it got others meanwhile
         ({"finish_reason": "abort"}, "of 128 tokens (abort)"),
     ],
 )
 def test_what_a_server_fails_to_draw_another_one_draws(servers, policy, capsys, fault, says):
-    with engine_of(servers, timeout=1.5) as engine:
+    with engine_of(servers, timeout=0.7) as engine:
         engine.push(policy, 0)
         good = {name: getattr(servers[0], name) for name in fault}
         for name, value in fault.items():
@@ -225,11 +223,10 @@ def test_a_push_that_a_killed_trainer_left_unfinished_is_finished(servers, polic
         assert drawn_by(engine) == expected()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_of_several_ranks_one_pushes_and_all_draw(servers, policy, strategy):
+def test_of_several_ranks_one_pushes_and_all_draw(servers, policy):
     def draw() -> None:
-        dist.init(strategy, 60.0)
-        sharded = load_policy(ModelConfig(one_layer()), CPU, DistributedConfig(strategy))
+        dist.init("fsdp2", 60.0)
+        sharded = load_policy(ModelConfig(one_layer()), CPU, DistributedConfig("fsdp2"))
         with engine_of(servers) as engine:
             engine.push(sharded, 0)
             assert drawn_by(engine) == expected()
@@ -246,12 +243,11 @@ def test_a_server_that_stalls_keeps_neither_the_other_ranks_nor_the_process(serv
     servers[0].before = lambda path: path.endswith("generate") and time.sleep(30)
 
     def draw() -> None:
-        dist.init("ddp", 6.0)
-        with engine_of(servers, timeout=3.0) as engine:
+        dist.init("ddp", 4.0)
+        with engine_of(servers, timeout=1.0) as engine:
             engine.push(policy, 0)
             assert drawn_by(engine, 1) == expected(1)
             dist.gather_objects(None)
-            assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
     assert ranks(draw) == [0, 0]
     assert [len(server.seeds) for server in servers] == [0, 2]
@@ -300,13 +296,3 @@ def test_serve_is_vllms_own_server(monkeypatch):
     assert "--revision" not in command
     assert words[-1] == "--tensor-parallel-size=2"
     assert environment["VLLM_PLUGINS"] == "theirs,pspo"
-
-
-def test_a_run_without_servers_leaves_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)  # nothing expensive comes first
-    engine = {"class_path": "pspo_vllm.Servers", "init_args": {"urls": ["http://127.0.0.1:9"]}}
-    assert train("out", f"--rollout.engine={json.dumps(engine)}") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    fault = "http://127.0.0.1:9 does not answer /version"
-    assert error.startswith(f"pspo.train: error: --rollout.engine pspo_vllm.Servers: {fault}")
-    assert not Path("out").exists()

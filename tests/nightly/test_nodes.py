@@ -1,22 +1,17 @@
 """Nodes with addresses of their own: network namespaces on a bridge. Processes are killed, and links go down."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engines import needs_vllm
 from processes import assert_same, until
 from rank_runs import torchrun
-
-from pspo.cli.files import read_jsonl
 
 pytestmark = pytest.mark.nightly
 
@@ -43,9 +38,6 @@ class Node:
             command = ["ip", "netns", "exec", self.name, *args]
             return subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
 
-    def run(self, args: list[str]) -> subprocess.CompletedProcess:
-        return subprocess.run(["ip", "netns", "exec", self.name, *args], capture_output=True, text=True, check=False)
-
     def set_link(self, state: str) -> None:
         ip("-n", self.switch, "link", "set", self.port, state)
 
@@ -62,7 +54,7 @@ def nodes() -> Iterator[list[Node]]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"needs the right to make network namespaces: {error.stderr.strip()}")
         ip("-n", switch, "link", "set", "bridge", "up")
-        yield [Node(switch, number) for number in (1, 2, 3)]
+        yield [Node(switch, number) for number in (1, 2)]
     finally:
         names = [line.split()[0] for line in ip("netns", "list").stdout.splitlines()]
         for name in (name for name in names if name.partition("-")[0] == switch):
@@ -83,8 +75,8 @@ def links(nodes) -> Iterator[None]:
 class Job:
     """A training by two agents, one rank each."""
 
-    def __init__(self, nodes: list[Node], output: Path, *args: str):
-        self.nodes, self.output, self.args = nodes[:2], output, args
+    def __init__(self, nodes: list[Node], output: Path):
+        self.nodes, self.output = nodes, output
         self.logs = [output.with_suffix(f".{number}") for number in range(2)]
 
     def start(self) -> None:
@@ -99,7 +91,7 @@ class Job:
             options = ("--nnodes=2", "--nproc-per-node=1", *meeting, f"--local-addr={node.address}")
             command = torchrun(self.output, "ddp", *options)
             env = command["env"] | {"GLOO_SOCKET_IFNAME": "eth0"}
-            self.agents.append(node.start([*command["args"], *self.args], env, self.logs[number]))
+            self.agents.append(node.start(command["args"], env, self.logs[number]))
 
     def begin(self) -> None:
         """Start it, and wait for its first checkpoint."""
@@ -168,101 +160,3 @@ def test_a_job_waits_for_a_link_that_is_down_for_seconds(nodes, whole, tmp_path,
     nodes[number].set_link("up")
     assert job.ends() == [0, 0]
     assert_same(whole, job.output)
-
-
-class NodeServer:
-    """A vLLM server on a node."""
-
-    def __init__(self, node: Node, log: Path):
-        self.node, self.log, self.url = node, log, f"http://{node.address}:8000"
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "pspo_vllm.serve", "--host=0.0.0.0", "--max_tokens=256"]
-        self.process = self.node.start(command, os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}, self.log)
-        until(lambda: self.get("/health") is not None, 400)
-
-    def get(self, path: str) -> str | None:
-        """Its answer, seen from its node."""
-        assert self.process.poll() is None, self.log.read_text()
-        get = f"import urllib.request; print(urllib.request.urlopen('{self.url}{path}', timeout=20).read().decode())"
-        done = self.node.run([sys.executable, "-c", get])
-        return done.stdout if done.returncode == 0 else None
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def server(nodes, tmp_path_factory) -> Iterator[NodeServer]:
-    server = NodeServer(nodes[2], tmp_path_factory.mktemp("server") / "log")
-    server.start()
-    yield server
-    server.kill()
-
-
-def job_by_server(nodes: list[Node], server: NodeServer, output: Path, *args: str) -> Job:
-    long = ("--rollout.max_completion_tokens=64", "--reward.functions.buffer=64")
-    engine = {"class_path": "pspo_vllm.Servers", "init_args": {"urls": [server.url], "timeout": 15}}
-    drawing = (f"--rollout.engine={json.dumps(engine)}", "--model.name_or_path=tiny-base")
-    return Job(nodes, output, *drawing, *long, *args)
-
-
-def assert_complete(job: Job, server: NodeServer, lag: int = 0) -> None:
-    """All steps are there, without a lag each by the weights before it; the server has the last ones."""
-    assert job.ends() == [0, 0], [log.read_text() for log in job.logs]
-    lines = read_jsonl(job.output / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [2, 4, 6]
-    assert lag or all(line["kl_sampler_old"] < 1e-6 for line in lines)
-    assert json.loads(server.get("/weight_info"))["weight_version"].endswith("-6")
-
-
-@needs_vllm
-@pytest.mark.parametrize("fault", [kill_rank(0), kill_rank(1), kill_agent(0)], ids=["rank 0", "rank 1", "agent 0"])
-def test_a_server_outlasts_trainers_that_are_killed(nodes, server, tmp_path, fault):
-    job = job_by_server(nodes, server, tmp_path / "run")
-    job.begin()
-    fault(job)
-    assert_failed(job)
-    job.start()
-    assert_complete(job, server)
-
-
-@needs_vllm
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_job_whose_only_server_is_killed_ends_in_one_line_and_resumes(nodes, server, tmp_path, lag):
-    job = job_by_server(nodes, server, tmp_path / "run", f"--rollout.lag={lag}")
-    job.begin()
-    server.kill()
-    assert_failed(job)
-    assert f"the engine failed: {server.url} does not answer" in job.logs[0].read_text()
-    job.start()
-    assert all(job.ends())
-    assert f"--rollout.engine pspo_vllm.Servers: {server.url} does not answer /version" in job.logs[0].read_text()
-    server.start()
-    job.start()
-    assert_complete(job, server, lag)
-
-
-@needs_vllm
-def test_a_job_waits_for_its_servers_link(nodes, server, tmp_path):
-    job = job_by_server(nodes, server, tmp_path / "run")
-    job.begin()
-    nodes[2].set_link("down")
-    time.sleep(2)
-    nodes[2].set_link("up")
-    assert_complete(job, server)
-    assert "WARNING" not in "".join(log.read_text() for log in job.logs)
-
-
-@needs_vllm
-def test_a_job_whose_only_server_is_cut_off_ends_in_one_line_and_resumes(nodes, server, tmp_path):
-    job = job_by_server(nodes, server, tmp_path / "run")
-    job.begin()
-    nodes[2].set_link("down")
-    assert_failed(job)
-    nodes[2].set_link("up")
-    assert f"the engine failed: {server.url} does not answer" in job.logs[0].read_text()
-    job.start()
-    assert_complete(job, server)
