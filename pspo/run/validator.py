@@ -85,7 +85,9 @@ class Validator:
             self.best = self.validated
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.best)
         measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
-        print_timed(f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet or not dist.is_main())
+        print_timed(
+            f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet or not dist.is_main()
+        )
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
