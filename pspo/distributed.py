@@ -217,31 +217,6 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_reshard_after_forward")  # an FSDPModule's
 
 
-@torch.no_grad()
-def read_weights(model: nn.Module, folder: Path, device: torch.device) -> tuple[set[str], set[str]]:
-    """Allocate a sharded model of the meta device, and read each rank's rows of the weights from safetensors files.
-
-    Returns the names that the files lack, and those that the model lacks.
-    """
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    model.to_empty(device=device)
-    model.tie_weights()
-    for module in model.modules():
-        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies and the like
-            model._init_weights(module)
-    state_names = model.state_dict().keys()  # parameters, and the buffers that are saved
-    tensors = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in state_names}
-    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}  # beneath LoRA's
-    reader = HuggingFaceStorageReader(str(folder))
-    file_names = reader.read_metadata().state_dict_metadata.keys()
-    with checkpoint_errors():
-        checkpoint.load({name: t for name, t in tensors.items() if name in file_names}, storage_reader=reader)
-    return tensors.keys() - file_names, file_names - {name.replace(".base_layer.", ".") for name in state_names}
-
-
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather all weights on every rank for a `with` block: passes need no communication."""

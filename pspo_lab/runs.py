@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from pspo.cli.escape import one_line
-from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_steps, write_text
+from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
 from pspo_lab.settings import (
     DATA,
     MODEL,
@@ -32,9 +31,7 @@ from pspo_lab.settings import (
 
 NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
            "value", "low", "high"]  # fmt: skip
-METRICS_FILE = "runs.parquet"  # of a packed folder
-SUMMARIES_FILE = "summaries.parquet"
-SETTINGS_FILE = "settings.yaml"
+PACK_FILE = "runs.parquet"  # all that a packed folder holds
 
 Row = dict[str, Any]
 
@@ -128,7 +125,7 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
 
 def read_runs(roots: Sequence[Path]) -> Runs:
     """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
-    names = ("metrics.jsonl", "results.json", "config.yaml", METRICS_FILE)
+    names = ("metrics.jsonl", "results.json", "config.yaml", PACK_FILE)
     places: dict[str, set[Path]] = {name: set() for name in names}
     for root in roots:
         files = [path for path in root.rglob("*") if path.name in names]
@@ -224,9 +221,11 @@ def problems_fingerprint(folder: Path, path: Path) -> str | None:
 
 def read_metrics(folder: Path) -> pd.DataFrame:
     """The rollouts in order of steps, the last record of each."""
-    records = read_steps(folder / "metrics.jsonl")
+    records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise ValueError("metrics.jsonl holds no rollout")
+    if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
+        raise ValueError("metrics.jsonl is damaged: a record without a step")
     metrics = pd.DataFrame(records)
     if nulls := sum(value is None for record in records for value in record.values()):
         warn(f"{folder}: {nulls} values that were not finite; left out")
@@ -288,43 +287,38 @@ def result_rows(result: Row, about: Row) -> Iterator[Row]:
 
 
 def pack(runs: Runs, folder: Path) -> list[Path]:
-    """Write runs.parquet, summaries.parquet and settings.yaml, which `read_runs` reads as it reads the runs' folders.
+    """Write runs.parquet: a row for each rollout and each number, the settings' switches in its metadata (`attrs`).
 
-    Settings are named by what they differ in from the others of their experiment.
+    `read_runs` reads it as it reads the runs' folders. Settings are named by what they differ in from the others of
+    their experiment; a switch that a setting does not have is null.
     """
     if runs.configs.empty:
         raise ValueError("no run to pack")
     experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
     setting = pd.concat([labels(configs) for _, configs in runs.configs.groupby(experiment)])
     names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})
-    for file, table in ((METRICS_FILE, runs.metrics), (SUMMARIES_FILE, runs.numbers)):
-        row_names = names.reindex(table["run"]).set_index(table.index)
-        pd.concat([row_names, table.drop(columns="run")], axis=1).to_parquet(folder / file, index=False)
-
+    rows = pd.concat([runs.metrics, runs.numbers], ignore_index=True)
+    row_names = names.reindex(rows["run"]).set_index(rows.index)
+    table = pd.concat([row_names, rows.drop(columns="run")], axis=1)
     compared = runs.configs.drop(columns=NOT_COMPARED)
     shared = shared_switches(compared)
-    content = {"shared": shared, "experiments": {}}
-    for name, configs in compared.drop(columns=list(shared)).groupby(experiment):
-        shared = shared_switches(configs)
-        rows = configs.drop(columns=list(shared)).iterrows()
-        settings = {setting[run]: switches.dropna().to_dict() for run, switches in rows}
-        content["experiments"][name] = {"shared": shared, "settings": settings}
-    head = "# Settings by their switches: what all share, what those of an experiment share, and each one's own.\n"
-    text = yaml.safe_dump(content, sort_keys=False, width=120, allow_unicode=True)
-    write_text(folder / SETTINGS_FILE, f"{head}# A switch that is not here is null.\n{text}")
-    return [folder / name for name in (METRICS_FILE, SUMMARIES_FILE, SETTINGS_FILE)]
+    settings: dict[str, dict[str, Row]] = {}
+    for run, switches in compared.drop(columns=list(shared)).iterrows():
+        settings.setdefault(experiment[run], {})[setting[run]] = switches.dropna().to_dict()
+    table.attrs = {"shared": shared, "settings": settings}
+    table.to_parquet(folder / PACK_FILE, index=False, compression="zstd")
+    return [folder / PACK_FILE]
 
 
 def read_pack(folder: Path) -> tuple[dict[str, Row], pd.DataFrame, pd.DataFrame]:
     """Switches by run, metrics and numbers of a packed folder."""
-    metrics, numbers = pd.read_parquet(folder / METRICS_FILE), pd.read_parquet(folder / SUMMARIES_FILE)
-    for table in (metrics, numbers):
-        name = table["experiment"] + ": " + table["setting"] + ", seed " + table["seed"].astype(str)
-        table["run"] = f"{folder}/" + name
-    content, configs = read_config(folder / SETTINGS_FILE), {}
-    for row in metrics.drop_duplicates("run").itertuples():
-        experiment = content["experiments"][row.experiment]
-        switches = content["shared"] | experiment["shared"] | experiment["settings"][row.setting]
+    table = pd.read_parquet(folder / PACK_FILE)
+    content, table.attrs = table.attrs, {}
+    table["run"] = f"{folder}/" + table["experiment"] + ": " + table["setting"] + ", seed " + table["seed"].astype(str)
+    is_rollout = table["measure"].isna()
+    configs = {}
+    for row in table[is_rollout].drop_duplicates("run").itertuples():
+        switches = content["shared"] | content["settings"][row.experiment][row.setting]
         configs[row.run] = switches | {"experiment": f"{folder}/{row.experiment}", SEED: row.seed}
-    names = ["experiment", "setting", "seed"]
-    return configs, metrics.drop(columns=names), numbers.drop(columns=names)
+    metrics = table[is_rollout].drop(columns=["experiment", "setting", "seed", *NUMBERS[1:]]).astype({"step": int})
+    return configs, metrics, table.loc[~is_rollout, NUMBERS]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pandas as pd
 from answers import EQUATION, value
-from off_policy import fill
 from scipy.stats import t
+
+from pspo.cli.files import write_text
 
 METHODS = ["NoClip", "Clip", "PSPO", "P3O", "SAPO", "TOPR"]
 SELECTED = {  # by the search of configs/sweep/tiny.yaml, on tiny-base and on tiny-math
@@ -27,6 +28,25 @@ SELECTED = {  # by the search of configs/sweep/tiny.yaml, on tiny-base and on ti
 ROW_NAMES = {"NoClip": "NoClip, 1 epoch", "SAPO": "SAPO, by sequence", "TOPR": "TOPR, by sequence"}
 CONTROL = ["PSPO 0.1", "PSPO 0.4", "NoClip 2 epochs", "Clip", "NoClip 1 epoch"]
 MEASURES = ["area", "validation", "accuracy"]
+
+
+def fill(page: Path, tables: dict[str, str]) -> None:
+    """Write each table between its markers on the page, <!-- table: NAME --> and <!-- /table -->."""
+    text = page.read_text(encoding="utf-8")
+    for name, cells in tables.items():
+        before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
+        _, end, after = rest.partition("<!-- /table -->")
+        if not end:
+            raise SystemExit(f"{page}: no place for the table {name}")
+        text = f"{before}{begin}\n{cells}\n\n{end}{after}"
+    write_text(page, text)
+
+
+def read_pack(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Metrics of all rollouts in order, and the numbers of summaries and evaluations."""
+    rows = pd.read_parquet(folder / "runs.parquet")
+    is_rollout = rows["measure"].isna()
+    return rows[is_rollout].sort_values("step"), rows[~is_rollout]
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -56,10 +76,10 @@ def read_runs(folder: Path) -> pd.DataFrame:
     final and of the returned model.
     """
     key = ["experiment", "setting", "seed"]
-    rollouts = pd.read_parquet(folder / "runs.parquet").sort_values("step").groupby(key)
+    rollouts, values = read_pack(folder)
+    rollouts = rollouts.groupby(key)
     runs = pd.DataFrame({"area": rollouts["reward"].mean(), "validation": rollouts["validation_reward"].last()})
 
-    values = pd.read_parquet(folder / "summaries.parquet")
     values = values[values["group"].isna() & values["evaluation"].eq("summary")]
     for name, stage, measure in (
         ("accuracy", "final", "accuracy"),
@@ -213,8 +233,8 @@ def percent(row: pd.Series, interval: bool = True) -> str:
 
 def smollm2_tables(folder: Path) -> dict[str, str]:
     """Evaluations before and after training, by name; those of the runs with bf16 and float32 weights."""
-    values = pd.read_parquet(folder / "summaries.parquet")
-    values = values[values["group"].isna()]
+    rollouts, values = read_pack(folder)
+    values = values[values["group"].isna()].copy()
     values["measure"] = values["measure"].replace("true_accuracy", "gold_anywhere")  # its name in older files
     named = values.drop_duplicates(["evaluation", "measure"]).set_index(["evaluation", "measure"])
 
@@ -238,7 +258,7 @@ def smollm2_tables(folder: Path) -> dict[str, str]:
         "evaluations": table(header, rows),
         "learnt": learnt_table(pd.read_parquet(folder / "answers.parquet")),
         "sampled": table(["", "pass@1", "pass@2", "pass@4"], sampled),
-        "weights": weights_table(values[values["experiment"] == "bf16"], folder),
+        "weights": weights_table(values[values["experiment"] == "bf16"], rollouts),
     }
 
 
@@ -280,9 +300,8 @@ def learnt_table(answers: pd.DataFrame) -> str:
     return table([*header, "a op b is the gold value", "both"], rows)
 
 
-def weights_table(values: pd.DataFrame, folder: Path) -> str:
+def weights_table(values: pd.DataFrame, rollouts: pd.DataFrame) -> str:
     """The first stage with float32 and with bf16 weights."""
-    rollouts = pd.read_parquet(folder / "runs.parquet").sort_values("step")
     rows = []
     for dtype in ("float32", "bfloat16"):
         setting = f"PSPO (dtype={dtype})"
@@ -312,7 +331,7 @@ TABLES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with runs.parquet, summaries.parquet and README.md")
+    parser.add_argument("folder", type=Path, help="with runs.parquet and README.md")
     parser.add_argument("--readme", type=Path, help="tiny-protocol: the project's README, whose table is written too")
     args = parser.parse_args()
     fill(args.folder / "README.md", TABLES[args.folder.name](args.folder))

@@ -285,8 +285,6 @@ def test_hub(monkeypatch):
     assert asked == [("EleutherAI/asdiv", "asdiv", ASDIV), ("openai/gsm8k", "main", GSM8K)]
     load_problems("gsm8k", "validation", hub={"revision": "main"})
     assert asked[2:] == [("openai/gsm8k", "main", "main")]
-    with pytest.raises(ValueError, match=r"--data\.hub is that of a single data set"):
-        load_problems("gsm8k+math", "validation", hub={"revision": "main"})
     assert len({problem.category for problem in load_problems("math", "test")}) == 7
     with pytest.raises(ValueError, match="EleutherAI/asdiv has no train split, only test"):
         load_problems("asdiv", "train")
@@ -400,7 +398,7 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("a.jsonl", "", ["--data.path"]),
+        ("a.jsonl", "", ["too few"]),
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '[{"prompt": "p", "answer": 1}]', ["record 1", "list"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
@@ -408,7 +406,7 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
         ("a.jsonl", '{"prompt": "p", "answer": null}', ["record 1", "'answer'", "empty"]),
         ("a.jsonl", '{"prompt": "p", "answer": NaN}', ["record 1", "'answer'", "empty"]),
         ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
-        ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind text"]),
+        ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
         ("a.jsonl", '{"prompt": "p", "answer": "1e5000"}', ["1 test problems", "numeric"]),
         ("a.jsonl", "[" * 100_000, ["recursion"]),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),
@@ -419,9 +417,9 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
         ),
         ("a.json", '[{"prompt": [{"role": "user", "content": "\\udfff"}], "answer": 1}]', ["record 1", "unpaired"]),
         ("a.json", "{", []),
-        ("a.json", "[]", ["--data.path"]),
+        ("a.json", "[]", ["too few"]),
         ("a.json", "7", ["record 1", "int"]),
-        ("a.csv", "prompt,answer\n", ["--data.path"]),
+        ("a.csv", "prompt,answer\n", ["too few"]),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
         ("a.csv", "prompt,answer\np,1\nq\n", ["record 2", "'answer'", "empty"]),
         ("a.csv", "question,answer\np,1\n", ["record 1", "'prompt'", "question, answer", "--data.columns"]),
@@ -448,7 +446,7 @@ def test_malformed_folders_and_arguments(tmp_path):
         (("file", "train", one), "one/train.jsonl.* too few"),
         (("file", "test"), "--data.path"),
         (("gsm8k+math", "test", empty), "empty .*'gsm8k'"),
-        (("gsm8k+mathe", "test", empty), "--data.name 'mathe'"),
+        (("mathe+gsm8k", "test", empty), "--data.name 'mathe'"),
         (("gsm8k", "dev", empty), "'dev'"),
         (("arithmetic", "test", empty), "--data.name file"),
         (("gsm8k", "train", one), "one/train.jsonl record 1: .*'question'"),

@@ -20,8 +20,7 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, make_sampling
-from pspo.rollout.generate import left_pad
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
 from pspo.tasks.calculator import Calculator, ToolCalculator, calculate
 
@@ -453,9 +452,9 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
         pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])
     assert ended.value.code == 1
     message = capsys.readouterr().err
-    assert "an environment failed" in message
+    assert "your code" in message
     assert 'raise RuntimeError("out of eggs")' in message
-    assert "saved at step 2" in message
+    assert "step-000002; the same command" in message
     pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])  # it resumes
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
 

@@ -2,50 +2,35 @@
 
 import importlib
 import itertools
+import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from scipy import stats
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-SCRIPTS = {
-    "tiny-protocol": "page_tables",
-    "tiny-control": "page_tables",
-    "tiny-comparisons": "page_tables",
-    "smollm2": "page_tables",
-    "off-policy": "off_policy",
-    "off-policy-controls": "off_policy_controls",
-    "equal-movement": "moves",
-    "alarms": "alarm_tables",
-    "gradient-bias": "bias_tables",
-}
+PAGES = ("tiny-protocol", "tiny-control", "tiny-comparisons", "smollm2")  # the others are of finished studies
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PAGES)
 def test_running_the_script_changes_nothing(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).touch())
     folder, readme = tmp_path / name, tmp_path / "README.md"
     shutil.copytree(RESULTS / name, folder)
     shutil.copy(ROOT / "README.md", readme)
-    options = {
-        "tiny-protocol": ["--readme", str(readme)],
-        "gradient-bias": ["--moves", str(RESULTS / "equal-movement/moves.csv")],
-    }
-    script = importlib.import_module(SCRIPTS[name])
-    monkeypatch.setattr(sys, "argv", [SCRIPTS[name], str(folder), *options.get(name, [])])
+    options = ["--readme", str(readme)] if name == "tiny-protocol" else []
+    script = importlib.import_module("page_tables")
+    monkeypatch.setattr(sys, "argv", ["page_tables", str(folder), *options])
     script.main()
-    written = [path for path in folder.iterdir() if path.suffix in (".md", ".csv")]
-    assert folder / "README.md" in written
-    for path in written:
-        assert path.read_text(encoding="utf-8") == (RESULTS / name / path.name).read_text(encoding="utf-8"), path.name
+    written = (folder / "README.md").read_text(encoding="utf-8")
+    assert written == (RESULTS / name / "README.md").read_text(encoding="utf-8")
     assert readme.read_text(encoding="utf-8") == (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -78,8 +63,9 @@ def assert_shown(cell: str, numbers: list[float]) -> None:
 
 def greedy_accuracy(page: str, stage: str) -> pd.Series:
     """Accuracy in percent by experiment, setting and seed, of models returned (after) or final."""
-    values = pd.read_parquet(RESULTS / page / "summaries.parquet")
-    values = values.query("measure == 'accuracy' and temperature == '0' and evaluation == 'summary'")
+    values = pd.read_parquet(RESULTS / page / "runs.parquet").query(
+        "measure == 'accuracy' and temperature == '0' and evaluation == 'summary'"
+    )
     values = values[values["group"].isna() & (values["stage"] == stage)]
     return 100 * values.set_index(["experiment", "setting", "seed"])["value"].sort_index()
 
@@ -128,7 +114,7 @@ def test_tiny_comparisons():
 
 def test_smollm2():
     """Wilson's intervals, from the share and the number of problems."""
-    values = pd.read_parquet(RESULTS / "smollm2/summaries.parquet")
+    values = pd.read_parquet(RESULTS / "smollm2/runs.parquet")
     values = values[(values["measure"] == "accuracy") & values["group"].isna()].set_index("evaluation")
     shown = table("smollm2", "evaluations")
     for row, evaluation in (("before", "before"), ("seed 0, after stage 2", "seed-0"),
@@ -202,10 +188,10 @@ def test_equal_movement(model, lag, column):
         assert (name in starred) == (p_values[name] * (len(p_values) - rank) < 0.05)
 
 
-@pytest.mark.parametrize(("model", "file", "metric"), [("tiny-base", "base", "adam"), ("tiny-math", "math", "plain")])
-def test_gradient_bias(model, file, metric):
-    lines = pd.read_json(RESULTS / f"gradient-bias/{file}.jsonl", lines=True)
-    lines = lines.query("metric == @metric and lag == 8").set_index(["surrogate", "run"])
+@pytest.mark.parametrize(("model", "metric"), [("tiny-base", "adam"), ("tiny-math", "plain")])
+def test_gradient_bias(model, metric):
+    lines = pd.read_parquet(RESULTS / "gradient-bias/gradients.parquet")
+    lines = lines.query("model == @model and metric == @metric and lag == 8").set_index(["surrogate", "run"])
     cosine, signal = lines["dot"] / (lines["norm2"] * lines["target2"]) ** 0.5, lines["norm2"] / lines["second"]
     shown = table("gradient-bias", model)
     assert shown.keys() == set(lines.index.unique("surrogate"))
@@ -222,7 +208,7 @@ def test_gradient_bias(model, file, metric):
 @pytest.mark.parametrize("model", ["base", "math"])
 def test_alarms(model):
     """AUCs at the same update, pair by pair, with the seeds drawn again for the intervals."""
-    lines = pd.read_json(RESULTS / f"alarms/{model}.jsonl", lines=True)
+    lines = pd.read_parquet(RESULTS / "alarms/alarms.parquet").query(f"model == 'tiny-{model}' and treatment.isna()")
     runs = {name: of.sort_values("update").set_index("update") for name, of in lines.groupby("run")}
     collapse = {}
     for name, of in runs.items():
@@ -247,3 +233,54 @@ def test_alarms(model):
         shown = [float(text) for text in re.findall(r"\d\.\d+", table("alarms", model)[alarm][0])]
         assert shown[0] == pytest.approx(right.sum() / total.sum(), abs=0.0051)
         assert shown[1:] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.02)
+
+
+# scripts/answers.py
+
+
+def script(name: str, *args: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / name, *map(str, args)], capture_output=True, encoding="utf-8"
+    )
+
+
+def evaluation(path: Path, answers: list[tuple[str, str, bool]]) -> Path:
+    records = [
+        {"problem": i, "prompt": f"problem {i}", "gold": gold, "completion": text, "correct": right,
+         "contains_gold": gold in text} for i, (text, gold, right) in enumerate(answers)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(record) + "\n" for record in records[::-1]))  # in any order
+    return path
+
+
+def test_changed_answers(tmp_path):
+    before = [
+        ("7 - 2 = 5", "9", False),
+        ("2 + 3 + 4 = 9", "9", True),
+        ("12 * 3 - 4 = 32", "32", True),
+        ("x", "1", False),
+    ]
+    after = [
+        ("so $7 + 2 = $9.", "9", True),
+        ("3 * 3 = 10", "9", False),
+        ("1,000 / 2 = 500", "32", False),
+        ("1", "1", True),
+    ]
+    files = [evaluation(tmp_path / name, answers) for name, answers in (("a", before), ("b", after))]
+    done = script("answers.py", "changed", *files)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "correct, 4 problems: 2 now, 2 no longer",
+        "contains_gold, 4 problems: 2 now, 2 no longer",
+        "before: 1 answers with an equation; first one computed right 1, its value is the gold 0, both 0",
+        "after:  3 answers with an equation; first one computed right 2, its value is the gold 2, both 1",
+    ]
+    other = evaluation(tmp_path / "c", before[:3])
+    assert "not of the same problems" in script("answers.py", "changed", files[0], other).stderr
+
+
+def test_solvable_problems(tmp_path):
+    completions = evaluation(tmp_path / "completions.jsonl", [("7 of 9", "9", False), ("x", "1", False)])
+    done = script("answers.py", "solvable", completions, tmp_path / "problems" / "train.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "problems" / "train.jsonl").read_text()) == {"prompt": "problem 0", "answer": "9"}

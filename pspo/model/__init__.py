@@ -12,4 +12,4 @@ from pspo.model.logprobs import (
     token_logprobs,
     unflatten,
 )
-from pspo.model.shared_prompts import attends_fully, shares_prompts
+from pspo.model.shared_prompts import attends_fully, has_plain_cache, shares_prompts

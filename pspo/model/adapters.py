@@ -54,10 +54,7 @@ class StartingAdapters:
 
 
 def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
-    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values.
-
-    Raises ValueError if a PEFT folder's configuration is none, or names other layers than the model's.
-    """
+    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
     lora = config.lora
     try:
         adapters = peft_config(lora)
@@ -70,11 +67,9 @@ def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
     adapters.revision = config.revision
     if not isinstance(adapters.target_modules, str):
         adapters.target_modules = sorted(adapters.target_modules)  # a set, which is saved in any order
-    trained = trained_parameters(policy)
-    for name in trained:
+    for name, parameter in trained_parameters(policy).items():
         if "lora_A." not in name and "lora_B." not in name:
             raise ValueError(f"--model.lora: {name} is neither A nor B of a linear layer: leave such adapters out")
-    for parameter in trained.values():
         parameter.data = parameter.data.float()
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat
@@ -102,13 +101,9 @@ def marked_twin(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizer
     special_ids = {}
     for i, token in tokenizer.added_tokens_decoder.items():
         if token.special:
-            marked = AddedToken(
-                TOKEN + token.content,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                single_word=token.single_word,
-                normalized=token.normalized,
-            )
+            marked = copy.copy(token)
+            marked.content = TOKEN + token.content
+            marked.special = False
             twin.add_tokens(marked)
             special_ids[twin.convert_tokens_to_ids(marked.content)] = i
     return twin, special_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, cycle, islice
 
 import torch
@@ -27,18 +27,14 @@ def check_exactness(
 ) -> None:
     """Compare log-probs in padded groups, and greedy decoding, with the model's own logits of each row alone.
 
-    Args:
-        prompts: token ids, of which rows are made.
-        decode: maps prompts to the first tokens of two greedy completions of each, adjacent.
-        autocast_mode: --model.autocast; used with flash attention alone, which takes 16 bits alone.
-
-    Raises ValueError for a model that differs by more than rounding, or that needs more to run than token ids.
+    ``decode`` maps prompts to the first tokens of two greedy completions of each, adjacent. Raises ValueError for a
+    model that differs by more than rounding, or that needs more to run than token ids.
     """
     name = type(policy).__name__
-    flash = "flash" in (policy.config._attn_implementation or "")
+    needs_16_bits = "flash" in (policy.config._attn_implementation or "")
     try:
-        with autocast(autocast_mode if flash else "none", policy.device):
-            differences = measure_differences(policy, prompts, decode)
+        with autocast(autocast_mode if needs_16_bits else "none", policy.device):
+            differences = list(measure_differences(policy, prompts, decode))
     except Exception as error:  # the library raises anything if a model needs more than token ids
         if is_out_of_memory(error):
             raise
@@ -51,31 +47,24 @@ def check_exactness(
 
 def measure_differences(
     policy: PreTrainedModel, prompts: TokenIds, decode: Callable[[TokenIds], TokenIds]
-) -> list[tuple[str, Tensor, torch.dtype]]:
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Ways in which a model may differ from itself: the fault, nats at n tokens, (n,), and the dtype of the logits."""
     tokens = list(islice(cycle(chain.from_iterable(prompts)), 52))
     short = tokens[:3]
     long = tokens[3:27]
     related = long[:20] + tokens[27:30]  # to the long prompt: a shared beginning
-    rows = [
-        (short, tokens[30:38]),
-        (short, tokens[38:41]),
-        (long, tokens[41:46]),
-        (related, tokens[46:52]),
-    ]
+    rows = [(short, tokens[30:38]), (short, tokens[38:41]), (long, tokens[41:46]), (related, tokens[46:52])]
     cases = [(HEAD, rows[2:3]), (GROUPS, rows[:3]), (GROUPS, rows[1:3]), (GROUPS, rows[2:4])]
-    differences = []
     for fault, batch in cases:
         logits = [single_row_logits(policy, row) for row in batch]
         expected = [pick_logprobs(logits[i], batch[i][1]) for i in range(len(batch))]
         error = padded_logprobs(policy, batch) - torch.cat(expected)
-        differences.append((fault, error.abs(), logits[0].dtype))
+        yield fault, error.abs(), logits[0].dtype
     decoded = decode([short, long])
     for prompt, completion in ((short, list(decoded[0])), (long, list(decoded[3]))):
         logits = single_row_logits(policy, (prompt, completion))
         regret = pick_logprobs(logits, logits.argmax(dim=1).tolist()) - pick_logprobs(logits, completion)
-        differences.append((DECODING, regret, logits.dtype))
-    return differences
+        yield DECODING, regret, logits.dtype
 
 
 def padded_logprobs(policy: PreTrainedModel, rows: list[Row]) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import jinja2
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -32,12 +30,17 @@ def locate(name_or_path: str) -> str:
 
 
 def load_pretrained(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
-    """Load with one of transformers' Auto classes; raises ValueError naming the switch to mend."""
+    """Load with one of transformers' Auto classes; raises ValueError if it cannot."""
     source = locate(model.name_or_path)
-    with load_errors(model):
+    try:
         return auto_class.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
         )
+    except Exception as error:  # the library raises anything on a broken model folder
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        if "custom code" in reason or "remote code" in reason:
+            reason += "; read it, and set --model.trust_remote_code true if you trust it"
+        raise ValueError(f"--model.name_or_path {model.name_or_path} does not load: {reason}") from error
 
 
 def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTrainedTokenizerBase:
@@ -142,25 +145,3 @@ def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedToken
     if max(tokenizer.get_vocab().values()) >= size:
         raise ValueError(f"--model.name_or_path: the tokenizer has more than the model's {size:,} tokens")
     return tokenizer.pad_token_id
-
-
-def weight_folder(config: ModelConfig) -> Path:
-    """The folder with the safetensors files of a local model, or of one of the hub, downloaded if need be."""
-    source = locate(config.name_or_path)
-    if Path(source).is_dir():
-        return Path(source)
-    with load_errors(config):
-        patterns = ["*.safetensors", "*.json"]
-        return Path(huggingface_hub.snapshot_download(source, revision=config.revision, allow_patterns=patterns))
-
-
-@contextlib.contextmanager
-def load_errors(config: ModelConfig) -> Iterator[None]:
-    """Turn whatever the library raises on a model folder into a ValueError of one sentence."""
-    try:
-        yield
-    except Exception as error:  # the library raises anything on a broken model folder
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
-        if "custom code" in reason or "remote code" in reason:
-            reason += "; read it, and set --model.trust_remote_code true if you trust it"
-        raise ValueError(f"--model.name_or_path {config.name_or_path} does not load: {reason}") from error

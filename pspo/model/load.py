@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -15,11 +14,10 @@ from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
 from pspo.model.adapters import add_adapters, fill_adapters
 from pspo.model.device import casts_to_bf16
-from pspo.model.find import config_without_dropout, load_errors, load_pretrained, weight_folder
+from pspo.model.find import config_without_dropout, load_pretrained
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
-UNEXPECTED = "its config.json describes a model without its weights"
 
 
 def load_policy(
@@ -27,6 +25,7 @@ def load_policy(
 ) -> transformers.PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
+    Under fsdp2 each rank reads the whole model into its host memory, and keeps its shards on the device.
     Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
     of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
 
@@ -34,22 +33,6 @@ def load_policy(
     """
     config = config.resolved()
     device = device or dist.local_device()
-    if distributed is not None and distributed.strategy == "fsdp2":
-        policy = load_sharded(config, device)
-    else:
-        policy = load_whole(config, device)
-    if config.has_adapters:
-        fill_adapters(policy, config.lora.name_or_path)
-    broken = []
-    for name, weight in policy.named_parameters():
-        if not dist.local_shard(weight).sum().isfinite():  # NaN and inf stay in a sum
-            broken.append(name)
-    require_none(broken, "not all numbers are finite in its weights", config)
-    return policy
-
-
-def load_whole(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
-    """Load a model whose weights this process holds all."""
     policy, loading = load_pretrained(
         AutoModelForCausalLM,
         config,
@@ -62,32 +45,21 @@ def load_whole(config: ModelConfig, device: torch.device) -> transformers.PreTra
     require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
     misshapen = [name for name, *_ in loading["mismatched_keys"]]
     require_none(misshapen, "its config.json describes other shapes of", config)
-    require_none(loading["unexpected_keys"], UNEXPECTED, config)  # a layer, say
-    return prepare_policy(policy.to(device), config)
-
-
-def load_sharded(config: ModelConfig, device: torch.device) -> transformers.PreTrainedModel:
-    """Shard a model that has no memory yet, then read each rank's rows of the weights from its safetensors files."""
-    dist.run_on_main(lambda: weight_folder(config))  # downloads once, before the other ranks look
-    folder = weight_folder(config)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        with load_errors(config):
-            policy = AutoModelForCausalLM.from_config(
-                config_without_dropout(config),
-                trust_remote_code=config.trust_remote_code,
-                dtype=weights_dtype(config, device),
-                attn_implementation=config.attn_implementation,
-            )
-        prepare_policy(policy, config)
-    if (folder / "generation_config.json").exists():
-        policy.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
-    missing, unexpected = dist.read_weights(policy, folder, device)
-    missing = [name for name in missing if "lora_" not in name]
-    require_none(missing, "load it in one process and save it with save_pretrained: its files lack", config)
-    loading = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
-    policy._adjust_missing_and_unexpected_keys(loading)  # as `from_pretrained`'s loading info; transformers 5.23
-    require_none(loading.unexpected_keys, UNEXPECTED, config)
+    require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
+    if config.has_adapters:
+        add_adapters(policy, config)
+    if distributed is not None and distributed.strategy == "fsdp2":
+        dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
+    else:
+        policy.to(device)
+    prepare_policy(policy, config)
+    if config.has_adapters:
+        fill_adapters(policy, config.lora.name_or_path)
+    broken = []
+    for name, weight in policy.named_parameters():
+        if not dist.local_shard(weight).sum().isfinite():  # NaN and inf stay in a sum
+            broken.append(name)
+    require_none(broken, "not all numbers are finite in its weights", config)
     return policy
 
 
@@ -105,13 +77,11 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.has_adapters and casts_to_bf16(config.autocast, device) else torch.float32
 
 
-def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) -> transformers.PreTrainedModel:
-    """Prepare a model for training in place: adapters, evaluation mode, oneDNN's products, checkpointed layers."""
+def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) -> None:
+    """Prepare a model for training in place: evaluation mode, fast products, checkpointed layers."""
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         raise ValueError("--model.attn_implementation sdpa leaves out the cap on attention's logits: set it to eager")
-    if config.has_adapters:
-        add_adapters(policy, config)
     policy.eval()
     use_onednn(policy)
     if config.has_adapters:
@@ -120,7 +90,6 @@ def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) ->
         fuse_adapters(policy)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
-    return policy
 
 
 def checkpoint_activations(policy: transformers.PreTrainedModel) -> None:

@@ -20,16 +20,11 @@ def write_model(
     if has_adapters(policy):
         save_adapters(policy, folder, weights)
     else:
-        save_whole(policy, folder, weights)
+        generation_config = policy.generation_config
+        policy.generation_config = GenerationConfig()  # the library may refuse to save the model's own
+        try:
+            policy.save_pretrained(folder, state_dict=weights)
+        finally:
+            policy.generation_config = generation_config
+        generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
-
-
-def save_whole(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Save a model with its generation config as it was loaded, which the library itself may refuse to save."""
-    generation_config = policy.generation_config
-    policy.generation_config = GenerationConfig()
-    try:
-        policy.save_pretrained(folder, state_dict=weights)
-    finally:
-        policy.generation_config = generation_config
-    generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])

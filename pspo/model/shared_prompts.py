@@ -113,12 +113,13 @@ def attends_fully(model: transformers.PreTrainedModel) -> bool:
     return not windows and not alibi and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def shares_prompts(model: transformers.PreTrainedModel) -> bool:
-    """True if every layer caches keys and values, which rows can share: no linear attention, no state spaces.
-
-    Not if the model is sharded: ranks must pass each layer equally often.
-    """
-    if hasattr(model, "set_reshard_after_forward"):  # FSDP's
-        return False
+def has_plain_cache(model: transformers.PreTrainedModel) -> bool:
+    """True if every layer caches keys and values, which rows can share: no linear attention, no state spaces."""
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def shares_prompts(model: transformers.PreTrainedModel) -> bool:
+    """True if a pass computes what rows have in common once; ranks of a sharded model must pass equally often."""
+    is_sharded = hasattr(model, "set_reshard_after_forward")  # FSDP's
+    return has_plain_cache(model) and not is_sharded

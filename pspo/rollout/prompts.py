@@ -5,14 +5,17 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pspo.config import DataConfig
+from pspo import distributed as dist
+from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import TEXT, encode, render_prompts
-from pspo.tasks import Problem, load_problems
+from pspo.model.find import room_for_prompts
+from pspo.tasks import Problem, check_rewards, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
 
@@ -87,6 +90,23 @@ def load_prompts(
     return Prompts(problems, ids).take(fits)
 
 
+def load_splits(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
+) -> dict[str, Prompts]:
+    """Prompts by split: train, and validation and test if the run has them."""
+    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
+    limits = {"train": config.data.limit}
+    if config.run.validate_every:
+        limits["validation"] = config.run.validation_limit
+    if config.run.test_limit:
+        limits["test"] = config.run.test_limit
+    prompts = {}
+    for split, limit in limits.items():
+        prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
+        check_rewards(config.reward.functions, prompts[split].problems)
+    return prompts
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Messages], system_prompt: str = SYSTEM_PROMPT
 ) -> list[list[int]]:
@@ -98,3 +118,47 @@ def prompt_order(n: int, seed: int) -> Iterator[int]:
     """Endless passes over n prompts, each in a new random order."""
     for epoch in count():
         yield from np.random.default_rng((seed, epoch)).permutation(n).tolist()
+
+
+class PromptStream:
+    """The training prompts in the order in which a run draws them: endless passes, each in a new order of --run.seed.
+
+    Attributes:
+        position: prompts drawn so far, all ranks' together.
+    """
+
+    def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
+        self.prompts = prompts
+        self.config = config
+        self.fingerprint = prompts.fingerprint()
+        self.seek(0)
+
+    def next(self, n: int) -> tuple[list[int], Prompts]:
+        """Indices and prompts of the next n; of several ranks, this one's share."""
+        self.position += n
+        indices = list(islice(self.order, n))
+        if dist.world_size() > 1:
+            minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
+            indices = dist.take_rank_share(indices, minibatches)
+        return indices, self.prompts.take(indices)
+
+    def peek(self, n: int) -> tuple[list[int], Prompts]:
+        """What `next` will return."""
+        position = self.position
+        share = self.next(n)
+        self.seek(position)
+        return share
+
+    def problems(self, indices: list[int]) -> list[Problem]:
+        """The problem of each row of these prompts' groups."""
+        return [self.prompts.problems[i] for i in indices for _ in range(self.config.rollout.group_size)]
+
+    def seek(self, position: int) -> None:
+        self.position = position
+        self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seek(state["position"])

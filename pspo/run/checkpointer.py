@@ -9,7 +9,7 @@ import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,22 +25,16 @@ from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_e
 States = dict[str, dict[str, Any]]  # by part
 
 
-class Stateful(Protocol):
-    """A part of a run with a state to resume. One with ``per_rank = True`` has another state on each rank."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Checkpointer:
-    """Saves the parts of a run, and reads what it has saved.
+    """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
 
     Attributes:
+        parts: by name; one with ``per_rank = True`` has another state on each rank.
         snapshot: the states between two rollouts, or before a validation: as what a run is saved that is stopped, or
             whose user's code raises.
     """
 
-    def __init__(self, config: TrainConfig, parts: dict[str, Stateful], output: Path) -> None:
+    def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
         self.config = config
         self.parts = parts
         self.output = output
@@ -51,23 +45,27 @@ class Checkpointer:
     def states(self) -> States:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_states(self, states: States) -> None:
-        for name, state in states.items():
-            if name in self.parts:
-                self.parts[name].load_state_dict(state)
-
     def take_snapshot(self) -> None:
         self.snapshot = self.states()
 
-    def save(self, states: States | None = None) -> None:
-        """Save a checkpoint of the parts, or of their earlier ``states``, and remove older ones; RunFailed if not."""
-        states = states or self.states()
+    def save_snapshot(self) -> None:
+        """Save the run as it was at its snapshot, of the same weights; nothing before the first step."""
+        if self.learner.steps:
+            self.save(self.snapshot)
+
+    def save(self, states: States) -> None:
+        """Save a checkpoint of the weights and these states, and remove older ones; RunFailed if it cannot."""
         policy = self.learner.policy
-        self.require_finite_weights()
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        is_finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in trained)
+        if dist.max_over_ranks(not is_finite):
+            raise RunFailed(f"the weights are not finite at step {self.learner.steps}: lower --optimizer.lr; not saved")
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
-        rank_states = {name: states[name] for name, part in self.parts.items() if getattr(part, "per_rank", False)}
-        shared_states = {name: state for name, state in states.items() if name not in rank_states}
-        rank_files = dist.gather_on_main(serialize(rank_states))
+        rank_names = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
+        rank_file = io.BytesIO()
+        torch.save({name: states[name] for name in rank_names}, rank_file)
+        rank_files = dist.gather_on_main(rank_file.getvalue())
+        shared_states = {name: state for name, state in states.items() if name not in rank_names}
         shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
             with write_errors(f"cannot save {folder}", folder.parent):
@@ -90,33 +88,19 @@ class Checkpointer:
 
         dist.run_on_main(write)
 
-    def require_finite_weights(self) -> None:
-        """Raise RunFailed if a trained weight of any rank is not finite."""
-        trained = [parameter for parameter in self.learner.policy.parameters() if parameter.requires_grad]
-        finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in trained)
-        if dist.max_over_ranks(not finite):
-            message = f"the weights are not finite at step {self.learner.steps}: lower --optimizer.lr; not saved"
-            raise RunFailed(message)
-
     def load(self, folder: Path) -> tuple[States, int]:
         """Load a checkpoint's weights; return its states, and the number of ranks that saved it.
 
-        On another number of ranks the states that differ by rank are left out. Raises ValueError if the weights do not
-        fit the model.
+        On another number of ranks the states that differ by rank are left out.
         """
         policy = self.learner.policy
-        if dist.is_sharded(policy) != (folder / "shards").exists():
-            raise ValueError(f"--distributed.strategy {self.config.distributed.strategy} cannot read {folder}")
         if dist.is_sharded(policy):
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
         elif has_adapters(policy):
             fill_adapters(policy, str(folder))
         else:
             saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
-            try:
-                policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
-            except RuntimeError as error:  # other names or shapes
-                raise ValueError(f"--model.name_or_path is not the model of {folder}: {error}") from error
+            policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():
@@ -124,10 +108,3 @@ class Checkpointer:
                 file = folder / f"rank-{dist.rank()}.pt"
                 states |= torch.load(file, map_location=policy.device, weights_only=True)
         return states, ranks
-
-
-def serialize(value: Any) -> bytes:
-    """What `torch.save` writes, in which views of one tensor share its memory."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -56,7 +56,8 @@ def export(config: ExportConfig) -> None:
     saved_dtype = str(merged.dtype).removeprefix("torch.")
     summary = f"adapters merged into {dtype} weights, saved in {saved_dtype}"
     with whole_folder(output) as folder:
-        write_model(merged, tokenizer, folder, merged_card(adapters, summary))
+        write_model(merged, tokenizer, folder)
+        merged_card(adapters, summary).save(folder / "README.md")
     print(f"{summary}: {output}")
 
 
@@ -66,12 +67,13 @@ def base_dtype(adapters: Path) -> str:
         return (weights.metadata() or {}).get("base_dtype", "float32")
 
 
-def merged_card(adapters: Path, summary: str) -> str:
+def merged_card(adapters: Path, summary: str) -> ModelCard:
     """The adapters' card, if they have one, as the merged model's."""
     file = adapters / "README.md"
     card = ModelCard(file.read_text(encoding="utf-8") if file.is_file() else "---\n{}\n---\n# Merged model\n")
     card.data.library_name = "transformers"
-    return f"{card}\n## Merged\n\n{summary.capitalize()}.\n"
+    card.text += f"\n## Merged\n\n{summary.capitalize()}.\n"
+    return card
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -42,7 +42,8 @@ def write_errors(problem: str, folder: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
         remove_leftovers(folder)
-        raise RunFailed(f"{problem}: {error}") from error
+        free = shutil.disk_usage(folder if folder.exists() else Path()).free / 2**30
+        raise RunFailed(f"{problem} ({free:.2f} GiB free): {error}") from error
 
 
 def temporary_path(folder: Path, suffix: str) -> Path:
@@ -81,8 +82,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush a folder and all that is in it to the disk."""
+    """Flush a folder to the disk; its files get the rights of the umask: safetensors are the owner's alone."""
+    rights = folder.stat().st_mode & 0o666
     for path in (*folder.rglob("*"), folder):
+        if path.is_file():
+            path.chmod(rights)
         fsync(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 import transformers
 
 from pspo import distributed as dist
-from pspo.model import StartingAdapters, shares_prompts
-from pspo.run.optimizers import advance_scheduler
+from pspo.config import TrainConfig
+from pspo.model import StartingAdapters, casts_to_bf16, has_adapters, load_policy, shares_prompts
+from pspo.run.optimizers import advance_scheduler, make_optimizer, make_scheduler
 from pspo.run.tokens import TokenRecord
 
 
@@ -28,6 +30,7 @@ class Learner:
         steps: optimizer steps taken.
         microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
         record: gets what every step computes at tokens; None to record nothing.
+        casts_to_bf16: forward passes are under bf16 autocast; None until `update` has asked --model.autocast.
     """
 
     policy: transformers.PreTrainedModel
@@ -37,6 +40,7 @@ class Learner:
     steps: int = 0
     microbatch_limit: int | None = None
     record: TokenRecord | None = None
+    casts_to_bf16: bool | None = None
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
@@ -68,3 +72,18 @@ class Learner:
             group.update(made | {"lr": self.optimizer.defaults["lr"]})
         if self.scheduler is not None:
             self.scheduler = advance_scheduler(self.scheduler, self.steps)
+
+
+def make_learner(config: TrainConfig, device: torch.device) -> Learner:
+    """Load the policy, and the reference if there is one, and make the optimizer."""
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
+    policy = load_policy(config.model, device, config.distributed)
+    reference = None
+    if config.algorithm.beta > 0 and has_adapters(policy):
+        reference = StartingAdapters(policy)  # no second copy of the model
+    elif config.algorithm.beta > 0:
+        reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
+    optimizer = make_optimizer(policy, config.optimizer)
+    scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
+    casts = casts_to_bf16(config.model.autocast, policy.device)
+    return Learner(policy, optimizer, scheduler, reference, casts_to_bf16=casts)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
@@ -18,33 +14,30 @@ from pspo.cli.python import default_output
 from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
-from pspo.model import StartingAdapters, has_adapters, load_policy, load_tokenizer
+from pspo.model import load_tokenizer
 from pspo.model.exactness import check_exactness
-from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, Sampler, UnshardedSampler, load_prompts, make_sampling
+from pspo.model.find import token_ids
+from pspo.rollout import PromptStream, Sampler, UnshardedSampler, decode_greedily, make_sampling
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
-from pspo.rollout.generate import decode_greedily
-from pspo.rollout.generators import Generators
+from pspo.rollout.prompts import load_splits
+from pspo.rollout.sampler import Generators
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, lock_folder
-from pspo.run.learner import Learner
-from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
-from pspo.run.prompt_stream import PromptStream
+from pspo.run.learner import make_learner
+from pspo.run.optimizers import check_optimizer
 from pspo.run.recorder import Recorder
-from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, remove_records, resume
+from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
-from pspo.tasks import check_rewards
-from pspo.tasks.environment import MakeEnvironment, load_environment
+from pspo.tasks.environment import load_environment
 
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:
-    """Load everything, and make the run's folder or restore the run that it holds.
+    """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors.
 
-    ``settings`` is the configuration for the folder. Raises ValueError for anything the user can mend, before anything
-    expensive happens if possible.
+    ``settings`` is the configuration for the folder.
     """
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
@@ -64,45 +57,35 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         if device.type == "cpu":  # otherwise several threads add up gradients in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False
-        with generators:
+        with generators.sampling():
             learner = make_learner(config, device)
         policy = learner.policy
 
         signals = StopSignals()
-        needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
-        sampling = make_sampling(policy, tokenizer, config.rollout, logprobs=needs_logprobs)
-        sampling = replace(sampling, nucleus=config.algorithm.nucleus == "replay")
-        decoder = Sampler(policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
+        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+        sampler = Sampler(policy, tokenizer, sampling, learner.casts_to_bf16, generators.sampling, stop=signals)
         with dist.unsharded(policy):
             decode = partial(decode_greedily, policy, tokenizer, sampling)
             check_exactness(policy, prompts["train"].ids, decode, config.model.autocast)
-        sampler = decoder
+        stream = PromptStream(prompts["train"], config)
+        engine_sampler = None
         if engine is not None:
             resources.callback(engine.close)
             if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
                 resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-            sampler = engine_sampler = start_engine(engine, config, learner, decoder, prompts)
+            sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts)
         if make_environment is not None:
             sampler = EnvironmentSampler(sampler, make_environment)
         if dist.is_sharded(policy):
             sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
+        delay = None
+        if config.rollout.lag > 0:
+            delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
 
-        stream = PromptStream(prompts["train"], config)
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
         validator = Validator(config, sampler, recorder, prompts)
-        delay = None
-        if config.draws_ahead:
-
-            def prefetch() -> None:
-                _, ahead = stream.peek(config.rollout.prompts)
-                engine_sampler.prefetch(ahead, config.rollout.group_size)
-
-            delay = Delay(config.rollout.lag, engine_sampler, prefetch)
-        elif config.rollout.lag > 0:
-            delay = Delay(config.rollout.lag)
-
-        pieces = {
+        parts = {
             "stream": stream,
             "learner": learner,
             "validator": validator,
@@ -111,30 +94,26 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             "delay": delay,
             "algorithm.surrogate": config.algorithm.surrogate,
         }
-        for i, term in enumerate(config.algorithm.terms):
-            pieces[f"algorithm.terms.{i}"] = term
-        stateful = {name: piece for name, piece in pieces.items() if hasattr(piece, "state_dict")}
-        checkpointer = Checkpointer(config, stateful, output)
-
-        if checkpoint is None:
-            dist.run_on_main(lambda: make_output(output, resources))
-        is_shared = all(dist.gather_objects(output.exists()))
-        rule = "must be in a folder that all nodes share"
-        dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
+        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(config.algorithm.terms)}
+        stateful_parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        checkpointer = Checkpointer(config, stateful_parts, output)
         if checkpoint is not None:
-            resume(checkpointer, checkpoint, config.run.seed)
-        dist.run_on_main(lambda: write_start(output, device, settings))
+            resume(checkpointer, checkpoint)
+        dist.run_on_main(lambda: write_start(output, device, settings, resources))
+        is_shared = all(dist.gather_objects(output.exists()))
+        dist.run_on_main(
+            lambda: require(is_shared, "run.output_dir", "must be in a folder that all nodes share", output)
+        )
         if parent is not None:
-            fork(config, settings, checkpointer, parent)
+            fork(checkpointer, parent, settings)
         return Run(
-            config,
+            config=config,
             stream=stream,
             sampler=sampler,
             delay=delay,
             learner=learner,
             validator=validator,
             recorder=recorder,
-            generators=generators,
             checkpointer=checkpointer,
             output=output,
             resources=resources.pop_all(),
@@ -154,51 +133,14 @@ def find_start(
         if checkpoint is not None:
             check_same(output, settings)
             return output, checkpoint, None
-        print(f"{output} holds no checkpoint: its run starts anew", file=sys.stderr)
-        remove_records(output)
-    return output, None, find_parent(config.run) if config.run.fork_from else None
+    return output, None, find_parent(config.run.fork_from) if config.run.fork_from else None
 
 
-def make_output(output: Path, resources: contextlib.ExitStack) -> None:
-    """Make the folder of a new run and lock it, unless it is locked already."""
-    output.mkdir(parents=True, exist_ok=True)
+def write_start(output: Path, device: torch.device, settings: Settings, resources: contextlib.ExitStack) -> None:
+    """Make and lock the folder of a new run; write config.yaml, and once for a run environment.json."""
     if not (output / "config.yaml").exists():
+        output.mkdir(parents=True, exist_ok=True)
         resources.enter_context(lock_folder(output))
-
-
-def write_start(output: Path, device: torch.device, settings: Settings) -> None:
-    """Write config.yaml, and once for a run environment.json."""
     write_text(output / "config.yaml", to_yaml(settings))
     if not (output / "environment.json").exists():
         write_json(output / "environment.json", environment(str(device), dist.world_size()))
-
-
-def load_splits(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
-) -> dict[str, Prompts]:
-    """Prompts by split: train, and validation and test if the run has them."""
-    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
-    limits = {"train": config.data.limit}
-    if config.run.validate_every:
-        limits["validation"] = config.run.validation_limit
-    if config.run.test_limit:
-        limits["test"] = config.run.test_limit
-    prompts = {}
-    for split, limit in limits.items():
-        prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
-        check_rewards(config.reward.functions, prompts[split].problems)
-    return prompts
-
-
-def make_learner(config: TrainConfig, device: torch.device) -> Learner:
-    """Load the policy, and the reference if there is one, and make the optimizer."""
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
-    policy = load_policy(config.model, device, config.distributed)
-    reference = None
-    if config.algorithm.beta > 0 and has_adapters(policy):
-        reference = StartingAdapters(policy)  # no second copy of the model
-    elif config.algorithm.beta > 0:
-        reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
-    optimizer = make_optimizer(policy, config.optimizer)
-    scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    return Learner(policy, optimizer, scheduler, reference)

@@ -1,12 +1,8 @@
-"""Resume a run, or fork one.
+"""Resume a run of the same configuration from its newest undamaged checkpoint, or fork one under another.
 
-The same configuration resumes the run in --run.output_dir from its newest undamaged checkpoint; only switches that
-change no number may differ, and a run may become longer. --run.fork_from starts a new run under any configuration from
-another one's checkpoint: each part loads what fits it.
+Only switches that change no number may differ in a resumed run. In a fork each part loads what fits it.
 """
 
-import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +11,7 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.cli.escape import one_line
 from pspo.cli.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, write_text
-from pspo.config import RunConfig, TrainConfig
+from pspo.config import RunConfig
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints, find_damage, numbered, prune, remove_leftovers, step_of
 from pspo.run.tokens import FOLDER
@@ -27,33 +23,21 @@ FREE = {  # switches that change no number of a run
 LIMITS = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 
 
-# Which folder, and which checkpoint
-
-
 def holds_run(output: Path) -> bool:
     """True if a run was started in the folder; ValueError if it holds anything else."""
     if (output / "config.yaml").exists():
         return True
-    names = os.listdir(output) if output.is_dir() else []
-    if any(name != "data" and not name.startswith(".") for name in names):  # which a run writes before its config.yaml
+    if any(path.name != "data" for path in output.glob("[!.]*")):  # which a run writes before its config.yaml
         raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
     return False
 
 
 def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """The summary of a finished run that is in --run.output_dir and is not to be longer; else {}.
-
-    Raises ValueError if the run has another configuration.
-    """
-    output = Path(config.output_dir or "")
-    if config.output_dir is None or not holds_run(output) or not (output / "summary.json").exists():
+    """The summary of a finished run of this configuration in --run.output_dir; {} without, or if it may be longer."""
+    file = Path(config.output_dir or "") / "summary.json"
+    if config.output_dir is None or not file.exists():
         return {}
-    changes = check_same(output, settings)
-    summary = read_json(output / "summary.json")
-    is_below_limits = summary["optimizer_steps"] < config.max_steps and summary["tokens"] < (
-        config.max_tokens or math.inf
-    )
-    return {} if changes & LIMITS and is_below_limits else summary
+    return {} if check_same(file.parent, settings) & LIMITS else read_json(file)
 
 
 def check_same(run: Path, settings: Settings) -> set[str]:
@@ -75,10 +59,9 @@ def check_same(run: Path, settings: Settings) -> set[str]:
 
 
 def find_checkpoint(run: Path) -> Path | None:
-    """The run's newest undamaged checkpoint after step 0, None if none was saved; names damaged ones and skips them.
+    """The run's newest undamaged checkpoint after step 0; if none was saved, None, and its records are removed.
 
-    Finishes or undoes what interrupted saves left. Raises ValueError if only damaged ones are left, or a finished run
-    has none.
+    Finishes or undoes what interrupted saves left. Raises ValueError if only damaged ones are left.
     """
     for folder in (run, run / "checkpoints"):
         remove_leftovers(folder)
@@ -86,6 +69,12 @@ def find_checkpoint(run: Path) -> Path | None:
     checkpoint = first_undamaged(saved)
     if checkpoint is None and (saved or (run / "summary.json").exists()):
         raise ValueError(f"--run.output_dir {run}: no checkpoint to resume from is left; choose another folder")
+    if checkpoint is None:
+        print(f"{run} holds no checkpoint: its run starts anew", file=sys.stderr)
+        for name in ("best", "checkpoints", FOLDER):
+            shutil.rmtree(run / name, ignore_errors=True)
+        for file in (run / "environment.json", *run.glob("*.jsonl")):
+            file.unlink(missing_ok=True)
     return checkpoint
 
 
@@ -99,44 +88,31 @@ def first_undamaged(folders: list[Path]) -> Path | None:
     return None
 
 
-def find_parent(config: RunConfig) -> Path:
+def find_parent(fork_from: str) -> Path:
     """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names."""
-    path = Path(config.fork_from).absolute()
+    path = Path(fork_from).absolute()
     parent = first_undamaged(checkpoints(path) or [path])
     if parent is None:
         raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
-    if step_of(parent) >= config.max_steps:
-        raise ValueError(f"--run.max_steps {config.max_steps} counts from step 0: it must be above {parent.name}")
     return parent
 
 
-def remove_records(run: Path) -> None:
-    """Remove what a run without a checkpoint has written, for the one that starts anew in its folder."""
-    for name in ("best", "checkpoints", FOLDER):
-        shutil.rmtree(run / name, ignore_errors=True)
-    for file in (run / "environment.json", *run.glob("*.jsonl")):
-        file.unlink(missing_ok=True)
-
-
-# Restoring
-
-
-def resume(checkpointer: Checkpointer, checkpoint: Path, seed: int) -> None:
+def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
     """Restore parts and folder of a run to its checkpoint. Raises ValueError if the run has other problems now."""
     output = checkpointer.output
     print(f"resuming {output} from {checkpoint.name}")
     states, ranks = checkpointer.load(checkpoint)
-    fresh = checkpointer.states()
     for name in ("stream", "validator"):
-        if states[name]["fingerprint"] != fresh[name]["fingerprint"]:
+        if states[name]["fingerprint"] != checkpointer.parts[name].fingerprint:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
     best_step = states["validator"]["best"].get("step")
     if best_step is not None and read_json(output / "best" / "validation.json")["step"] != best_step:
         states["validator"]["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
-    checkpointer.load_states(states)
     if ranks != dist.world_size():
         print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
-        checkpointer.parts["generators"].seed(seed, checkpointer.learner.steps)
+        checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
+    for name, state in states.items():
+        checkpointer.parts[name].load_state_dict(state)
     dist.run_on_main(lambda: cut_back(checkpointer))
 
 
@@ -144,39 +120,38 @@ def cut_back(checkpointer: Checkpointer) -> None:
     """Remove what a run has written after the checkpoint that it resumes from."""
     run = checkpointer.output
     steps = checkpointer.learner.steps
-    recorder = checkpointer.recorder
     prune(run, checkpointer.config.run.keep, steps)
     for name in ("summary.json", "test-after.jsonl", "test-final.jsonl"):
         (run / name).unlink(missing_ok=True)
     for rollout in numbered(run / FOLDER, ".parquet"):
         if step_of(rollout) > steps:
             rollout.unlink()
-    written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
+    is_open = bool(checkpointer.recorder.line)  # its line is written after its validation
+    written = checkpointer.recorder.first_step if is_open else steps
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = [line for line in read_jsonl(run / name) if line["step"] <= written]
         write_text(run / name, to_jsonl(lines))
 
 
-def fork(config: TrainConfig, settings: Settings, checkpointer: Checkpointer, parent: Path) -> None:
+def fork(checkpointer: Checkpointer, parent: Path, settings: Settings) -> None:
     """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
 
-    Validations and rollouts that wait are the parent's own; every other part loads its state, if that fits it.
+    Its validations, and rollouts that wait, are its own; of the parent's parts it loads those that fit.
     """
     states, ranks = checkpointer.load(parent)
     changes = set(differences(read_config(parent / "config.yaml"), settings))
-    fitting = {"learner", "recorder"}
+    del states["validator"]
+    states.pop("delay", None)
     if changes & {"optimizer.name", "model.dtype"}:  # other moments
         states["learner"]["optimizer"] = None
-    if states["stream"]["fingerprint"] == checkpointer.parts["stream"].fingerprint:
-        fitting.add("stream")
+    if states["stream"]["fingerprint"] != checkpointer.parts["stream"].fingerprint:
+        del states["stream"]
     if "run.seed" in changes or ranks != dist.world_size():
-        checkpointer.parts["generators"].seed(config.run.seed, states["learner"]["steps"])
-    else:
-        fitting.add("generators")
-    for name in states:  # of the loss
-        switch = ".".join(name.split(".")[:2])
-        if switch.startswith("algorithm.") and not any(change.startswith(switch) for change in changes):
-            fitting.add(name)
-    checkpointer.load_states({name: states[name] for name in fitting})
-    print(f"forked from {config.run.fork_from} at {parent.name}")
-    checkpointer.save()
+        states.pop("generators", None)
+        checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
+    for name, state in states.items():
+        is_other_loss = any(change.startswith(("algorithm.surrogate", "algorithm.terms")) for change in changes)
+        if name in checkpointer.parts and not (name.startswith("algorithm.") and is_other_loss):
+            checkpointer.parts[name].load_state_dict(state)
+    print(f"forked from {parent}")
+    checkpointer.save(checkpointer.states())

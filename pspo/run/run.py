@@ -11,18 +11,16 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.cli.files import read_config, read_jsonl, write_json, write_text
 from pspo.cli.signals import Stopped, StopSignals
-from pspo.cli.user_code import RunFailed, UserCodeFailed, raise_together
+from pspo.cli.user_code import RunFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience, RolloutSampler
+from pspo.rollout import Experience, PromptStream, RolloutSampler
 from pspo.rollout.delay import Delay
-from pspo.rollout.generators import Generators
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
-from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
@@ -35,33 +33,30 @@ class Run:
     """The parts of a run, as `pspo.run.prepare.prepare` makes them, new or resumed.
 
     Attributes:
-        delay: None without --rollout.lag.
         resources: the folder's lock and the engine, closed with the run.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
-        signals: ask the run to stop.
-        stopped: a signal has asked this rank or another one.
     """
 
     config: TrainConfig
     stream: PromptStream
     sampler: RolloutSampler
-    delay: Delay | None
+    delay: Delay | None  # with --rollout.lag
     learner: Learner
     validator: Validator
     recorder: Recorder
-    generators: Generators
     checkpointer: Checkpointer
     output: Path
     resources: contextlib.ExitStack
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
     signals: StopSignals = field(default_factory=StopSignals)
-    stopped: bool = False
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
-        name = self.config.run.tracker if dist.is_main() else "none"
-        tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
+        tracker = None
+        name = self.config.run.tracker
+        if dist.is_main() and name != "none":
+            tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
@@ -70,29 +65,25 @@ class Run:
             self.write_rollout()
 
     def ended(self) -> bool:
-        """Take a snapshot of the parts; True if a limit is reached, or any rank was asked to stop."""
+        """Take a snapshot of the parts; True if a limit is reached. Raises Stopped if any rank was asked to stop."""
         self.checkpointer.take_snapshot()
-        self.stopped = bool(dist.max_over_ranks(self.signals.received is not None))
-        return self.stopped or self.recorder.limit_reached
+        if dist.max_over_ranks(self.signals.error is not None):
+            raise Stopped
+        return self.recorder.limit_reached
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the rollout; raise on all ranks what stops one, or what a user's code raises on one.
-
-        In an update the ranks wait for each other's gradients, so that there each raises by itself.
-        """
+        """Time a phase; what stops a rank, or a user's code raises there, ends all of them, except in an update."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
-        failure = None
         try:
             yield
         except (Exception, Stopped) as error:  # a user's code may raise anything
-            is_ours = isinstance(error, RunFailed) and not isinstance(error, UserCodeFailed)
-            if name == "train" or is_ours or is_out_of_memory(error):
+            if name == "train" or isinstance(error, RunFailed) or is_out_of_memory(error):
                 raise
-            failure = error
-        if failure is not None or (dist.world_size() > 1 and name != "train"):
-            raise_together(failure)
+            raise_together(error)
+        if dist.world_size() > 1 and name != "train":
+            raise_together(None)
         self.recorder.seconds[name] = self.recorder.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
@@ -100,9 +91,7 @@ class Run:
         self.recorder.record(experience, steps)
         self.write_rollout()
         if self.on_rollout is not None:
-            generators = self.generators.state_dict()
             self.on_rollout(experience, steps)
-            self.generators.load_state_dict(generators)  # the run is bit for bit the same without it
 
     def write_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
@@ -112,24 +101,11 @@ class Run:
                 self.recorder.line |= self.validator.validate()
         self.recorder.write(self.validator.best)
         if self.recorder.is_due(self.config.run.save_every):
-            self.checkpointer.save()
-
-    def save_snapshot(self) -> None:
-        """Save the run as it was between two rollouts, or before a validation; nothing before its first step."""
-        if self.learner.steps:
-            self.checkpointer.save(self.checkpointer.snapshot)
+            self.checkpointer.save(self.checkpointer.states())
 
     def finish(self) -> dict[str, Any]:
-        """Save the final model, test it and the returned one, and return the summary.
-
-        The returned model is the best by validation, step 0's included; without validation it is the final one.
-        Raises Stopped if a signal ended the run.
-        """
+        """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""
         self.recorder.bar.close()
-        if self.stopped:
-            raise Stopped
-        if dist.is_main():
-            self.warn()
         validator = self.validator
         policy = self.learner.policy
         save_model(policy, self.sampler.tokenizer, self.output / "final")
@@ -138,6 +114,7 @@ class Run:
         else:
             final = validator.test(policy, "final")
             after = validator.test(validator.best_policy(), "after")
+        best = "best" if validator.best else "final"
         summary = {
             "before": validator.before,
             "after": after,
@@ -147,13 +124,13 @@ class Run:
             "optimizer_steps": self.learner.steps,
             "seconds": round(self.recorder.elapsed, 2),
             "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
-            "best_model": str(self.output / ("best" if validator.best else "final")),
+            "best_model": str(self.output / best),
             "best_step": validator.best_step,
         }
         if dist.is_main():
+            self.warn()
             with write_errors(f"cannot write into {self.output}", self.output):
-                steps = {"final": self.learner.steps, Path(summary["best_model"]).name: validator.best_step}
-                for folder, step in steps.items():
+                for folder, step in {"final": self.learner.steps, best: validator.best_step}.items():
                     write_text(self.output / folder / "README.md", model_card(self.config, step, summary))
                 write_json(self.output / "summary.json", summary)
             if self.recorder.tracker is not None:
@@ -165,8 +142,7 @@ class Run:
         lines = read_jsonl(self.output / "metrics.jsonl")
         unknown = sum(line["reward_unknown_share"] for line in lines) / len(lines)
         if unknown > 0:
-            failures = [f"{name} ({error})" for name, error in FIRST_FAILURES.items()]
-            reason = "; ".join(failures) or "every function returned None"
+            reason = FIRST_FAILURES or "every function returned None"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
         elif all(line["zero_advantage_share"] == 1 for line in lines):
             print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)

@@ -19,38 +19,35 @@ from typing import Any
 
 from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.files import READERS, Row, file_rows
+from pspo.tasks.files import READERS, Row, file_rows, plain
 from pspo.tasks.problem import AnswerKind, Problem
 from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, parse_gold, user_source
 
-_SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
+SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 
 
-def group_by_split(items: dict[str, Any]) -> dict[str, list[Any]]:
-    """Group by the one split that each name says; all are test if no name says one."""
-    groups: dict[str, list[Any]] = {}
-    for name, item in items.items():
-        words = re.split("[^a-z]+", name.lower())
-        splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+def group_by_split(names: list[str]) -> dict[str, list[str]]:
+    """Group names of files or splits by the one split that each says; all are test if none says one."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        splits = {SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLIT_WORDS}
         if len(splits) == 1:
-            groups.setdefault(splits.pop(), []).append(item)
-    return groups or {"test": list(items.values())}
+            groups.setdefault(splits.pop(), []).append(name)
+    return groups or {"test": names}
 
 
-def files_by_split(path: Path, skip: str) -> dict[str, list[Path]]:
-    """Find the data files at path, by the split that their names say; all are test if none says one."""
-    if path.is_file():
-        return group_by_split({path.name: path})
-    files = {}
+def file_names(path: Path, skip: str) -> list[str]:
+    """The data files below a folder, hidden ones and those with ``skip`` in their path left out."""
+    names = []
     for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         hidden = any(part.startswith(".") for part in place.parts)
         if file.suffix in READERS and not hidden and not (skip and skip in str(place)):
-            files[str(place)] = file
-    if not files:
+            names.append(str(place))
+    if not names:
         raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
-    return group_by_split(files)
+    return names
 
 
 def load_hub(source: Source) -> dict[str | None, Any]:
@@ -66,24 +63,14 @@ def load_hub(source: Source) -> dict[str | None, Any]:
         raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
 
 
-def hub_splits(source: Source, tables: dict[str | None, Any]) -> dict[str, list[str]]:
-    """The hub's names of splits, by ours."""
-    names = list(next(iter(tables.values())))
-    if not source.splits:
-        return group_by_split({name: name for name in names})
-    for name in source.splits.values():
-        if name not in names:
-            raise ValueError(f"{source.hub_id} has no {name} split, only {', '.join(names)}; check --data.hub")
-    return {split: [name] for split, name in source.splits.items()}
-
-
-def hub_rows(source: Source, tables: dict[str | None, Any], splits: list[str]) -> list[Row]:
-    """Rows of some of the hub's splits, of all configurations."""
+def hub_rows(source: Source, tables: dict[str | None, Any], split: str) -> list[Row]:
+    """Rows of one of the hub's splits, of all configurations."""
     rows = []
     for config, table in tables.items():
-        for split in splits:
-            place = " ".join(filter(None, (source.hub_id, config, split)))
-            rows += [Row(f"{place} record {number}", record) for number, record in enumerate(table[split], 1)]
+        if split not in table:
+            raise ValueError(f"{source.hub_id} has no {split} split, only {', '.join(table)}; check --data.hub")
+        place = " ".join(filter(None, (source.hub_id, config, split)))
+        rows += [Row(f"{place} record {number}", record) for number, record in enumerate(table[split], 1)]
     return rows
 
 
@@ -116,28 +103,32 @@ def read_split(
 
     A single split is divided by ``holdout``, and train into train and validation where no split is validation.
     """
+    place = path or source.hub_id  # for messages
     if path is None:
         tables = load_hub(source)
-        parts = hub_splits(source, tables)
+        named = source.splits or {}
+        groups = {ours: [theirs] for ours, theirs in named.items()} or group_by_split(list(next(iter(tables.values()))))
+    elif path.is_file():
+        groups = group_by_split([path.name])
+        path = path.parent
     else:
-        parts = files_by_split(path, source.skip)
-    divided = len(parts) == 1 and holdout > 0
-    splits = ["test", "train"] if divided else sorted(parts)
+        groups = group_by_split(file_names(path, source.skip))
+    divided = len(groups) == 1 and holdout > 0
+    splits = ["test", "train"] if divided else sorted(groups)
     published = "train" if split == "validation" and split not in splits else split
     if published not in splits:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
         fix += ", or divide a single split with --data.holdout 0.3"
         if split == "test":
             fix += "; --run.test_limit 0 trains without a test"
-        raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(splits)}; {fix}")
-    (part,) = parts.values() if divided else [parts[published]]
-    rows = hub_rows(source, tables, part) if path is None else file_rows(part)
+        raise ValueError(f"{place} has no {split} split, only {' and '.join(splits)}; {fix}")
 
     drafts = []
-    for row in rows:
-        gold, attributes = source.read_gold(row, kind)
-        fields = row.fields(source.prompt)
-        drafts.append(Problem(row.prompt(source.prompt), gold.strip(), fields, name, **attributes))
+    for part in next(iter(groups.values())) if divided else groups[published]:
+        for row in hub_rows(source, tables, part) if path is None else file_rows(path / part):
+            gold, attributes = source.read_gold(row, kind)
+            fields = {column: plain(value) for column, value in row.record.items() if column not in source.prompt}
+            drafts.append(Problem(row.prompt(source.prompt), gold.strip(), fields, name, **attributes))
     if divided:
         drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
     if published != "train":
@@ -151,39 +142,18 @@ def read_split(
     return drafts[:-held_out] if split == "train" else drafts[-held_out:]
 
 
-def find_source(name: str, path: str | Path | None, mixture: bool) -> Path | None:
+def find_path(name: str, path: str | Path | None, mixture: bool) -> Path | None:
     """Return the local file or folder of one source; None for the hub's."""
     if path is None:
         if name == "file":
             raise ValueError("data name 'file' needs --data.path: your .jsonl, .json, .parquet or .csv file or folder")
         return None
     path = Path(path).expanduser()
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; check --data.path")
-    if path.is_file() and path.suffix not in READERS:
-        raise ValueError(f"{path} is none of {', '.join(READERS)}; check --data.path")
-    if (path / name).is_dir():
-        return path / name
-    if mixture:
+    if not path.exists() or (path.is_file() and path.suffix not in READERS):
+        raise ValueError(f"{path} is no folder and no {', '.join(READERS)} file; check --data.path")
+    if mixture and not (path / name).is_dir():
         raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
-    return path
-
-
-def check_arguments(name: str, split: str, path: str | Path | None, hub: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of `load_problems` that name nothing, or do not fit each other."""
-    names = name.split("+")
-    for part in names:
-        if part not in NAMES and ("/" not in part or Path(part).exists()):
-            raise ValueError(
-                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
-                "or join some by +; for a local file or folder set --data.name file and --data.path"
-            )
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if "revision" in hub and (path is not None or len(names) > 1 or name in GENERATED):
-        raise ValueError("the revision in --data.hub is that of a single data set of the hub: unset it")
-    if name in GENERATED and path is not None:
-        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
+    return path / name if (path / name).is_dir() else path
 
 
 def load_problems(
@@ -216,20 +186,27 @@ def load_problems(
     """
     columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
     hub = hub or {}
-    check_arguments(name, split, path, hub)
     names = name.split("+")
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
+    if name in GENERATED and path is not None:
+        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
     problems = []
     for part in names:
         kind = answer_kind or default_answer_kind(part)
         place: Path | str = part  # for messages
         if part in GENERATED:
-            count = limit or GENERATED_SIZES[split]
-            generated = islice(GENERATED[part](split, seed), count)
+            generated = islice(GENERATED[part](split, seed), limit or GENERATED_SIZES[split])
             drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
+        elif part not in NAMES and ("/" not in part or Path(part).exists()):
+            raise ValueError(
+                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
+                "or join some by +; for a local file or folder set --data.name file and --data.path"
+            )
         else:
             source = SOURCES.get(part) or user_source(part, columns, hub, on_hub=path is None)
             source = replace(source, revision=hub.get("revision", source.revision))
-            source_path = find_source(part, path, mixture=len(names) > 1)
+            source_path = find_path(part, path, mixture=len(names) > 1)
             place = source_path or source.hub_id
             drafts = read_split(source, part, kind, split, source_path, seed, holdout)
         if not drafts:
@@ -237,9 +214,7 @@ def load_problems(
         answered = parse_answers(drafts, kind)
         what = "a numeric answer" if kind == "number" else "an answer"
         if not answered:
-            fix = "check --data.columns"
-            if kind == "number":
-                fix = "such as 42, 1,234.5 or 3/4; for answers of another kind set --data.answer_kind text, or none"
+            fix = "check --data.columns and --data.answer_kind (number, text or none)"
             raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
         if len(answered) < len(drafts):
             print(f"{part} {split}: {len(answered):,} of {len(drafts):,} problems have {what}")

@@ -32,7 +32,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def user_traceback(error: BaseException) -> str:
     """Format an error with the user's own frames alone, and the file and line where a library raised it."""
     frames = user_frames(error)
-    if isinstance(error, WorkerError | RewardError) and not frames:
+    if isinstance(error, WorkerError | RewardError | TimeoutError) and not frames:
         return str(error)
     if not frames:
         return "".join(traceback.format_exception(error)).rstrip()

@@ -27,14 +27,13 @@ class Row:
     def text(self, column: str, required: bool = True) -> str:
         """Return a column as text; ValueError if it is missing, empty (unless not required), or no text or number."""
         if column not in self.record:
-            raise ValueError(
-                f"{self.where}: no column {column!r}, only {', '.join(map(str, self.record))}; "
-                "check --data.name and --data.columns (--data.answer_kind none needs no answers)"
-            )
+            names = ", ".join(map(str, self.record))
+            raise ValueError(f"{self.where}: no column {column!r}, only {names}; check --data.name and --data.columns")
         value = self.record[column]
         if not isinstance(value, str | int | float | Decimal | None):
             raise ValueError(f"{self.where}: column {column!r} is a {type(value).__name__}, not text or a number")
-        if not (text := self.optional(column)) and required:
+        text = self.optional(column)
+        if required and not text:
             raise ValueError(f"{self.where}: column {column!r} is empty; fill in or remove this record")
         return text
 
@@ -54,34 +53,27 @@ class Row:
             raise ValueError(f"{self.where}: column {columns[0]!r}: {error}") from error
         return [{key: part for key, part in turn.items() if part is not None} for turn in value]  # parquet's gaps
 
-    def fields(self, without: Sequence[str]) -> dict[str, Any]:
-        """Return the other columns, as the file has them."""
-        return {name: _plain(value) for name, value in self.record.items() if name not in without}
 
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return decimals as floats, and what is not finite as None, also inside lists and objects."""
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, list):
-        return [_plain(part) for part in value]
-    return {key: _plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+        return [plain(part) for part in value]
+    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def file_rows(paths: list[Path]) -> list[Row]:
-    """Read all records of some files; ValueError names the file, and the line or record, that is wrong."""
+def file_rows(path: Path) -> list[Row]:
+    """Read all records of a file; ValueError names the file, and the line or record, that is wrong."""
     rows = []
-    for path in paths:
-        try:
-            for number, record in enumerate(READERS[path.suffix](path), 1):
-                if not isinstance(record, dict):
-                    raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
-                check_characters(record, f"record {number}")
-                rows.append(Row(f"{path} record {number}", record))
-        except (ValueError, InvalidOperation, OSError, RecursionError, csv.Error, ElementTree.ParseError) as error:
-            raise ValueError(f"{path}: {error}") from error
-    if not rows:
-        raise ValueError(f"{paths[0]} holds no problems; check --data.path")
+    try:
+        for number, record in enumerate(READERS[path.suffix](path), 1):
+            if not isinstance(record, dict):
+                raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
+            check_characters(record, f"record {number}")
+            rows.append(Row(f"{path} record {number}", record))
+    except (ValueError, InvalidOperation, OSError, RecursionError, csv.Error, ElementTree.ParseError) as error:
+        raise ValueError(f"{path}: {error}") from error
     return rows
 
 
@@ -93,12 +85,8 @@ def check_characters(record: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where} contains an unpaired surrogate ({error.reason})") from error
 
 
-def _null(constant: str) -> None:
-    """Read NaN and infinities, which JSON has not, as empty."""
-
-
 def _parse_json(text: str) -> Any:
-    return json.loads(text, parse_float=Decimal, parse_constant=_null)
+    return json.loads(text, parse_float=Decimal, parse_constant=lambda constant: None)  # JSON has no NaN
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:

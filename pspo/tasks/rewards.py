@@ -11,16 +11,15 @@ out of that completion's sum. ``async def`` functions are awaited. Values that i
 
 `total_rewards` adds up several rewards, by weights (None: all 1). Each function may take ``timeout`` seconds (0: no
 limit). With ``on_error`` "none" a completion for which a function fails gets NaN from it and as its total.
-Processes, as many as ``workers``, share the completions; 0 calls the functions in this one.
+Processes, as many as ``workers`` and one at least with a time limit, share the completions; 0 calls the functions here.
 """
 
 import asyncio
 import contextlib
 import inspect
 import math
-import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -109,11 +108,7 @@ class FormatReward(Reward):
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Everything that rewards may ask for, by name; lists have one entry per completion.
-
-    Args:
-        inputs: what `total_rewards` was given; it comes before columns of the data of the same names.
-    """
+    """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
     problems = inputs["problems"]
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     derived: dict[str, Any] = {name: [getattr(problem, name) for problem in problems] for name in ATTRIBUTES}
@@ -163,22 +158,6 @@ def reward_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def await_result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run an asynchronous reward to its end, also in a notebook, which has a running loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
-
-
-def python_values(values: Any) -> list[Any]:
-    """Python's own numbers in place of numpy's and torch's."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    return [value.item() if hasattr(value, "item") else value for value in values]
-
-
 def add_loggers(arguments: dict[str, Any], n: int) -> Columns:
     """Put TRL's functions in place of ``log_metric`` and ``log_extra``; returns the columns that they will fill."""
     logged: Columns = {}
@@ -187,7 +166,8 @@ def add_loggers(arguments: dict[str, Any], n: int) -> Columns:
         logged[key] = [float(value)] * n
 
     def log_extra(key: str, values: Sequence[Any]) -> None:
-        logged[key] = [v if isinstance(v, float | int | str | None) else str(v) for v in python_values(values)]
+        values = [value.item() if hasattr(value, "item") else value for value in values]
+        logged[key] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
 
     for logger in (log_metric, log_extra):
         if logger.__name__ in arguments:
@@ -203,72 +183,63 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
         with contextlib.chdir("."):  # a function's change of the current folder ends with it
             values = function(**arguments)
             if inspect.iscoroutine(values):
-                values = await_result(values)
+                with ThreadPoolExecutor(1) as thread:  # because in a notebook a loop is running in this one
+                    values = thread.submit(asyncio.run, values).result()
     except SystemExit as error:
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
-    if not isinstance(values, list | tuple) and not hasattr(values, "tolist"):
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple):
         raise RewardError(f"reward {name} returned {values!r}; it must return a list of numbers")
-    values = python_values(values)
     for what, column in {"returned": values, **logged}.items():
         if len(column) != n:
             raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
+    numbers: list[float | None] = []
     for i, value in enumerate(values):
-        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+        number = value.item() if hasattr(value, "item") else value  # of numpy or torch
+        if number is not None and not (isinstance(number, Real) and math.isfinite(number)):
             what = f"returned {value!r} for completion {i}; it must be a finite number or None"
             raise RewardError(f"reward {name} {what}")
-    return [None if value is None else float(value) for value in values], logged
+        numbers.append(None if number is None else float(number))
+    return numbers, logged
 
 
-def call_in_time(call: tuple[Any, ...], timeout: float, late: TimeoutError) -> Result | Exception:
-    """Result of `call_reward`, or what it raises: ``late`` after so many seconds, if not 0.
-
-    By SIGALRM, so in the main thread only.
-    """
-
-    def expire(*_: object) -> None:
-        raise late
-
-    try:
-        if not timeout:
-            return call_reward(*call)
-        previous = signal.signal(signal.SIGALRM, expire)
-        signal.setitimer(signal.ITIMER_REAL, timeout)
+def call_in_parts(
+    function: Callable[..., Any], arguments: dict[str, Any], parts: Sequence[range], workers: int, timeout: float
+) -> list[Result | Exception]:
+    """`call_reward` for some rows at a time, in worker processes if there are any; what it raises in its place."""
+    calls = []
+    for part in parts:
+        rows = slice(part.start, part.stop)  # what is no list is for all
+        part_arguments = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
+        calls.append((function, part_arguments, len(part)))
+    if workers:
+        late = TimeoutError(f"reward {reward_name(function)} took longer than --reward.timeout {timeout:g} seconds")
+        return worker_pool(workers).map(call_reward, calls, timeout, late)
+    results: list[Result | Exception] = []
+    for call in calls:
         try:
-            return call_reward(*call)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-    except Exception as error:  # a user's code may raise anything
-        return error
+            results.append(call_reward(*call))
+        except Exception as error:  # a user's code may raise anything
+            results.append(error)
+    return results
 
 
 def guarded_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
 ) -> Result:
-    """Result of a reward with a time limit, with worker processes, or that may fail.
+    """Result of a reward with a time limit, with worker processes (a part of the n rows each), or that may fail.
 
-    The n rows go to the function in parts, one for each worker. With ``on_error`` "none", a part that fails is scored
-    again, completion by completion, unless it took too long; what fails alone is NaN.
+    With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long.
     """
+    if timeout:
+        workers = max(workers, 1)  # what hangs can be killed in a process of its own only
     values: list[float | None] = [math.nan] * n
     logged: Columns = {}
-    n_parts = workers or 1
-    ends = sorted({n * i // n_parts for i in range(n_parts + 1)})
+    ends = sorted({n * i // max(workers, 1) for i in range(max(workers, 1) + 1)})
     parts = [range(start, end) for start, end in pairwise(ends)]
-    name = reward_name(function)
-    late = TimeoutError(f"reward {name} took longer than --reward.timeout {timeout:g} seconds")
     while parts:
-        calls = []
-        for part in parts:
-            rows = slice(part.start, part.stop)  # what is no list is for all
-            part_arguments = {name: v[rows] if isinstance(v, list) else v for name, v in arguments.items()}
-            calls.append((function, part_arguments, len(part)))
-        if workers:
-            results = worker_pool(workers).map(call_reward, calls, timeout, late)
-        else:
-            results = [call_in_time(call, timeout, late) for call in calls]
         retries: list[range] = []
-        for part, result in zip(parts, results, strict=True):
+        for part, result in zip(parts, call_in_parts(function, arguments, parts, workers, timeout), strict=True):
             if not isinstance(result, Exception):
                 values[part.start : part.stop] = result[0]
                 for key, column in result[1].items():
@@ -276,7 +247,7 @@ def guarded_values(
             elif on_error == "raise":
                 raise result
             else:
-                report_failure(name, result)
+                report_failure(reward_name(function), result)
                 if len(part) > 1 and not isinstance(result, TimeoutError):
                     retries += [range(i, i + 1) for i in part]
         parts = retries

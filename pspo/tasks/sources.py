@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 from pspo.tasks import arithmetic, calculator, letters
@@ -84,15 +83,14 @@ def _asdiv(row: Row, kind: AnswerKind) -> Gold:
     return answer, {"category": row.optional("solution_type"), "level": row.optional("grade")}
 
 
-def _user_gold(row: Row, kind: AnswerKind, column: str, on_hub: bool) -> Gold:
-    required = kind == "number" and not on_hub  # a record of a file can be mended, one of the hub is left out
-    gold = "" if kind == "none" else row.text(column, required)
-    return gold, {"category": row.optional("category"), "level": row.optional("level")}
-
-
 def user_source(name: str, columns: dict[str, str], hub: dict[str, Any], on_hub: bool) -> Source:
     """A user's own file, or a data set of the hub that `SOURCES` does not name."""
-    read_gold = partial(_user_gold, column=columns["answer"], on_hub=on_hub)
+
+    def read_gold(row: Row, kind: AnswerKind) -> Gold:
+        required = kind == "number" and not on_hub  # a record of a file can be mended, one of the hub is left out
+        gold = "" if kind == "none" else row.text(columns["answer"], required)
+        return gold, {"category": row.optional("category"), "level": row.optional("level")}
+
     return Source((columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits"))
 
 

@@ -30,10 +30,7 @@ serve(Connection({descriptor}), *{arguments})
 
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
-    """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process.
-
-    ``variables`` are added to the environment.
-    """
+    """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process."""
     parent_end, child_end = Pipe()
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
@@ -159,6 +156,6 @@ def check_importable(function: Callable[..., Any]) -> None:
     target = function if inspect.isfunction(function) else type(function)
     if target.__module__ == "__main__" or "<" in target.__qualname__:
         raise ValueError(
-            f"--reward.workers needs functions that other processes can import: put {target.__qualname__} at the top "
-            "level of a module (a .py file), not in __main__, a notebook or another function"
+            "--reward.workers and --reward.timeout need functions that other processes can import: put "
+            f"{target.__qualname__} at the top level of a module, not in __main__, a notebook or another function"
         )

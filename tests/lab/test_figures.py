@@ -86,17 +86,6 @@ def test_up_to_six_settings_share_axes_and_one_legend_in_the_order_of_their_ends
             assert axes.get_ylim()[0] < y.min() < y.max() < axes.get_ylim()[1]
 
 
-def test_more_settings_are_small_multiples_before_the_others_in_grey(tmp_path, saved):
-    files = figures.draw_curves(curves(7), "step", tmp_path / "a.svg")
-    assert [file.name for file in files] == ["a-reward.svg", "a-ess.svg"]
-    for figure in saved:
-        panels = [axes for axes in figure.axes if axes.get_lines()]
-        assert [axes.get_title() for axes in panels] == [f"PSPO (alpha={row})" for row in range(7)]
-        for row, axes in enumerate(panels):
-            colours = [line.get_color() for line in axes.get_lines()]
-            assert [i for i, colour in enumerate(colours) if colour != figures.GREY] == [row]
-
-
 def test_pictures_are_white_and_deterministic_and_their_text_is_dark_text(tmp_path):
     first, second = (
         figures.draw_curves(curves(2), "step", tmp_path / name)[0].read_text() for name in ("a.svg", "b.svg")

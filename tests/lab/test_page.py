@@ -12,8 +12,8 @@ from test_view import HOSTILE
 from pspo.cli.files import read_jsonl
 from pspo.losses import PSPO, Clip
 from pspo.train import main as train
+from pspo_lab.view_command import make_page
 from pspo_lab.view_data import surrogate_weights
-from pspo_lab.view_page import make_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 pytestmark = [
@@ -102,14 +102,6 @@ def test_every_tab_fits_and_nothing_hostile_runs(page, width, scheme):
     assert browser.execute_script("return document.body.dataset.hacked ?? null") is None
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert browser.get_log("browser") == []
-
-
-def test_the_first_paint_is_within_a_second(page):
-    browser = page()
-    time.sleep(1)
-    entries = "performance.getEntriesByName('first-contentful-paint')"
-    (paint,) = browser.execute_script(f"return {entries}.map(entry => entry.startTime)")
-    assert paint < 1000
 
 
 def test_the_crosshair_reads_all_charts_at_one_step(page, run):

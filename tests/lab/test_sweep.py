@@ -19,8 +19,8 @@ import yaml
 
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo_lab.sweep.command import main
-from pspo_lab.sweep.plan import SweepConfig, make_plan
+from pspo_lab.sweep_command import main
+from pspo_lab.sweep_plan import SweepConfig, make_plan
 
 PYTHON, REPOSITORY = sys.executable, Path(__file__).parents[2]
 
@@ -204,11 +204,10 @@ def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(her
     assert calls() == ["e/untrained/tiny-base/evaluation", "e/pspo/seed-0", evaluation, evaluation]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys, number):
+def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     sweep_file()
     world(seconds=600)
-    stop = threading.Thread(target=lambda: (wait_for_calls(2), os.kill(os.getpid(), number)))
+    stop = threading.Thread(target=lambda: (wait_for_calls(2), os.kill(os.getpid(), signal.SIGTERM)))
     stop.start()
     assert sweep("--workers", "2") == 130
     stop.join()
@@ -241,20 +240,6 @@ def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here,
     assert calls() == ["e/pspo/seed-0"] * 2
 
 
-def test_every_untrained_model_is_evaluated(here):
-    methods = {"a": {"model.name_or_path": ["tiny-base", "tiny-math"]}, "b": {"model.revision": "v2"}}
-    sweep_file(methods=methods, evaluate={"evaluation": {}})
-    assert sweep() == 0
-    untrained = {call["run"]: call["words"][1:4] for call in noted() if "untrained" in call["run"]}
-    assert untrained == {
-        f"e/untrained/{name}/evaluation": [
-            f"--model.name_or_path={model}", f"--model.revision={revision}", "--model.trust_remote_code=false",
-        ] for name, model, revision in (
-            ("tiny-base", "tiny-base", "null"), ("tiny-math", "tiny-math", "null"), ("tiny-base-v2", "tiny-base", "v2"),
-        )
-    }  # fmt: skip
-
-
 def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     sweep_file(methods={"pspo": {}})
     assert sweep() == 0
@@ -270,8 +255,6 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
 
 @pytest.mark.parametrize(("experiment", "args", "message"), [
     ({"sedes": [1]}, [], "sedes"),
-    ({"search": SEARCH | {"keep": 0}}, [], "keep"),
-    ({"methods": {"clip": 3}}, [], "methods"),
     ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
     ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
     ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, [], "experiments.e.methods.both must .* differ"),
@@ -280,7 +263,7 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, [], "e, evaluate evaluation: error: .*tempratures"),
     ({}, ["--only", "[f]"], r"--only must name experiments \(e\), got 'f'"),
     ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
-    ({"shared": DDP[2]}, ["--processes", "3"], "rollout.prompts 32 must be a multiple of"),
+    ({"shared": DDP[2]}, ["--processes", "3"], "rollout.prompts must be a multiple of"),
 ])  # fmt: skip
 def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experiment, args, message):
     sweep_file(**experiment)
@@ -289,17 +272,6 @@ def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experime
     assert err.count("\n") == 1, err
     assert re.search(message, err), err
     assert not Path("out").exists()
-
-
-def test_dry_run_lists_the_runs_of_a_sweep_without_a_search(here, capsys):
-    losses = {name.lower(): {"algorithm.surrogate": name} for name in ("PSPO", "Clip")}
-    sweep_file(methods=losses, seeds=[0, 1])
-    assert sweep() == 0
-    sweep_file(methods=losses, seeds=[0, 1, 2])
-    capsys.readouterr()
-    assert sweep("--dry_run") == 0
-    runs = [f"e/{name}/seed-{seed}{' (finished)' * (seed < 2)}" for name in losses for seed in (0, 1, 2)]
-    assert capsys.readouterr().out.splitlines()[:7] == [*runs, ""]
 
 
 def test_dry_run_prints_settings_runs_and_tokens_of_a_search_and_runs_nothing(here, capsys):
@@ -343,7 +315,7 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
     ("main-table", "[qwen2.5-0.5b]", 18),
-    pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
+    ("tiny-control", "[steps]", 80),
     pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
     pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),

@@ -9,7 +9,7 @@ from engines import CPU, Copy, train
 from processes import before, one_layer, run_command, states
 
 import pspo.rollout.engine
-import pspo.run.prepare
+import pspo.run.learner
 import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_a_missing_vllm_is_refused_before_anything_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(pspo.run.prepare, "load_policy", None)
+    monkeypatch.setattr(pspo.run.learner, "load_policy", None)
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     assert run_command(pspo.train.main, "--rollout.engine=pspo_vllm.VLLM", "--run.output_dir=run") == 2
     assert "pspo_vllm needs vllm 0.32.x" in capsys.readouterr().err

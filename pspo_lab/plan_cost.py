@@ -7,7 +7,7 @@ from typing import Literal
 
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
-from pspo_lab.plan.shapes import GPU, GPUS, QWEN, Shape
+from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
 
 PHASES = ("rollout", "training")
 SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices
@@ -25,7 +25,6 @@ class Assumptions:
         memory: GB of a GPU; unset, all that it has.
         gpus: numbers of GPUs; a line for each.
         strategy: ddp (all replicated), fsdp2 (sharded over all), none (one GPU); auto, the fastest that fits.
-        servers: vLLM servers draw, on GPUs of their own.
         mfu: share of the bf16 peak that matrix products reach.
         mbu: share of the bandwidths that is reached.
         usable: share of a GPU's memory that tensors may take.
@@ -39,7 +38,6 @@ class Assumptions:
     memory: float | None = None
     gpus: list[int] = field(default_factory=lambda: [1, 8, 32, 128, 512])
     strategy: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
-    servers: bool = False
     mfu: float = 0.4
     mbu: float = 0.8
     usable: float = 0.9
@@ -92,11 +90,6 @@ class PlanConfig(TrainConfig):
         return self.plan.completion_tokens or self.rollout.max_completion_tokens
 
     @property
-    def draws_ahead(self) -> bool:
-        """True if servers draw the next rollout while this one is trained on."""
-        return self.plan.servers and self.rollout.lag > 0
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of an element of the model's weights."""
         half = self.model.dtype == "bfloat16" or (self.model.dtype == "auto" and self.model.lora.rank > 0)
@@ -115,32 +108,14 @@ class Strategy:
     Attributes:
         name: none (one GPU), ddp (replicated) or fsdp2 (sharded: weights are gathered for every microbatch's forward
             and backward pass and once per rollout, gradients reduced for every microbatch).
-        gpus: the trainer's.
-        node: the trainer's GPUs on each of its nodes.
-        servers: vLLM servers, which draw in the trainer's place.
-        tensor_parallel: GPUs of each server.
     """
 
     name: str
     gpus: int
-    node: int = 8
-    servers: int = 0
-    tensor_parallel: int = 1
 
     @property
     def shards(self) -> int:
         return self.gpus if self.name == "fsdp2" else 1
-
-    @property
-    def decoders(self) -> int:
-        """Machines that share the prompts of a rollout."""
-        return self.servers or self.gpus
-
-    def __str__(self) -> str:
-        if not self.servers:
-            return self.name
-        nodes = f"{self.gpus // self.node} x {self.node}" if self.gpus > self.node else str(self.gpus)
-        return f"{nodes}, {self.name}; servers {self.servers} x {self.tensor_parallel}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +123,7 @@ class Load:
     """Work of the busiest GPU. The floats are a training microbatch's, which may be a mean.
 
     Attributes:
-        rows: of a rollout, of a server if there are some.
+        rows: of a rollout.
         microbatches: of an optimizer step.
         tokens: through the layers.
         keys: in attention, cached ones of each row included.
@@ -188,7 +163,7 @@ def training_load(config: PlanConfig, s: Strategy, fullest: bool = False) -> Loa
         tokens = common + rest + later
         keys = common + prompts * prompt + rows * width
         pairs = common**2 + rest * prompt + later * width
-    rollout_rows = math.ceil(config.rollout.prompts / s.decoders) * group_size
+    rollout_rows = math.ceil(config.rollout.prompts / s.gpus) * group_size
     return Load(rollout_rows, microbatches, tokens, keys, pairs, rows * length)
 
 
@@ -231,16 +206,11 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
     gathered = 2 * shape.layer + shape.root  # elements at a time: a layer, the next one, and the embeddings
     rows = min(load.rows, rollout.max_rows)
     cache = rows * (config.plan.prompt_tokens + rollout.max_completion_tokens) * shape.kv_bytes
-    drawing = {
+    drawing = resting | {
         "bf16 weights": copies * shape.matrices if s.shards == 1 else 2 * shape.parameters,
         "cache": cache,
         "sampler": SAMPLER_BYTES * rows * shape.vocab,
     }
-    if s.servers:
-        drawing["bf16 weights"] = 2 * shape.parameters / s.tensor_parallel
-        drawing["cache"] = cache / min(s.tensor_parallel, shape.kv_heads)
-    else:
-        drawing = resting | drawing
 
     gradients = 4 * trained
     if s.shards > 1:  # the shard, and of what is gathered bf16, and float32 to reduce
@@ -256,8 +226,7 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
 
 
 def fits(shape: Shape, config: PlanConfig, s: Strategy) -> bool:
-    splits = shape.heads % s.tensor_parallel == 0
-    return splits and all(sum(parts.values()) <= config.gpu.memory for parts in memory(shape, config, s).values())
+    return all(sum(parts.values()) <= config.gpu.memory for parts in memory(shape, config, s).values())
 
 
 def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
@@ -272,28 +241,14 @@ def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float
     root = shape.root + shape.hidden
     size = 2 * (n - root) * gathers + 2 * root * microbatches + 4 * trained * microbatches
     step = size, shape.layers * gathers + microbatches + calls * microbatches
-    return (0, 0) if s.servers else (2 * n, calls), step
-
-
-def push(shape: Shape, config: PlanConfig, s: Strategy) -> float:
-    """Seconds in which rank 0 gives the servers the weights, one after the other.
-
-    Each time they are gathered from the shards twice, for their shapes and for their values; the second time overlaps
-    with NCCL's broadcast, which passes through a server's GPUs in turn. One broadcast to all servers would take as long
-    as one server.
-    """
-    gpu, size = replace(config.gpu, node=s.node), shape.pushed_bytes
-    gather = gpu.collective(size, shape.tensors, s.shards)
-    in_one_node = s.gpus + s.servers * s.tensor_parallel <= config.gpu.node
-    send = size / (gpu.nvlink if in_one_node else gpu.network)
-    return s.servers * (gather + max(gather, send))
+    return (2 * n, calls), step
 
 
 def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
     """Least time of a rollout and of its optimizer steps, by phase and part; communication as far as it shows."""
-    (gathered, reduced), gpu = messages(shape, config, s), replace(config.gpu, node=s.node)
-    drawing = {"push": push(shape, config, s), "gather": gpu.collective(*gathered, s.shards)}
-    drawing |= decoding_seconds(shape, config, s, gpu)
+    gathered, reduced = messages(shape, config, s)
+    gpu = config.gpu
+    drawing = {"gather": gpu.collective(*gathered, s.shards)} | decoding_seconds(shape, config, s)
     load, algorithm, trained = training_load(config, s), config.algorithm, config.trained(shape)
     frozen = trained < shape.parameters
     forward = shape.flops(load.tokens, load.pairs, load.predicted)
@@ -318,72 +273,34 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
     return {"rollout": drawing, "training": training}
 
 
-def decoding_seconds(shape: Shape, config: PlanConfig, s: Strategy, gpu: GPU) -> dict[str, float]:
-    """Least time of drawing a rollout, by part.
-
-    A server's GPUs decode together, each with its part of every matrix, and add up twice per layer.
-    """
-    load, rollout, width = training_load(config, s), config.rollout, s.tensor_parallel
+def decoding_seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
+    """Least time of drawing a rollout, by part."""
+    gpu, rollout, load = config.gpu, config.rollout, training_load(config, s)
     prompt, limit, length = config.plan.prompt_tokens, rollout.max_completion_tokens, config.completion_tokens
-    groups, batches = load.rows / rollout.group_size, math.ceil(load.rows / rollout.max_rows)
-    flops, bandwidth = gpu.flops * width, gpu.bandwidth * width  # of what decodes
-    read = 2 * shape.matrices / bandwidth
+    groups = load.rows / rollout.group_size
+    read = math.ceil(load.rows / rollout.max_rows) * 2 * shape.matrices / gpu.bandwidth  # all weights, for each batch
     live = load.rows * length / limit  # rows that end leave the batch
-    added = 2 * shape.layers * (batches * gpu.latency + 4 * live * shape.hidden * (1 - 1 / width) / gpu.nvlink)
     return {
-        "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / flops, batches * read),
-        "decoding": limit * max(shape.flops(live, 0, live) / flops, batches * read),
-        "tensor parallel": limit * added if width > 1 else 0.0,
-        "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / bandwidth,
+        "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / gpu.flops, read),
+        "decoding": limit * max(shape.flops(live, 0, live) / gpu.flops, read),
+        "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / gpu.bandwidth,
     }
 
 
-def total(phases: dict[str, dict[str, float]], ahead: bool = False) -> float:
-    """Seconds of a rollout with its steps; ``ahead``, if servers draw the next one meanwhile (--rollout.lag).
-
-    The weights are pushed between the two: before the next rollout, with nothing being drawn or trained on.
-    """
-    draw, train = (sum(phases[phase].values()) for phase in PHASES)
-    pushed = phases["rollout"]["push"]
-    return pushed + max(draw - pushed, train) if ahead else draw + train
+def total(phases: dict[str, dict[str, float]]) -> float:
+    """Seconds of a rollout with its steps."""
+    return sum(sum(parts.values()) for parts in phases.values())
 
 
 def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
-    """Placements on all GPUs; with servers, of the trainer on some whole nodes, on a part of one or on the same part
-    of each, if its prompts divide by that, and servers on the other GPUs."""
-    if not config.plan.servers:
-        return placements(config, gpus, config.gpu.node)
-    node = min(gpus, config.gpu.node)
-    nodes = gpus // node
-    splits = [(used, node) for used in range(1, nodes)]  # nodes of the trainer, its GPUs on each
-    splits += [(used, part) for used in {1, nodes} for part in range(1, node)]
-    strategies = []
-    for used, part in splits:
-        if config.rollout.prompts % (config.algorithm.minibatches * used * part):
-            continue
-        for width in (1, 2, 4, 8):
-            servers = used * ((node - part) // width) + (nodes - used) * (node // width)
-            if servers > 0:
-                trainers = placements(config, used * part, part)
-                strategies += [replace(s, servers=servers, tensor_parallel=width) for s in trainers]
-    return strategies
-
-
-def placements(config: PlanConfig, gpus: int, node: int) -> list[Strategy]:
-    """The trainer's, with so many GPUs on each node."""
+    """Placements on all GPUs."""
     if gpus == 1:
         return [Strategy("none", 1)]
-    strategies = [Strategy(name, gpus, node) for name in ("ddp", "fsdp2")]
+    strategies = [Strategy(name, gpus) for name in ("ddp", "fsdp2")]
     return [s for s in strategies if config.plan.strategy in ("auto", s.name)]
 
 
 def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
     """The fastest strategy that fits."""
     fitting = [s for s in candidates(config, gpus) if fits(shape, config, s)]
-    return min(fitting, key=lambda s: total(seconds(shape, config, s), config.draws_ahead), default=None)
-
-
-def overhead(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
-    """GPU-seconds of each part beyond those of one GPU with room for everything: where the efficiency goes."""
-    one, many = seconds(shape, config, Strategy("none", 1)), seconds(shape, config, s)
-    return {part: s.gpus * t - one[phase][part] for phase in PHASES for part, t in many[phase].items()}
+    return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)

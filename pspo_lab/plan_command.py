@@ -1,7 +1,7 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
 Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
-run.max_steps, and what stops scaling first, by arithmetic. pspo_lab/plan/README.md has the assumptions, the formulas
+run.max_steps, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas
 and what was checked.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from pspo.cli.parse import parse, user_errors
-from pspo_lab.plan.cost import (
+from pspo_lab.plan_cost import (
     PHASES,
     PlanConfig,
     Strategy,
@@ -19,22 +19,19 @@ from pspo_lab.plan.cost import (
     choose,
     memory,
     messages,
-    overhead,
     seconds,
     shapes,
     total,
 )
-from pspo_lab.plan.shapes import Shape
+from pspo_lab.plan_shapes import Shape
 
 
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
     """One line of the table: the model on so many GPUs, by the fastest strategy that fits."""
     s = choose(shape, config, gpus)
     tried = [s] if s else candidates(config, gpus)
-    if not tried:
-        return {"model": name, "GPUs": gpus, "strategy": "no GPU for a server"}
     gigabytes = [[sum(parts.values()) / 1e9 for parts in memory(shape, config, one).values()] for one in tried]
-    cells = {"model": name, "GPUs": gpus, "strategy": s or "does not fit"}
+    cells = {"model": name, "GPUs": gpus, "strategy": s.name if s else "does not fit"}
     for phase, gb in zip(PHASES, min(gigabytes, key=max), strict=True):  # if none fits, of the one that needs least
         cells[f"GB {phase}"] = f"{gb:.1f}"
     return cells | time_cells(shape, config, s, gpus) if s else cells
@@ -44,34 +41,21 @@ def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict
     """Seconds, bytes and rates of a placement that fits."""
     phases = seconds(shape, config, s)
     draw, train = (sum(phases[phase].values()) for phase in PHASES)
-    whole = total(phases, config.draws_ahead)
-    cells: dict[str, object] = {}
-    if s.servers:
-        pushed = phases["rollout"]["push"]
-        times = {
-            "push s": pushed,
-            "at once": pushed / s.servers,
-            "draw s": draw - pushed,
-            "training s": train,
-            "lag 0 s": total(phases),
-            "lag 1 s": total(phases, ahead=True),
-        }
-        cells |= {name: f"{time:.1f}" for name, time in times.items()}
-    else:
-        ring = s.shards if s.name == "fsdp2" else gpus
-        rollout_gb, step_gb = (size * (1 - 1 / ring) / 1e9 for size, _ in messages(shape, config, s))
-        cells |= {"rollout s": f"{draw:.2f}", "training s": f"{train:.2f}"}
-        cells |= {"GB sent/rollout": f"{rollout_gb:.1f}", "GB sent/step": f"{step_gb:.1f}"}
+    ring = s.shards if s.name == "fsdp2" else gpus
+    rollout_gb, step_gb = (size * (1 - 1 / ring) / 1e9 for size, _ in messages(shape, config, s))
+    cells: dict[str, object] = {
+        "rollout s": f"{draw:.2f}",
+        "training s": f"{train:.2f}",
+        "GB sent/rollout": f"{rollout_gb:.1f}",
+        "GB sent/step": f"{step_gb:.1f}",
+    }
     rollout = config.rollout
     tokens = rollout.prompts * rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
     alone = total(seconds(shape, config, Strategy("none", 1)))
     rollouts = math.ceil(config.run.max_steps / (config.algorithm.epochs * config.algorithm.minibatches))
-    cells["hours"] = f"{rollouts * whole / 3600:.2f}"
-    cells["tokens/s"] = f"{tokens / whole:,.0f}"
-    cells["efficiency"] = f"{alone / gpus / whole:.0%}"
-    if gpus > 1 and not s.servers:
-        lost = overhead(shape, config, s)
-        cells["most lost to"] = max(lost, key=lost.get)
+    cells["hours"] = f"{rollouts * total(phases) / 3600:.2f}"
+    cells["tokens/s"] = f"{tokens / total(phases):,.0f}"
+    cells["efficiency"] = f"{alone / gpus / total(phases):.0%}"
     return cells
 
 
@@ -83,7 +67,7 @@ def details(shape: Shape, config: PlanConfig, unit: str) -> pd.DataFrame:
         if s is None:
             continue
         phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
-        columns[f"{gpus}: {s}"] = {
+        columns[f"{gpus}: {s.name}"] = {
             f"{phase}: {part}": value / scale for phase in PHASES for part, value in phases[phase].items()
         }
     table = pd.DataFrame(columns).rename_axis(columns=unit)
@@ -108,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 table = details(shape, config, unit)
                 if len(table):
                     print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
-    print(f"\nGroups stay whole: at most {rollout.prompts} GPUs or servers have work.")
+    print(f"\nGroups stay whole: at most {rollout.prompts} GPUs have work.")
 
 
 if __name__ == "__main__":

@@ -72,16 +72,6 @@ class Shape:
         return self.layers * (self.layer + bias + 2 * self.hidden) + self.hidden + self.root
 
     @property
-    def tensors(self) -> int:
-        """Tensors of the layers and around them, in a model's state dict."""
-        return (12 if self.qkv_bias else 9) * self.layers + 3
-
-    @property
-    def pushed_bytes(self) -> int:
-        """Bytes of the weights that a server is sent, in float32; a tied embedding under both of its names."""
-        return 4 * (self.parameters + self.tied * self.head)
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
