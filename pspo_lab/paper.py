@@ -1,8 +1,7 @@
 """Our runs beside the paper's numbers: ``pspo report RUNS --against paper``.
 
 `paper.csv` has them: the accuracies (gold anywhere, greedy, %) of its main table, and those that its text gives of
-7B models. Of 7B it does not say the training data; gsm8k+math is our
-reading.
+7B models. Of 7B it does not say the training data; gsm8k+math is our reading.
 """
 
 from pathlib import Path

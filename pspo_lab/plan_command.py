@@ -1,7 +1,7 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
 Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
-run.max_steps, and what stops scaling first, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas
+run.max_steps, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas
 and what was checked.
 """
 
@@ -19,7 +19,6 @@ from pspo_lab.plan_cost import (
     choose,
     memory,
     messages,
-    overhead,
     seconds,
     shapes,
     total,
@@ -57,9 +56,6 @@ def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict
     cells["hours"] = f"{rollouts * total(phases) / 3600:.2f}"
     cells["tokens/s"] = f"{tokens / total(phases):,.0f}"
     cells["efficiency"] = f"{alone / gpus / total(phases):.0%}"
-    if gpus > 1:
-        lost = overhead(shape, config, s)
-        cells["most lost to"] = max(lost, key=lost.get)
     return cells
 
 

@@ -1,5 +1,6 @@
 """Tables of runs: the numbers of each run, their means over seeds, and their texts."""
 
+import html
 import math
 import re
 import zlib
@@ -10,7 +11,6 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, t
 
-from pspo.cli.escape import in_markdown as escape_markdown
 from pspo.cli.escape import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import LONG, SEED, methods, setting_numbers
@@ -269,6 +269,18 @@ def terminal_text(cells: pd.DataFrame) -> str:
 
 
 # Text of others, such as names and switches of runs: it is shown, and does nothing
+
+
+MARKDOWN = re.compile(
+    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
+    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
+)
+
+
+def escape_markdown(text: str) -> str:
+    """Text as a line of Markdown shows it."""
+    text = html.escape(one_line(text), quote=False)
+    return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
 def escape_cell(text: str) -> str:

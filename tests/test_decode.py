@@ -137,7 +137,7 @@ def test_hostile_generation_settings_change_nothing(tiny_model, model_folder, lo
             assert len(set(map(tuple, sampled))) > 4  # it did sample
 
     assert model.generation_config is theirs
-    save_model(model, tokenizer, folder.parent / "saved", "")
+    save_model(model, tokenizer, folder.parent / "saved")
     if name != "in config.json":
         assert json.loads((folder.parent / "saved/generation_config.json").read_text()).items() >= hostile.items()
 

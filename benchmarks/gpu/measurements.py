@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pspo.rollout.generate import left_pad
 
 import pspo.train
 from benchmarks.ablation import UNSHARED
@@ -28,7 +27,7 @@ from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutCo
 from pspo.losses import PSPO
 from pspo.model import autocast, casts_to_bf16
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Rollout, Sampling, generate
+from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
 from pspo_lab.plan_shapes import GPUS

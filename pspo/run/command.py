@@ -124,7 +124,9 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     """Print tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
-    print(describe_results(summary))
+    results = describe_results(summary)
+    if results:
+        print(results)
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {model}")
     print(f"look inside: pspo view {Path(model).parent}")
     print(f"evaluate it: {printable(evaluate_command(config, model))}")

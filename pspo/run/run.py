@@ -53,8 +53,10 @@ class Run:
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
-        name = self.config.run.tracker if dist.is_main() else "none"
-        tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
+        tracker = None
+        name = self.config.run.tracker
+        if dist.is_main() and name != "none":
+            tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
@@ -71,10 +73,7 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the rollout; raise on all ranks what stops one, or what a user's code raises on one.
-
-        In an update the ranks wait for each other's gradients: there each raises by itself.
-        """
+        """Time a phase; what stops a rank, or a user's code raises there, ends all of them, except in an update."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
         try:

@@ -54,4 +54,10 @@ def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
 
 def load_environment(value: str | dict[str, Any] | None) -> MakeEnvironment | None:
     """Import the environment of --rollout.environment, if one is named."""
-    return None if value is None else load_class(value, "rollout.environment")
+    if value is None:
+        return None
+    make_environment = load_class(value, "rollout.environment")
+    example = make_environment()
+    if not (hasattr(example, "reset") and hasattr(example, "step")):
+        raise ValueError(f"--rollout.environment {value} must make objects with the methods reset and step")
+    return make_environment
