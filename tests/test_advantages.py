@@ -17,10 +17,9 @@ NAN = float("nan")
 
 
 @each_scale
-@pytest.mark.parametrize("group_size", [2, 3, 4, 8])
-@pytest.mark.parametrize(("seed", "how"), [*((seed, {}) for seed in range(5)), (5, {"eps": 0.5})], ids=str)
-def test_equals_the_oracle(scale, group_size, seed, how):
-    rng = random.Random(seed)
+@pytest.mark.parametrize(("group_size", "how"), [(2, {}), (3, {}), (8, {"eps": 0.5})], ids=str)
+def test_equals_the_oracle(scale, group_size, how):
+    rng = random.Random(group_size)
     rewards = [rng.choice(REWARDS) for _ in range(6 * group_size)]
     expected = torch.tensor(reference.group_relative_advantages(rewards, group_size, scale, **how), dtype=torch.float64)
     given = torch.tensor(rewards, dtype=torch.float64)
@@ -49,28 +48,15 @@ def test_values_worked_by_hand(scale, expected):
 
 
 @each_scale
-@pytest.mark.parametrize("reward", [0.0, 0.05, 0.1, 1 / 3, 0.7, 1.0, 2.3, 1e-30, 12345.678])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("reward", "dtype"), [(0.1, torch.float32), (0.7, torch.float64), (1e-30, torch.float32)])
 def test_a_group_of_equal_rewards_gets_exactly_0(scale, reward, dtype):
-    for group_size in (2, 3, 4, 7, 64):
+    for group_size in (2, 3, 7, 64):
         equal, mixed = torch.full((group_size,), reward, dtype=dtype), torch.linspace(0, 1, group_size, dtype=dtype)
         advantages = group_relative_advantages(torch.cat([equal, mixed, equal]), group_size, scale)
         assert (advantages[:group_size] == 0.0).all()
         assert (advantages[-group_size:] == 0.0).all()
         assert advantages[group_size] < 0 < advantages[2 * group_size - 1]
         assert (group_relative_advantages(equal, group_size, scale) == 0.0).all()
-
-
-@pytest.mark.parametrize("scale", ["none", "batch"])
-def test_nearly_equal_rewards_are_not_taken_for_equal(scale):
-    rewards = torch.tensor([0.1, 0.1 + 1e-6], dtype=torch.float64)
-    advantages = group_relative_advantages(rewards, 2, scale, eps=1.0)
-    assert advantages[0] < 0 < advantages[1]
-
-
-def test_maxrl_takes_no_negative_rewards():
-    with pytest.raises(ValueError, match=r"--algorithm\.advantages maxrl divides"):
-        group_relative_advantages(torch.tensor([1.0, -0.5]), 2, "maxrl")
 
 
 @each_scale
@@ -86,15 +72,7 @@ def test_unknown_rewards_count_neither_in_means_nor_in_deviations(scale):
         assert row == pytest.approx([a / std for a in expected] + [0.0] * (4 - len(known)), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
-def test_other_reward_types_give_float32(dtype):
-    advantages = group_relative_advantages(torch.tensor([1, 0, 0, 0], dtype=dtype), 4)
-    assert advantages.dtype == torch.float32
-    assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
-
-
-@pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("group_size", "seed"), [(2, 0), (4, 1)])
 def test_gdpo_equals_the_oracle(group_size, seed):
     """Functions of other scales; one that is unknown leaves its row to the others; an equal group has exactly 0."""
     rng = random.Random(seed)
@@ -140,16 +118,7 @@ def test_a_function_gets_what_its_signature_names():
     assert estimate_advantages(experience, "gdpo", 2, []).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        (torch.zeros(3), r"shape \(3,\); it must return a tensor with a value per row \(B,\) = \(2,\)"),
-        (torch.tensor([1.0, NAN]), "returned 1 of 2 values that are not finite"),
-        (torch.tensor([1.0, float("inf")]), "returned 1 of 2 values that are not finite"),
-        ([0.5, -0.5], "returned list; it must return"),
-        (None, "returned NoneType"),
-    ],
-)
-def test_a_function_that_returns_something_else_is_told_so_in_one_line(returned, says):
-    with pytest.raises(SurrogateError, match=f"--algorithm.advantages .*{says}"):
+@pytest.mark.parametrize("returned", [torch.zeros(3), torch.tensor([1.0, NAN]), None])
+def test_a_function_that_returns_something_else_is_refused(returned):
+    with pytest.raises(SurrogateError):
         estimate_advantages(make_experience([1.0, 0.0]), lambda rewards, group_size: returned, 2, [])

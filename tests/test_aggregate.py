@@ -17,8 +17,7 @@ COUNTS = Counts(27, 8, 10)
 
 
 @each_how
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("garbage", "seed"), [(math.nan, 0), (math.inf, 1)], ids=str)
 def test_value_and_gradient_equal_the_oracle_and_garbage_under_the_mask_is_never_seen(how, garbage, seed):
     per_token_loss, _, _, mask = random_batch(LENGTHS.tolist(), seed)
     expected = reference.aggregate(per_token_loss.tolist(), mask.tolist(), how, **dataclasses.asdict(COUNTS))

@@ -29,7 +29,7 @@ def same_weights(one: str, other: str) -> bool:
 def test_two_runs_in_one_folder(whole, capfd):
     def action() -> int:
         second = []
-        before("draw_prompts", at_call(1, lambda: second.append(train("out"))))
+        before("draw", at_call(1, lambda: second.append(train("out"))))
         return train("out") or second[0]
 
     assert forked(action) == 2
@@ -103,7 +103,7 @@ def test_other_problems_under_the_same_name_are_refused(capfd):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
     def action() -> int:
-        before("draw_prompts", at_call(1, lambda: send(number)))
+        before("draw", at_call(1, lambda: send(number)))
         return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math", "--run.test_limit=3")
 
     assert forked(action) == code
@@ -145,7 +145,7 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with):
     shutil.rmtree("parent/checkpoints/step-000006")
 
     def start() -> int:
-        before("draw_prompts", at_call(1, lambda: send(signal.SIGKILL)))
+        before("draw", at_call(1, lambda: send(signal.SIGKILL)))
         return train("again", *switches, "--run.fork_from=parent")
 
     assert forked(start) == -signal.SIGKILL

@@ -40,7 +40,7 @@ every_task = pytest.mark.parametrize("task", TASKS)
 every_split = pytest.mark.parametrize("split", SPLITS)
 
 
-def take(task, split, n=500, seed=0):
+def take(task, split, n=300, seed=0):
     return list(islice(TASKS[task](split, seed), n))
 
 
@@ -57,7 +57,7 @@ def test_the_first_problems_are_these(task):
 def test_a_seed_decides_the_problems_and_no_split_shares_one(task):
     assert take(task, "train", 50, seed=3) == take(task, "train", 50, seed=3) != take(task, "train", 50, seed=4)
     shown = word_of if task == "letters" else lambda problem: problem.prompt
-    texts = {split: {shown(p) for seed in range(3) for p in take(task, split, seed=seed)} for split in SPLITS}
+    texts = {split: {shown(p) for p in take(task, split)} for split in SPLITS}
     for a, b in itertools.combinations(SPLITS, 2):
         assert not texts[a] & texts[b]
     assert all(split_of(text) == split for split in SPLITS for text in texts[split])
@@ -98,7 +98,7 @@ def solve(prompt: str) -> int:
 def test_answers_of_arithmetic_agree_with_the_text_and_with_every_step(split):
     words = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
     apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
-    for p in take("arithmetic", split, 1000):
+    for p in take("arithmetic", split):
         *steps, last = p.solution.split("\n")
         ops, value = [], None
         for step in steps:
@@ -133,7 +133,7 @@ def test_answers_about_letters_agree_with_the_text(split):
 
 @every_split
 def test_sums_are_right(split):
-    for p in take("sums", split, 300):
+    for p in take("sums", split):
         expression = p.prompt.removeprefix("What is ").removesuffix("?")
         assert p.answer == eval(expression)
         assert calculator.calculate(expression) == str(p.answer)

@@ -35,8 +35,9 @@ def layers(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7, 48), (3, 5, 48), (1, 48), (2, 0, 48), (0, 48), (48,)])
+@pytest.mark.parametrize(
+    ("shape", "bias"), [((7, 48), True), ((3, 5, 48), False), ((2, 0, 48), True), ((0, 48), False), ((48,), True)]
+)
 def test_values_and_gradients_are_those_of_float64(layers, shape, bias):
     theirs, ours = layers(48, 33, bias)
     exact = copy.deepcopy(theirs).double()
@@ -72,14 +73,6 @@ def test_other_dtypes_and_autocast_are_pytorchs_to_the_bit(layers, dtype, autoca
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert ours(x).dtype == (torch.bfloat16 if autocast else dtype)
         assert torch.equal(ours(x), theirs(x))
-
-
-def test_a_copy_computes_with_its_own_weights(layers):
-    _, ours = layers(16, 8)
-    other = copy.deepcopy(ours)
-    with torch.no_grad():
-        other.weight.zero_()
-    assert not torch.equal(other(torch.ones(1, 16)), ours(torch.ones(1, 16)))
 
 
 def test_a_loaded_policy_computes_by_onednn_and_is_saved_as_ever(tmp_path):

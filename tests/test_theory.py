@@ -24,7 +24,7 @@ policies = (
 
 def every_pair(check):
     """Run over pairs of policies' log-probabilities, (V,) each, and over alpha."""
-    deterministic = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    deterministic = settings(max_examples=100, deadline=None, derandomize=True, database=None)
     return deterministic(given(policies, st.floats(0.0, 1.0) | st.sampled_from([0.0, 1.0]))(check))
 
 
@@ -134,7 +134,7 @@ def train_logit_table(surrogate, eps):
     return table.detach()
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.9])
+@pytest.mark.parametrize("alpha", [0.1, 0.9])
 def test_adamw_moves_pspo_and_noclip_alike(alpha):
     noclip, pspo = (train_logit_table(s, eps=1e-30) for s in (NoClip(), PSPO(alpha)))
     assert noclip.abs().max() > 0.3  # they did move, far from where they started

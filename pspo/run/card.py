@@ -10,8 +10,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.cli.escape import in_markdown
-from pspo.cli.files import as_argument, import_spec
+from pspo.cli.escape import one_line
+from pspo.cli.files import argument_text
+from pspo.cli.python import import_spec
 from pspo.config import EvalConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.rewards import reward_name
@@ -44,10 +45,10 @@ def model_card(config: TrainConfig, step: int, summary: Record) -> str:
 {front_matter.to_yaml()}
 ---
 
-# {in_markdown(Path(base).name)}, trained with {method}
+# {one_line(Path(base).name)}, trained with {method}
 
-{step:,} optimizer steps of {in_markdown(str(surrogate))} on {in_markdown(config.data.name)}, seed {config.run.seed}, by
-pspo {__version__}. Settings that differ from its defaults: {in_markdown(settings) or "none"}.
+{step:,} optimizer steps of {code_span(str(surrogate))} on {code_span(config.data.name)}, seed {config.run.seed}, by
+pspo {__version__}. Settings that differ from its defaults: {code_span(settings) if settings else "none"}.
 
 ## Evaluation
 
@@ -90,16 +91,21 @@ def describe_results(summary: Record) -> str:
     return "\n".join(lines)
 
 
+def code_span(text: str) -> str:
+    """Text as Markdown shows it unchanged."""
+    return f"`{one_line(text).replace('`', chr(39))}`"
+
+
 def changed_settings(config: TrainConfig) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
+    defaults = type(config)(model=config.model)  # whose learning rate is the model's
     settings = []
     for section_name in SECTIONS:
         section = getattr(config, section_name)
-        defaults = type(section)()
         for part in fields(section):
             value = getattr(section, part.name)
             switch = f"{section_name}.{part.name}"
-            is_default = value in (getattr(defaults, part.name), "none")  # a correction's default is resolved to none
+            is_default = value == getattr(getattr(defaults, section_name), part.name)
             if not is_default and switch not in PRIVATE:
                 settings.append(f"{switch} {describe_value(value)}")
     return settings
@@ -130,5 +136,5 @@ def evaluate_command(config: TrainConfig, model: str) -> str:
     if config.run.test_limit:
         switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
     switches["run.output_dir"] = str(Path(model).parent / "evaluation")
-    words = [f"--{name} {shlex.quote(as_argument(value))}" for name, value in switches.items()]
+    words = [f"--{name} {shlex.quote(argument_text(value))}" for name, value in switches.items()]
     return " ".join(["python -m pspo.evaluate", *words])

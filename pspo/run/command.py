@@ -11,7 +11,7 @@ from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import RunFailed, UserCodeFailed
-from pspo.config import DefaultRate, TrainConfig
+from pspo.config import TrainConfig, default_lr
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, is_out_of_memory
 from pspo.rollout import Prompts
@@ -101,15 +101,17 @@ def print_header(run: Run) -> None:
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
     stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
     stops += [repr(text) for text in run.sampler.sampling.stop_strings]
-    source = "default for its size" if isinstance(config.optimizer.lr, DefaultRate) else "set"
+    source = "default for its size" if config.optimizer.lr == default_lr(config.model) else "set"
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
 data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" or ".join(stops) or "their limit alone"}
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
-rate    {config.optimizer.lr:g} ({source}), {config.optimizer.schedule}; {config.optimizer.name}
-changed {", ".join(changed_settings(config)) or "nothing"}""")
+rate    {config.optimizer.lr:g} ({source}), {config.optimizer.schedule}; {config.optimizer.name}""")
+    settings = changed_settings(config)
+    if settings:
+        print(f"changed {', '.join(settings)}")
 
 
 def warn_of_leaks(prompts: dict[str, Prompts]) -> None:

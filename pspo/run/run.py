@@ -15,13 +15,12 @@ from pspo.cli.user_code import RunFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience, RolloutSampler
+from pspo.rollout import Experience, PromptStream, RolloutSampler
 from pspo.rollout.delay import Delay
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
-from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
@@ -68,7 +67,7 @@ class Run:
     def ended(self) -> bool:
         """Take a snapshot of the parts; True if a limit is reached. Raises Stopped if any rank was asked to stop."""
         self.checkpointer.take_snapshot()
-        if dist.max_over_ranks(self.signals.received is not None):
+        if dist.max_over_ranks(self.signals.error is not None):
             raise Stopped
         return self.recorder.limit_reached
 

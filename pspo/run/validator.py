@@ -10,7 +10,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli.files import to_jsonl, write_text
-from pspo.cli.progress import say
+from pspo.cli.progress import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
@@ -85,7 +85,9 @@ class Validator:
             self.best = self.validated
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.best)
         measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
-        say(f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet or not dist.is_main())
+        print_timed(
+            f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet or not dist.is_main()
+        )
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:

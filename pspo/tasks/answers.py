@@ -66,11 +66,14 @@ def _read(match: re.Match[str]) -> Number | None:
 
 
 def find_numbers(text: str) -> Iterator[Number]:
-    """Yield the numbers of the text from left to right."""
+    """Yield the numbers of the text from left to right, each spelling once."""
+    seen = set()
     for match in _NUMBER.finditer(text.replace("\u2212", "-")):
-        number = _read(match)
-        if number is not None:
-            yield number
+        if match.group() not in seen:
+            seen.add(match.group())
+            number = _read(match)
+            if number is not None:
+                yield number
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -104,8 +107,11 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     line = _marked_line(text, marker)
     number = None if line is None else next(find_numbers(line), None)
     if number is None:
-        for last in find_numbers(text):
-            number = last
+        text = text.replace("\u2212", "-")
+        starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
+        remaining = sorted(starts.values())
+        while remaining and number is None:
+            number = _read(_NUMBER.match(text, remaining.pop()))
     return None if number is None else Fraction(number)
 
 
