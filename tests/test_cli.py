@@ -308,10 +308,10 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
     weights = load_file(ASSETS / "tiny-base/model.safetensors")
     weights["model.norm.weight"][3] += 1e-6
     save_file(weights, here / "model/model.safetensors", metadata={"format": "pt"})
-    assert "other model weights" in refused(evaluate, *args)
+    assert "of another model or of other problems" in refused(evaluate, *args)
     shutil.copy(ASSETS / "tiny-base/model.safetensors", here / "model")
     (here / "mine/test.jsonl").write_text((here / "mine/test.jsonl").read_text().replace("Tom", "Tim"))
-    assert "other problems" in refused(evaluate, *args)
+    assert "of another model or of other problems" in refused(evaluate, *args)
 
 
 def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):

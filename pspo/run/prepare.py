@@ -102,7 +102,7 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         dist.run_on_main(lambda: write_start(output, device, settings, resources))
         is_shared = all(dist.gather_objects(output.exists()))
         dist.run_on_main(
-            lambda: require(is_shared, "run.output_dir", "must be in a folder that all nodes share", output)
+            lambda: require(is_shared, "run.output_dir", "must be in a folder that all nodes share", str(output))
         )
         if parent is not None:
             fork(checkpointer, parent, settings)
