@@ -98,14 +98,14 @@ def code_span(text: str) -> str:
 
 def changed_settings(config: TrainConfig) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
+    defaults = type(config)(model=config.model)  # whose learning rate is the model's
     settings = []
     for section_name in SECTIONS:
         section = getattr(config, section_name)
-        defaults = type(section)()
         for part in fields(section):
             value = getattr(section, part.name)
             switch = f"{section_name}.{part.name}"
-            is_default = value in (getattr(defaults, part.name), "none")  # a correction's default is resolved to none
+            is_default = value == getattr(getattr(defaults, section_name), part.name)
             if not is_default and switch not in PRIVATE:
                 settings.append(f"{switch} {describe_value(value)}")
     return settings

@@ -108,8 +108,10 @@ model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parame
 data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" or ".join(stops) or "their limit alone"}
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
-rate    {config.optimizer.lr:g} ({source}), {config.optimizer.schedule}; {config.optimizer.name}
-changed {", ".join(changed_settings(config)) or "nothing"}""")
+rate    {config.optimizer.lr:g} ({source}), {config.optimizer.schedule}; {config.optimizer.name}""")
+    settings = changed_settings(config)
+    if settings:
+        print(f"changed {', '.join(settings)}")
 
 
 def warn_of_leaks(prompts: dict[str, Prompts]) -> None:
