@@ -13,7 +13,7 @@ from processes import assert_same, at_call, before, contents, forked, metric_lin
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
-from pspo.cli.files import differences, read_json, read_jsonl
+from pspo.cli.files import read_json, read_jsonl
 from pspo.run.folders import checkpoints
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -216,8 +216,3 @@ def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):
     assert "step-000004 is damaged: model.safetensors" in capfd.readouterr().err
     assert train("fork", "--run.fork_from=out") == 0  # the newest that is whole, into the folder of the failed one
     assert [line["step"] for line in metric_lines(Path("fork"))] == [4, 6]
-
-
-def test_a_configuration_with_nan_is_the_same():
-    one = {"a": math.nan, "b": [math.nan], "c": 1}
-    assert differences(one, {"a": float("nan"), "b": [float("nan")], "c": 1.0}) == {}
