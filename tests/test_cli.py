@@ -363,7 +363,7 @@ def bad_input(tmp_path_factory) -> Path:
         ("model.name_or_path=runs/my-run/best", "--model.name_or_path"),  # no hub id has two slashes
         ("model.name_or_path=no-files", "--model.name_or_path"),
         ("model.name_or_path=./cut", "--model.name_or_path"),
-        ("model.name_or_path=./no-tokenizer", "--model.name_or_path"),
+        ("model.name_or_path=./no-tokenizer", "has no tokenizer"),
         ("model.name_or_path=./no-template", "chat_template.jinja"),
         ("model.attn_implementation=nonsense", "attn_implementation"),
         ("data.name=file", "--data.path"),

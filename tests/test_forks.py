@@ -13,7 +13,7 @@ from processes import assert_same, at_call, before, contents, forked, metric_lin
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
-from pspo.cli.files import differences, read_json, read_jsonl
+from pspo.cli.files import read_json, read_jsonl
 from pspo.run.folders import checkpoints
 
 pytestmark = pytest.mark.usefixtures("here")

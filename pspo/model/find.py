@@ -61,6 +61,8 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     if template_file is not None and template_file.is_file():
         tokenizer.chat_template = template_file.read_text(encoding="utf-8")
     source = f"--model.name_or_path {config.name_or_path}"
+    if not tokenizer("0")["input_ids"]:  # transformers makes an empty one where there is none
+        raise ValueError(f"{source} has no tokenizer: add its files to the folder")
     if not tokenizer.chat_template:
         raise ValueError(f"{source} has no chat template: add a chat_template.jinja, or use an instruct model")
     if tokenizer.eos_token_id is None:
