@@ -33,7 +33,9 @@ def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, cap
     printed = capsys.readouterr().out
     for folder, step in {"final": 4, "best": summary["best_step"]}.items():
         text = (run / folder / "README.md").read_text(encoding="utf-8")
-        assert f"\n# tiny-base, trained with PSPO\n\n{step} optimizer steps of `PSPO(alpha=0.1)` on `arithmetic`" in text
+        assert (
+            f"\n# tiny-base, trained with PSPO\n\n{step} optimizer steps of `PSPO(alpha=0.1)` on `arithmetic`" in text
+        )
         assert "optimizer.lr 0.003" in text
         assert "rollout.top_p" not in text  # the default
         (results,) = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
