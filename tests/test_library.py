@@ -202,7 +202,7 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
 
 @pytest.mark.parametrize("call", [{"model": "nowhere/at/all"}, {"data": {"name": "file", "path": "missing"}}])
 def test_an_error_of_the_preparation_has_a_short_traceback(here, call):
-    with pytest.raises(ValueError, match="there is no|is no folder") as error:
+    with pytest.raises(ValueError, match=r"there is no|is no folder") as error:
         train(**call)
     assert len(error.traceback) == 2  # the call here, and pspo.train
 
