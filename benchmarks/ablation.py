@@ -12,7 +12,7 @@ import contextlib
 import copy
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -21,16 +21,11 @@ import torch
 import pspo.rollout.batching
 import pspo.rollout.decode
 from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
-from pspo.losses import PSPO, Clip
+from pspo.losses import Clip
 from pspo.model import shared_prompts
 from pspo.model.load import checkpoint_activations
 from pspo.rollout import Rollout, generate
 from pspo.update import Learner, update
-
-
-@dataclass(frozen=True)
-class PlainPSPO(PSPO):
-    """PSPO without its promises, for configs/sweep/plain.yaml: a class that makes none is never short-cut."""
 
 
 def in_order(rows, key):
@@ -53,7 +48,7 @@ TRAINING = {  # what is off, by what patch
     UNFUSED: AS_IT_IS,
     BONUS: AS_IT_IS,
 }
-BY_SORTING = {"_sample_by_rejection": pspo.rollout.decode._sample_sorted}
+BY_SORTING = {"sample_nucleus": pspo.rollout.decode.sample_sorted}
 GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
     "vocabulary sorted for the nucleus": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_SORTING)),

@@ -1,6 +1,6 @@
 """Loss and gradient of all that TRL 1.16 and verl 0.9.1 share with pspo, on the same tensors.
 
-    python3 -m venv trl-env && trl-env/bin/pip install -r benchmarks/requirements.txt
+    python3 -m venv trl-env && trl-env/bin/pip install -c constraints.txt -e '.[peers]'
     trl-env/bin/pip install --target verl-only --no-deps verl==0.9.1     # it wants another transformers than trl
     PYTHONPATH=verl-only trl-env/bin/python -m benchmarks.conformance   # the tables of docs/conformance.md, 1 minute
 

@@ -1,6 +1,6 @@
 """pspo and TRL on the same work: time per phase, tokens per second and peak memory.
 
-    python3 -m venv trl-env && trl-env/bin/pip install -r benchmarks/requirements.txt
+    python3 -m venv trl-env && trl-env/bin/pip install -c constraints.txt -e '.[peers]'
     trl-env/bin/python -m benchmarks.vs_trl tiny vocabulary        # from the repository root
     trl-env/bin/python -m benchmarks.vs_trl embedded --rollouts 49   # the whole of the default training
     trl-env/bin/python -m benchmarks.vs_trl smollm2 --model smollm2 --dtype bf16
@@ -48,7 +48,7 @@ import torch
 
 from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
 from pspo.config import SYSTEM_PROMPT
-from pspo.model import token_logprobs
+from pspo.model import casts_to_bf16, token_logprobs
 from pspo.rollout import Prompts, Sampler
 from pspo.rollout.engine import EngineSampler
 from pspo.update import update
@@ -105,7 +105,7 @@ def run_pspo(
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
         engine = VLLM(config, PROMPT + workload.tokens, device)
     learner, records, loaded = s.learner(), [], resident_mb()
-    sampler = Sampler(s.policy, s.tokenizer, sampling, config.model.autocast)
+    sampler = Sampler(s.policy, s.tokenizer, sampling, casts_to_bf16(config.model.autocast, s.policy.device))
     if engine is not None:
         sampler = EngineSampler(engine, learner, s.tokenizer, sampling)
     torch.manual_seed(0)

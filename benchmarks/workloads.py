@@ -38,7 +38,7 @@ from pspo.run.optimizers import make_optimizer
 from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
 from pspo.update import Learner
-from pspo_lab.plan.shapes import Shape
+from pspo_lab.plan_shapes import Shape
 
 CPU = torch.device("cpu")
 
@@ -135,10 +135,12 @@ def set_up(
         run=RunConfig(max_steps=10**9),
     )
     sampling = Sampling(
-        stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, max_completion_tokens=workload.tokens,
-        min_completion_tokens=workload.tokens if workload.forced else 0, max_rows=max(256, workload.rows),
+        [] if workload.forced else stop_token_ids(policy, tokenizer),
+        tokenizer.pad_token_id,
+        max_completion_tokens=workload.tokens,
+        max_rows=max(256, workload.rows),
         decoder=decoder,
-    )  # fmt: skip
+    )
     return Setup(config, tokenizer, policy, sampling, problems, prompts)
 
 

@@ -1,5 +1,7 @@
 """pspo: a from-scratch, pure-PyTorch RL trainer for language models (reference implementation of PSPO)."""
 
+import importlib
+
 __version__ = "0.1.0"
 __all__ = ["config", "losses", "model", "rollout", "tasks", "train", "update"]
 
@@ -8,8 +10,6 @@ def __getattr__(name: str) -> object:
     """Import the modules of ``__all__``, and the function `train`, on first use: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module 'pspo' has no attribute {name!r}")
-    import importlib
-
     if name != "train":
         return importlib.import_module(f"pspo.{name}")
     function = importlib.import_module("pspo.api").train

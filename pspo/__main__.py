@@ -1,44 +1,35 @@
-"""pspo {version}: reinforcement learning for language models. Each command has --help.
-
-pspo train       train a model
-pspo evaluate    evaluate a model on a data set
-pspo export      merge LoRA adapters into their model
-pspo view        a page to look inside runs: curves, groups, tokens, findings
-pspo report      tables and figures of runs
-pspo sweep       train and evaluate methods, settings and seeds as one file lists them
-pspo compare     compare two evaluations, paired by problem
-pspo plan        will a run fit, and how long will it take
-pspo serve       start a vLLM server that draws rollouts
-"""
+"""The command `pspo`: each of its subcommands is the main function of a module."""
 
 import importlib
 import sys
 
 from pspo import __version__
 
-MODULES = {
-    "train": "pspo.train",
-    "evaluate": "pspo.evaluate.__main__",
-    "export": "pspo.run.export",
-    "view": "pspo_lab.view_command",
-    "report": "pspo_lab.report_command",
-    "sweep": "pspo_lab.sweep.command",
-    "compare": "pspo_lab.compare",
-    "plan": "pspo_lab.plan.command",
-    "serve": "pspo_vllm.serve",
+COMMANDS = {
+    "train": ("pspo.train", "train a model"),
+    "evaluate": ("pspo.evaluate.__main__", "evaluate a model on a data set"),
+    "export": ("pspo.run.export", "merge LoRA adapters into their model"),
+    "view": ("pspo_lab.view_command", "a page to look inside runs: curves, groups, tokens, findings"),
+    "report": ("pspo_lab.report_command", "tables and figures of runs"),
+    "sweep": ("pspo_lab.sweep_command", "train and evaluate methods, settings and seeds as one file lists them"),
+    "compare": ("pspo_lab.compare", "compare two evaluations, paired by problem"),
+    "plan": ("pspo_lab.plan_command", "will a run fit, and how long will it take"),
+    "serve": ("pspo_vllm.serve", "start a vLLM server that draws rollouts"),
 }
 
 
 def main() -> None:
     command, *args = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
-        print(__doc__.format(version=__version__))
+        print(f"pspo {__version__}: reinforcement learning for language models. Each command has --help.\n")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"pspo {name:10}  {summary}")
     elif command == "--version":
         print(__version__)
-    elif command in MODULES:
+    elif command in COMMANDS:
         from pspo.distributed import run_main
 
-        module = importlib.import_module(MODULES[command])
+        module = importlib.import_module(COMMANDS[command][0])
         run_main(lambda: module.main(args))
     else:
         print(f"pspo: error: {command} is no command; pspo --help lists them", file=sys.stderr)

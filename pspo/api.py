@@ -29,30 +29,24 @@ def train(
 ) -> dict[str, Any]:
     """Train as ``python -m pspo.train`` does; returns the summary, as in ``summary.json``.
 
-    Such as ``pspo.train("tiny-base", data=problems, reward=my_reward, run={"max_steps": 50})``. An argument is a
-    section of the configuration: a dict of its switches, or its main one alone. ``--rollout.top_p 0.9`` of the
-    command and of messages is ``rollout={"top_p": 0.9}`` here; `pspo.config.TrainConfig` has them all, with their
-    defaults. The same call with the same ``run={"output_dir": ...}`` resumes.
+    An argument is a section of the configuration: a dict of its switches, or its main one alone. ``--rollout.top_p
+    0.9`` is ``rollout={"top_p": 0.9}``. The same call with the same ``run={"output_dir": ...}`` resumes.
 
     Args:
-        model: an embedded model ("tiny-base" unless given), a local folder or a hub id;
-            {"name_or_path", "dtype", "lora": {"rank", ...}, ...}.
-        data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and
-            fields of your own, `Problem`, or a `datasets.Dataset`. Of 50 or more a fifth is held out, and tested
-            before and after. {"train": problems, "validation", "test", "limit", "holdout", "system_prompt", ...}.
-        reward: a reward function, a `Reward` or a name, or a list of them; {"functions", "weights", ...}.
-        algorithm: a surrogate, by name or as an instance; {"surrogate", "epochs", "aggregation", "beta", ...}.
+        model: embedded model ("tiny-base" unless given), local folder or hub id.
+        data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and fields
+            of your own, `Problem`, or a `datasets.Dataset`; or {"train": problems, "validation", "test", ...}. Of 50
+            training problems or more without the other splits a fifth is held out, and tested before and after.
+        reward: a reward function, a `Reward` or a name, or a list of them.
+        algorithm: a surrogate, by name or as an instance.
         rollout: {"prompts", "group_size", "max_completion_tokens", "temperature", "top_p", ...}.
         optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
         run: {"max_steps", "seed", "output_dir", "validate_every", "test_limit", "tracker", ...}.
         distributed: {"strategy"}, under torchrun.
-        config: a YAML file, or a method that is a loss with other settings: "grpo", "ppo", "dr-grpo", "dapo" or
-            "rloo". The other arguments override it.
-        on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps. It only
-            reads: the run ends with the same bits without it.
+        config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo"), which the others override.
+        on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; only reads.
 
-    Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C has
-    ended.
+    Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C ended.
     """
     sections = {
         "model": model,

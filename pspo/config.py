@@ -5,33 +5,21 @@ the switches. A value out of range raises ValueError naming its switch, before a
 """
 
 import importlib.util
-import inspect
 import json
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pspo.losses import (
-    PSPO,
-    Aggregation,
-    Correction,
-    EntropyBonus,
-    KLEstimator,
-    KLPenalty,
-    SamplerCorrection,
-    Surrogate,
-    Term,
-)
+from pspo import losses
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
-ADVANTAGE_INPUTS = ("lengths", "mask", "truncated", "rewards_by_function", "weights", "problems")
 Decoder = Literal["pspo", "graphs", "hf"]
 
 
@@ -39,14 +27,6 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
     """Raise ValueError, naming the switch, unless ok."""
     if not ok:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
-
-
-# Default learning rates: the embedded models', and the paper's for Qwen2.5-0.5B and -1.5B (tables of hyperparameters in
-# its appendix; for Qwen2-Math-1.5B two of six methods differ). docs/guide/start.md compares the other defaults.
-TINY_LR = 3e-5
-PAPER_LR = 1e-6
-LORA_LR = {TINY_LR: 3e-4, PAPER_LR: 1e-5}  # ten times as high: best with LoRA at about any size (Schulman et al. 2025)
-TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle between 0.9M and the paper's 0.5B
 
 
 COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
@@ -86,27 +66,14 @@ class LoraConfig(Section, name="model.lora"):
     rank: int = number(0, at_least=0)
     alpha: float = number(32.0, above=0)
     target_modules: str | list[str] = "all-linear"
-    name_or_path = None  # no field: see `LoraFolder`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank == 0:
-            require(self.alpha == 32, "model.lora.alpha", "needs --model.lora.rank", self.alpha)
-            is_default = self.target_modules == "all-linear"
-            require(is_default, "model.lora.target_modules", "needs --model.lora.rank", self.target_modules)
-        if isinstance(self.target_modules, str) and self.target_modules.isidentifier():
-            object.__setattr__(self, "target_modules", [self.target_modules])  # PEFT takes texts as expressions
+    name_or_path = None  # no switch: `LoraFolder` has it
 
 
 @dataclass(frozen=True)
 class LoraFolder(LoraConfig, name="model.lora"):
-    """Adapters of a PEFT folder or hub id, as `ModelConfig.resolved` finds them."""
+    """Adapters of a PEFT folder, as `ModelConfig.resolved` finds them."""
 
     name_or_path: str = ""
-
-    def __post_init__(self) -> None:
-        rule = "must be left out with adapters to start from, which have a rank of their own"
-        require(self.rank == 0, "model.lora.rank", rule, self.rank)
 
 
 @dataclass(frozen=True)
@@ -139,36 +106,39 @@ class ModelConfig(Section, name="model"):
         return self.lora.rank > 0 or self.lora.name_or_path is not None
 
     def resolved(self) -> "ModelConfig":
-        """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder.
-
-        Raises ValueError if adapters are wanted without peft.
-        """
+        """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder."""
         config = self
         folder = Path(self.name_or_path).expanduser()
         if (folder / "adapter_config.json").is_file():
+            require(self.lora.rank == 0, "model.lora.rank", "must be 0 with a PEFT folder's adapters", self.lora.rank)
             peft_config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
             base = peft_config.get("base_model_name_or_path")
             require(base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
-            adapters = LoraFolder(rank=self.lora.rank, name_or_path=str(folder))
+            adapters = LoraFolder(name_or_path=str(folder))
             config = replace(self, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
         if config.has_adapters and importlib.util.find_spec("peft") is None:
             raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
         return config
 
 
-class DefaultRate(float):
-    """A learning rate that was not set."""
+TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle between 0.9M and the paper's 0.5B
 
 
-def default_lr(model: ModelConfig) -> DefaultRate:
-    """The learning rate for a model by the size of its weights, as far as that is known before it is loaded."""
+def default_lr(model: ModelConfig) -> float:
+    """The learning rate by the size of the weights, as far as that is known before they are loaded.
+
+    3e-5 is for the embedded models, 1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate
+    at about any size (Schulman et al. 2025).
+    """
     model = model.resolved()
     folder = Path(__file__).parent / "assets" / model.name_or_path
     if not folder.is_dir():
         folder = Path(model.name_or_path).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    rate = TINY_LR if 0 < size < TINY_BYTES else PAPER_LR
-    return DefaultRate(LORA_LR[rate] if model.has_adapters else rate)
+    is_tiny = 0 < size < TINY_BYTES
+    if model.has_adapters:
+        return 3e-4 if is_tiny else 1e-5
+    return 3e-5 if is_tiny else 1e-6
 
 
 @dataclass(frozen=True)
@@ -203,10 +173,8 @@ class DataConfig(Section, name="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule = "must be a mapping with the keys prompt and answer, or one of them"
-        require(self.columns.keys() <= {"prompt", "answer"}, "data.columns", rule, self.columns)
         object.__setattr__(self, "columns", {"prompt": "prompt", "answer": "answer"} | self.columns)
-        rule = "must be a mapping with any of the keys config, revision and splits"
+        rule = "must have no keys but config, revision and splits"
         require(self.hub.keys() <= {"config", "revision", "splits"}, "data.hub", rule, self.hub)
 
     @property
@@ -217,8 +185,9 @@ class DataConfig(Section, name="data"):
     @property
     def system_text(self) -> str:
         """System prompt in effect."""
-        default = SYSTEM_PROMPT if self.numeric else ""
-        return default if self.system_prompt is None else self.system_prompt
+        if self.system_prompt is not None:
+            return self.system_prompt
+        return SYSTEM_PROMPT if self.numeric else ""
 
 
 @dataclass(frozen=True)
@@ -255,12 +224,11 @@ class RewardConfig(Section, name="reward"):
 
 def check_reward(data: DataConfig, reward: RewardConfig) -> None:
     """Raise ValueError if `MathReward` would have to score answers that are no numbers."""
-    if not data.numeric and any(isinstance(function, MathReward) for function in reward.functions):
-        kind, fix = "text", "ExactMatch"
-        if data.answer_kind == "none":
-            kind, fix = "none", "a reward of your own, such as [my_rewards.brevity]"
-        problem = f"compares numbers, but the answers of --data.name {data.name} are {kind}"
-        raise ValueError(f"--reward.functions MathReward {problem}: set --reward.functions {fix}")
+    compares_numbers = any(isinstance(function, MathReward) for function in reward.functions)
+    rule = (
+        f"must not be MathReward with --data.name {data.name}, whose answers are no numbers; ExactMatch compares texts"
+    )
+    require(data.numeric or not compares_numbers, "reward.functions", rule, reward.functions)
 
 
 @dataclass(frozen=True)
@@ -303,11 +271,6 @@ class RolloutConfig(Section, name="rollout"):
         super().__post_init__()
         require(all(self.stop_strings), "rollout.stop_strings", "must not be empty texts", self.stop_strings)
 
-    @property
-    def external(self) -> bool:
-        """True if an engine draws in place of the policy."""
-        return self.engine is not None
-
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Section, name="algorithm"):
@@ -330,57 +293,33 @@ class AlgorithmConfig(Section, name="algorithm"):
         correction_cap: largest correction weight
     """
 
-    surrogate: Surrogate = field(default_factory=PSPO)
-    terms: list[Term | Callable] = field(default_factory=list)
+    surrogate: losses.Surrogate = field(default_factory=losses.PSPO)
+    terms: list[losses.Term | Callable] = field(default_factory=list)
     epochs: int = number(2, above=0)
     minibatches: int = number(1, above=0)
-    aggregation: Aggregation | Callable = "dapo"
+    aggregation: losses.Aggregation | Callable = "dapo"
     advantages: Advantages | Callable = "none"
     beta: float = number(0.0, at_least=0)
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: losses.KLEstimator = "k3"
     entropy_coef: float = number(0.0, at_least=0)
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    correction: Correction | Callable | None = None
+    correction: losses.Correction | Callable | None = None
     correction_cap: float = number(3.0, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_call("surrogate", self.surrogate.bind_step(0), ["logprobs", "old_logprobs", "advantages", "mask"])
-        for term in self.terms:
-            check_call("terms", term, ["losses", "x"])
-        check_call("advantages", self.advantages, ["rewards", "group_size"], ADVANTAGE_INPUTS)
-        check_call("aggregation", self.aggregation, ["mask", "counts"])
-        check_call("correction", self.correction, ["old_logprobs", "sampler_logprobs", "mask"])
-        loss_terms = self.active_terms()
-        is_silent = all(getattr(piece, "silent_at_zero_advantage", False) for piece in (self.surrogate, *loss_terms))
-        object.__setattr__(self, "loss_terms", loss_terms)  # those that are on, in the order in which they are called
-        object.__setattr__(self, "silent_at_zero_advantage", is_silent)  # no loss where A = 0: rows may be left out
-
-    def active_terms(self) -> list[Term]:
-        """Terms of the loss that are on: those of --algorithm.terms, then correction, KL penalty and entropy bonus."""
         terms = list(self.terms)
         if self.correction not in (None, "none"):
-            terms.append(SamplerCorrection(self.correction, self.correction_cap))
+            terms.append(losses.SamplerCorrection(self.correction, self.correction_cap))
         if self.beta > 0:
-            terms.append(KLPenalty(self.beta, self.kl_estimator))
+            terms.append(losses.KLPenalty(self.beta, self.kl_estimator))
         if self.entropy_coef > 0:
-            terms.append(EntropyBonus(self.entropy_coef))
-        return terms
-
-
-def check_call(switch: str, value: Any, inputs: Sequence[str], optional: Sequence[str] = ()) -> None:
-    """Raise ValueError unless a function takes the inputs, and the optional ones that its signature names."""
-    if not callable(value):
-        return
-    try:
-        signature = inspect.signature(value)
-        signature.bind(*inputs, **{name: None for name in optional if name in signature.parameters})
-    except TypeError as error:
-        name = getattr(value, "__name__", type(value).__name__)
-        also = f", and may ask for {', '.join(optional)}" if optional else ""
-        raise ValueError(f"--algorithm.{switch} {name} must take {', '.join(inputs)}{also}: {error}") from error
+            terms.append(losses.EntropyBonus(self.entropy_coef))
+        is_silent = all(getattr(piece, "silent_at_zero_advantage", False) for piece in (self.surrogate, *terms))
+        object.__setattr__(self, "loss_terms", terms)  # those that are on, in the order in which they are called
+        object.__setattr__(self, "silent_at_zero_advantage", is_silent)  # no loss where A = 0: rows may be left out
 
 
 @dataclass(frozen=True)
@@ -451,10 +390,6 @@ class DistributedConfig(Section, name="distributed"):
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
 
-    @property
-    def sharded(self) -> bool:
-        return self.strategy == "fsdp2"
-
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -473,67 +408,53 @@ class TrainConfig:
         if self.optimizer.lr is None:
             object.__setattr__(self, "optimizer", replace(self.optimizer, lr=default_lr(self.model)))
         if self.algorithm.correction is None:
-            needed = self.rollout.external and self.rollout.environment is None and not self.ratios_to_engine
-            default = "token_truncate" if needed else "none"
-            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
+            needed = self.draws_by_engine and not self.ratios_to_engine
+            correction = "token_truncate" if needed else "none"
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
         self.check_sampling()
-        self.check_optimizer()
+        self.check_steps()
         check_reward(self.data, self.reward)
 
     def check_sampling(self) -> None:
-        """Raise ValueError for parts of the algorithm for which the sampler does not record what they need."""
-        algorithm = self.algorithm
-        if algorithm.correction != "none":
-            rule = "must be none with an engine, rollout.lag and ratio_to behaviour: ratios are to its own log-probs"
-            require(not self.ratios_to_engine, "algorithm.correction", rule, algorithm.correction)
-            rule = "must be none with rollout.decoder hf or an environment, which record no log-probs"
-            require(self.samples_with_logprobs, "algorithm.correction", rule, algorithm.correction)
-        if algorithm.nucleus == "replay":
-            rule = "must be ignore with an engine, rollout.decoder hf or an environment, which record no nucleus"
-            is_recorded = self.samples_with_logprobs and not self.rollout.external
-            require(is_recorded, "algorithm.nucleus", rule, algorithm.nucleus)
-            rule = "must be ignore with rollout.top_p 1 and top_k 0, which cut nothing"
-            require(self.rollout.top_p < 1 or self.rollout.top_k > 0, "algorithm.nucleus", rule, algorithm.nucleus)
+        """Raise ValueError if the algorithm needs what the sampler does not record."""
+        rollout = self.rollout
+        is_plain = rollout.engine is None and rollout.environment is None and rollout.decoder != "hf"
+        correction = self.algorithm.correction
+        rule = "must be none with --rollout.decoder hf or an environment, which record no log-probs"
+        require(correction == "none" or is_plain or self.draws_by_engine, "algorithm.correction", rule, correction)
+        rule = "must be none with an engine and a lag: ratios are to the engine's own log-probs"
+        require(correction == "none" or not self.ratios_to_engine, "algorithm.correction", rule, correction)
+        if self.algorithm.nucleus == "replay":
+            rule = "must be ignore with an engine, an environment or --rollout.decoder hf, which record no nucleus"
+            require(is_plain, "algorithm.nucleus", rule, "replay")
+            rule = "must be ignore unless --rollout.top_p or top_k cuts something"
+            require(rollout.top_p < 1 or rollout.top_k > 0, "algorithm.nucleus", rule, "replay")
 
-    def check_optimizer(self) -> None:
-        """Raise ValueError for optimizer steps that the rollout, the run's length or the shards do not allow."""
+    def check_steps(self) -> None:
+        """Raise ValueError for optimizer steps that the rollout or the shards do not allow."""
         minibatches = self.algorithm.minibatches
         rule = f"must not be above rollout.prompts ({self.rollout.prompts}): groups stay whole"
         require(minibatches <= self.rollout.prompts, "algorithm.minibatches", rule, minibatches)
-        optimizer = self.optimizer
-        if optimizer.schedule != "constant":
-            rule = f"must be below run.max_steps ({self.run.max_steps}) for a {optimizer.schedule} schedule"
-            require(optimizer.warmup_steps < self.run.max_steps, "optimizer.warmup_steps", rule, optimizer.warmup_steps)
-        if self.sharded:
-            rule = "must be adamw or sgd under fsdp2, which shards it"
-            require("8bit" not in optimizer.name, "optimizer.name", rule, optimizer.name)
-            rule = "must not be bfloat16 under fsdp2, which trains float32 shards, unless LoRA freezes them"
+        if self.distributed.strategy == "fsdp2":
+            name = self.optimizer.name
+            require("8bit" not in name, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", name)
             trains_bf16 = self.model.dtype == "bfloat16" and not self.model.resolved().has_adapters
-            require(not trains_bf16, "model.dtype", rule, self.model.dtype)
+            require(not trains_bf16, "model.dtype", "must be float32 under fsdp2, but for LoRA", self.model.dtype)
 
     @property
-    def sharded(self) -> bool:
-        return self.distributed.sharded
-
-    @property
-    def samples_with_logprobs(self) -> bool:
-        """True if the sampler can return log-probs (and, without an engine, nuclei) with its tokens."""
-        records = self.rollout.external or self.rollout.decoder != "hf"
-        return records and self.rollout.environment is None
+    def draws_by_engine(self) -> bool:
+        """True if an engine draws whole rollouts, and not the turns of an environment's episodes."""
+        return self.rollout.engine is not None and self.rollout.environment is None
 
     @property
     def ratios_to_engine(self) -> bool:
         """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
-        rollout = self.rollout
-        by_engine = rollout.external and rollout.environment is None
-        return by_engine and rollout.lag > 0 and self.algorithm.ratio_to == "behaviour"
+        return self.draws_by_engine and self.rollout.lag > 0 and self.algorithm.ratio_to == "behaviour"
 
     @property
     def draws_ahead(self) -> bool:
-        """True if an engine draws the next rollout while one is trained on."""
-        rollout = self.rollout
-        alone = rollout.environment is None and rollout.resample == 0  # else it answers to the turns, or to the rewards
-        return rollout.external and rollout.lag > 0 and alone
+        """True if an engine draws the next rollout while one is trained on; resampling first needs its rewards."""
+        return self.draws_by_engine and self.rollout.lag > 0 and self.rollout.resample == 0
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless a minibatch's prompts divide evenly among the ranks."""
@@ -571,8 +492,9 @@ class EvalConfig(Section, name="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        rule = "must be one or more finite numbers of at least 0"
         is_range = self.temperatures and all(0 <= temperature < math.inf for temperature in self.temperatures)
-        require(is_range, "eval.temperatures", "must be one or more finite numbers of at least 0", self.temperatures)
+        require(is_range, "eval.temperatures", rule, self.temperatures)
         names = {f"{temperature:g}" for temperature in self.temperatures}  # as in results.json
         require(len(names) == len(self.temperatures), "eval.temperatures", "must differ", self.temperatures)
         require(all(self.stop_strings), "eval.stop_strings", "must not be empty texts", self.stop_strings)

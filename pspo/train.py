@@ -15,7 +15,7 @@ import torch
 
 from pspo import distributed as dist
 from pspo.distributed import run_main
-from pspo.rollout import Drawing, Experience, estimate_advantages, group_relative_advantages, refill
+from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
 from pspo.run.command import train_command
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
@@ -46,7 +46,10 @@ def train(run: Run) -> dict[str, Any]:
 def draw(run: Run) -> Experience:
     """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
     config = run.config
-    experience = score(run, draw_prompts(run, config.rollout.prompts))
+    indices, prompts = run.stream.next(config.rollout.prompts)
+    with run.phase("generate"):
+        rollout = run.sampler.draw(prompts, config.rollout.group_size)
+    experience = score(run, indices, rollout)
     if config.rollout.resample > 0:
         experience = resample(run, experience)
     if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
@@ -56,17 +59,9 @@ def draw(run: Run) -> Experience:
     return experience
 
 
-def draw_prompts(run: Run, n: int) -> Drawing:
-    """Draw a group of completions for each of the next n prompts, all ranks' together."""
-    indices, prompts = run.stream.next(n)
-    with run.phase("generate"):
-        rollout = run.sampler.draw(prompts, run.config.rollout.group_size)
-    return Drawing(indices, rollout)
-
-
-def score(run: Run, drawing: Drawing) -> Experience:
-    """Rewards of a rollout, NaN where unknown (--reward.on_error none), and its advantages."""
-    reward, rollout = run.config.reward, drawing.rollout
+def score(run: Run, prompts: list[int], rollout: Rollout) -> Experience:
+    """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
+    reward = run.config.reward
     inputs = rollout.reward_inputs
     logged: dict[str, list[Any]] = {}
     with run.phase("reward"):
@@ -74,7 +69,7 @@ def score(run: Run, drawing: Drawing) -> Experience:
             reward.functions,
             reward.weights,
             rollout.texts,
-            run.stream.problems(drawing.prompts),
+            run.stream.problems(prompts),
             timeout=reward.timeout,
             on_error=reward.on_error,
             workers=reward.workers,
@@ -88,7 +83,7 @@ def score(run: Run, drawing: Drawing) -> Experience:
         rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
         if FIRST_FAILURES and rewards.isnan().all():
             raise RewardError(f"every completion of this rollout is without a reward: {FIRST_FAILURES}")
-    experience = Experience(drawing.prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)
+    experience = Experience(prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)
     return add_advantages(run, experience)
 
 
@@ -111,7 +106,10 @@ def resample(run: Run, experience: Experience) -> Experience:
         missing = dist.max_over_ranks(experience.signal.count(False))
         if missing == 0:
             break
-        fresh = score(run, draw_prompts(run, missing * dist.world_size()))
+        indices, prompts = run.stream.next(missing * dist.world_size())
+        with run.phase("generate"):
+            rollout = run.sampler.draw(prompts, run.config.rollout.group_size)
+        fresh = score(run, indices, rollout)
         experience = add_advantages(run, refill(experience, fresh))
     return experience
 

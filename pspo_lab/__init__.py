@@ -11,7 +11,7 @@ __all__ = ["report", "view"]
 def __getattr__(name: str) -> Any:
     """Import `view` and `report` when they are first used: they need pandas, matplotlib and torch."""
     if name == "view":
-        from pspo_lab.view_page import view
+        from pspo_lab.view_command import view
 
         return view
     if name == "report":

@@ -20,8 +20,7 @@ from matplotlib.lines import Line2D
 from pspo.cli.escape import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import ARGUMENT, SEED, methods, setting_numbers
-from pspo_lab.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, mean_over_seeds, scale, smoothed
-from pspo_lab.text import file_name
+from pspo_lab.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, file_name, mean_over_seeds, scale, smoothed
 
 # A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
 COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",

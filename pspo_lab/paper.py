@@ -1,8 +1,7 @@
 """Our runs beside the paper's numbers: ``pspo report RUNS --against paper``.
 
-`paper.csv` has them: the accuracies (gold anywhere, greedy, %) of its main table, those that its text gives of 7B
-models, and the validation rewards of its ablation of alpha. Of 7B it does not say the training data; gsm8k+math is our
-reading.
+`paper.csv` has them: the accuracies (gold anywhere, greedy, %) of its main table, and those that its text gives of
+7B models. Of 7B it does not say the training data; gsm8k+math is our reading.
 """
 
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from pspo_lab.runs import Runs
-from pspo_lab.settings import ARGUMENT, DATA, MODEL, SURROGATE, labels, methods, setting_numbers
-from pspo_lab.tables import learning, mean_over_seeds, mean_text
-from pspo_lab.text import escape_markdown, markdown_table
+from pspo_lab.settings import DATA, MODEL, SURROGATE, labels, methods
+from pspo_lab.tables import escape_markdown, markdown_table, mean_over_seeds, mean_text
 
 METHOD = ["model", "data", "method"]
 SETS = ["gsm8k", "asdiv", "svamp", "math"]
@@ -20,17 +18,15 @@ NOTE = (
     "Accuracy (%): the gold value anywhere in the response, greedy. Ours: mean over seeds with its 95% interval (of one"
     " seed the interval over problems), and in parentheses the difference from the paper, which gives no intervals."
 )
-ALPHA = (
-    "Mean validation reward at the end, over seeds with its 95% interval. The paper does not say how many seeds it has."
-)
 
 
 def against_paper(runs: Runs) -> str:
-    """Both tables as Markdown: the paper's rows with ours below each, then those of ours that it has not."""
+    """A table as Markdown: the paper's rows with ours below each, then those of ours that it has not."""
     paper = pd.read_csv(Path(__file__).with_name("paper.csv"), keep_default_na=False)
+    paper = paper[paper["table"] != "alpha"]
     ours = our_accuracies(runs)
     columns = SETS + sorted(set(ours["column"]) - set(SETS))
-    paper_rows = dict(list(paper[paper["table"] != "alpha"].groupby(METHOD, sort=False)))
+    paper_rows = dict(list(paper.groupby(METHOD, sort=False)))
     our_rows = dict(list(ours.groupby(METHOD, sort=False)))
     rows = []
     for name in dict.fromkeys([*paper_rows, *our_rows]):
@@ -53,7 +49,7 @@ def against_paper(runs: Runs) -> str:
     note = NOTE
     if others := sorted(set(ours["model"]) - set(paper["model"])):
         note += " " + escape_markdown(f"The paper has no runs of {', '.join(others)}: nothing is compared there.")
-    parts = ["# Against the paper", markdown_table(table.set_index("model")), note, *alpha_table(runs, paper)]
+    parts = ["# Against the paper", markdown_table(table.set_index("model")), note]
     return "\n\n".join(parts) + "\n"
 
 
@@ -92,24 +88,3 @@ def methods_with_epochs(configs: pd.DataFrame) -> pd.Series:
     epochs = configs.get("algorithm.epochs")
     paper_epochs = pd.Series(2, configs.index).where(method != "NoClip", 1)
     return method.where(epochs == paper_epochs, method + ", epochs " + epochs.astype(str))
-
-
-def alpha_table(runs: Runs, paper: pd.DataFrame) -> list[str]:
-    """The ablation: the last validation reward by alpha, the paper's and ours where settings differ in alpha alone."""
-    switch = f"{ARGUMENT}alpha"
-    if switch not in runs.configs:
-        return []
-    alpha = pd.to_numeric(runs.configs[switch], errors="coerce")
-    configs = runs.configs.assign(**{switch: alpha}).dropna(subset=switch)
-    group = setting_numbers(configs, ignore=[switch])
-    group = group[configs.groupby(group)[switch].transform("nunique") > 1]
-    row = configs[MODEL].map(lambda name: Path(name).name) + ", " + configs[DATA] + ", " + (group + 1).astype(str)
-    values = learning(runs)
-    values = values[(values["column"] == "final validation reward") & values["run"].isin(group.index)]
-    values = values.assign(row=values["run"].map(row), column=values["run"].map(alpha))
-    rewards = paper[paper["table"] == "alpha"]
-    texts = {"paper, Qwen2-Math-1.5B": {float(row.alpha): f"{row.value:.3f}" for row in rewards.itertuples()}}
-    for cell in mean_over_seeds(values).itertuples():
-        texts.setdefault(cell.row, {})[cell.column] = mean_text(cell, 1, 3)
-    table = pd.DataFrame(texts).T.sort_index(axis=1).fillna("–").rename(columns="alpha {:g}".format)
-    return ["## Alpha", markdown_table(table), ALPHA] if len(table) > 1 else []

@@ -29,13 +29,15 @@ from pspo_lab.settings import DATA, MODEL, SEED, labels, number_long_labels, sha
 from pspo_lab.tables import (
     NOTES,
     accuracies,
-    difference_sentences,
+    escape_cell,
+    escape_markdown,
+    file_name,
+    latex_table,
     report_text,
     split_by_test,
     tables,
     terminal_text,
 )
-from pspo_lab.text import escape_cell, escape_markdown, file_name, latex_table
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 DEFAULTS = "A switch that a name leaves out has its default."
@@ -77,11 +79,6 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
             markdown.append(f"### {name}\n\n{report_text(table)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
                 print(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n")
-            sentences = difference_sentences(table) if name == "Paired differences" else []
-            if sentences:
-                print("\n".join(sentences) + "\n")
-                items = [f"* {escape_markdown(line)}" for line in sentences[1:]]
-                markdown.append("\n".join([f"{sentences[0]}\n", *items]))
             for test, texts in split_by_test(table):
                 latex.append(f"% {one_line(f'{title}: {name}, {test}').removesuffix(', ')}\n{latex_table(texts)}")
             cells.append(table.assign(task=title, table=name))

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from pspo.cli.escape import one_line
-from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_steps
+from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
 from pspo_lab.settings import (
     DATA,
     MODEL,
@@ -221,9 +221,11 @@ def problems_fingerprint(folder: Path, path: Path) -> str | None:
 
 def read_metrics(folder: Path) -> pd.DataFrame:
     """The rollouts in order of steps, the last record of each."""
-    records = read_steps(folder / "metrics.jsonl")
+    records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise ValueError("metrics.jsonl holds no rollout")
+    if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
+        raise ValueError("metrics.jsonl is damaged: a record without a step")
     metrics = pd.DataFrame(records)
     if nulls := sum(value is None for record in records for value in record.values()):
         warn(f"{folder}: {nulls} values that were not finite; left out")

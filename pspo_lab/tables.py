@@ -1,7 +1,10 @@
 """Tables of runs: the numbers of each run, their means over seeds, and their texts."""
 
+import html
 import math
-from collections.abc import Iterator, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,6 @@ from scipy.stats import binomtest, t
 from pspo.cli.escape import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import LONG, SEED, methods, setting_numbers
-from pspo_lab.text import escape_markdown, markdown_table
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
@@ -21,8 +23,6 @@ LEARNING = ["final reward", "peak reward", "area under the curve", "steps to pea
             "best trained validation reward", "final validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
-ENDS = ("final validation reward", "final reward")
-SCALED = "PSPO's gradient is (1 - alpha) times NoClip's, and AdamW's step does not change when gradients are scaled"
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm",
                "gradient_cosine"]  # fmt: skip
@@ -246,26 +246,6 @@ def text_table(cells: pd.DataFrame) -> pd.DataFrame:
     return texts
 
 
-def difference_sentences(differences: pd.DataFrame) -> list[str]:
-    """What the paired differences say of where runs end, a sentence each; nothing without three seeds."""
-    measure = next((name for name in ENDS if name in set(differences["column"])), None)
-    cells = differences[(differences["column"] == measure) & differences["low"].notna()]
-    lines = []
-    for cell in cells.itertuples():
-        setting, baseline = cell.row.split(" - ")
-        size = mean_text(cell, 1, 3)
-        if cell.low > 0:
-            lines.append(f"{setting} ends above {baseline}: {size}.")
-        elif cell.high < 0:
-            lines.append(f"{setting} ends below {baseline}: {size}.")
-        else:
-            line = f"{setting} and {baseline} cannot be told apart: {size}."
-            if setting.startswith("PSPO") and baseline.startswith("NoClip"):
-                line += f" No difference is expected: {SCALED}."
-            lines.append(line)
-    return [f"Differences in {measure}, with 95% intervals over seeds:", *lines] if lines else []
-
-
 def report_text(cells: pd.DataFrame) -> str:
     """Markdown of a table for each test."""
     parts = []
@@ -286,3 +266,46 @@ def terminal_text(cells: pd.DataFrame) -> str:
             table = "\n\n".join(markdown_table(texts[["seeds", name]], one_line) for name in texts.columns[1:])
         parts += [one_line(test), table]
     return "\n\n".join(parts)
+
+
+# Text of others, such as names and switches of runs: it is shown, and does nothing
+
+
+MARKDOWN = re.compile(
+    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
+    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
+)
+
+
+def escape_markdown(text: str) -> str:
+    """Text as a line of Markdown shows it."""
+    text = html.escape(one_line(text), quote=False)
+    return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
+
+
+def escape_cell(text: str) -> str:
+    """Text for a cell of a spreadsheet, which would compute what looks like a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def file_name(text: str) -> str:
+    """Text as a file's name; a long one is cut, and ends in its CRC-32."""
+    name = re.sub(r"[^\w.+]+", "-", text)
+    return name if len(name.encode()) <= 100 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
+
+
+def markdown_table(texts: pd.DataFrame, escape: Callable[[str], str] = escape_markdown) -> str:
+    """A table of texts as aligned Markdown; the index is the first column."""
+    rows = [["", *texts.columns]]
+    rows += [[row, *cells] for row, *cells in texts.itertuples()]
+    rows = [[escape(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def latex_table(texts: pd.DataFrame) -> str:
+    """A table of texts as a LaTeX tabular."""
+    texts = texts.rename(index=one_line, columns=one_line).rename_axis(None)
+    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))

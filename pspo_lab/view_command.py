@@ -3,21 +3,67 @@
 RUN is a run's folder, a packed folder, or one that holds some. ``--watch`` serves the page here instead, and follows
 runs that train. ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights
 under these; unset, under all of `pspo.losses`.
+
+The page is one HTML file that asks no host for anything. Charts are uPlot's (https://github.com/leeoniya/uPlot, MIT):
+51 kB, a crosshair over all charts, bands and thousands of points without a delay.
 """
 
 import argparse
+import base64
+import gzip
+import html
+import json
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
 from pspo.cli.escape import tolerate_output
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
-from pspo_lab.view_page import make_page, packed_data
+from pspo_lab.runs import read_runs
+from pspo_lab.view_data import built_in_surrogates, make_surrogate, page_data
+
+FOLDER = Path(__file__).parent / "page"
+
+
+def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
+    """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
+    from IPython.display import IFrame
+
+    page = html.escape(make_page([Path(run) for run in runs], surrogates))
+    return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
+
+
+def make_page(roots: Sequence[Path], surrogates: Sequence[str] = (), watch: bool = False) -> str:
+    """The HTML of runs, packed runs, or folders that hold some; with ``watch`` it asks its server for news.
+
+    Raises ValueError if there is nothing to show, or a surrogate cannot be made.
+    """
+    files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
+    assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
+    template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
+    title = ", ".join(root.resolve().name for root in roots[:3])
+    if len(roots) > 3:
+        title += " ..."
+    return template.render(title=title, data=packed_data(roots, surrogates), watch=watch, **assets)
+
+
+def packed_data(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
+    """The page's data, base64 of gzipped JSON: nothing that a model wrote can end the element that holds it."""
+    compared = {text: make_surrogate(text) for text in surrogates} or built_in_surrogates()
+    runs = read_runs(roots)
+    if runs.configs.empty:
+        raise ValueError(f"no run is in {', '.join(map(str, roots))}")
+    content = json.dumps(page_data(runs, compared)).encode()  # ASCII: lone surrogates are escaped
+    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -201,6 +201,8 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
         table = pd.read_parquet(file)[TOKEN_COLUMNS]
     except (KeyError, ValueError) as error:
         raise ValueError(f"{file} is not what a run records ({error})") from error
+    if table.empty:  # no optimizer step visited the rollout
+        return {}
     keys = ["step", "problem", "sample"]
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
     table["sequence"] = begins.cumsum()

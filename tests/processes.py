@@ -29,7 +29,7 @@ import pspo.update
 from pspo.cli.files import read_jsonl
 from pspo.distributed import run_main
 from pspo.model import ASSETS
-from pspo.rollout import Drawing, Experience, Rollout
+from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 
 torch.set_num_threads(1)
@@ -198,7 +198,7 @@ def contents(run: Path) -> dict[str, object]:
 
 def states(path: Path) -> dict[str, dict[str, Any]]:
     """The states that a checkpoint's file of parts holds."""
-    with torch.serialization.safe_globals([Drawing, Experience, Rollout, Nucleus]):
+    with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
         return torch.load(path, weights_only=True)
 
 

@@ -111,6 +111,15 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
         assert (rollout.prompts, rollout.group_size) == expected
 
 
+def test_an_alias_cannot_expand_into_a_million_values(yaml_file, capsys):
+    lines = ["data:", "  hub:", "    l0: &l0 [1, 2]"]
+    lines += [f"    l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_config(*yaml_file("\n".join(lines)))
+    assert "own.yaml is damaged: over 1,000,000 values" in capsys.readouterr().err
+    assert train_config(*yaml_file("run: {seed: &n 7, keep: *n}")).run.keep == 7
+
+
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)
 def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(surrogate, yaml_file, capsys, recwarn):
     name = f"--algorithm.surrogate={type(surrogate).__name__}"
@@ -211,21 +220,20 @@ def test_the_guide_lists_exactly_the_switches():
 def test_the_package_lists_its_commands_and_the_version():
     run = [sys.executable, "-m", "pspo"]
     text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^pspo (\w+)  ", text, re.MULTILINE) == list(pspo.__main__.MODULES)
-    assert all(importlib.util.find_spec(module) for module in pspo.__main__.MODULES.values())
+    assert re.findall(r"^pspo (\w+)  ", text, re.MULTILINE) == list(pspo.__main__.COMMANDS)
+    assert all(importlib.util.find_spec(module) for module, _ in pspo.__main__.COMMANDS.values())
     assert pspo.__version__ in text
     assert subprocess.run([*run, "tra"], capture_output=True, check=False).returncode == 2
 
 
 BAD_VALUES = """
 data.limit=0 data.max_prompt_tokens=0 data.holdout=-0.1 data.holdout=1 data.holdout=.nan data.hub={commit:1}
-data.columns={question:a}
 reward.functions=[] reward.weights=[1,1] reward.weights=[] reward.weights=[.nan] reward.timeout=-1 reward.timeout=.inf
 rollout.prompts=0 rollout.group_size=1 rollout.max_completion_tokens=0 rollout.temperature=0 rollout.temperature=.nan
 rollout.temperature=.inf rollout.top_p=0
 rollout.top_p=1.01 rollout.top_k=-1 rollout.max_rows=0 rollout.stop_strings=['']
 algorithm.epochs=0 algorithm.minibatches=0 algorithm.minibatches=33 algorithm.beta=-0.1 algorithm.correction_cap=0
-algorithm.advantages=math.exp algorithm.terms=[math.exp] algorithm.surrogate=math.exp
+algorithm.surrogate=math.exp
 optimizer.lr=0 optimizer.lr=-1e-6 optimizer.lr=.nan optimizer.lr=.inf optimizer.warmup_steps=-1
 optimizer.max_grad_norm=-1 optimizer.microbatch_tokens=0
 run.seed=-1 run.seed=4294967296 run.max_steps=0 run.max_steps=null run.max_tokens=0 run.validate_every=-1
@@ -251,10 +259,8 @@ algorithm.nucleus=replay rollout.decoder=hf
 algorithm.nucleus=replay rollout.top_p=1
 algorithm.correction=token_mask rollout.environment=my.World
 algorithm.correction=token_mask rollout.engine=my.Engine rollout.lag=1
-optimizer.warmup_steps=100 optimizer.schedule=cosine
 optimizer.name=adamw8bit distributed.strategy=fsdp2
 model.dtype=bfloat16 distributed.strategy=fsdp2
-model.lora.alpha=8 model.lora.rank=0
 reward.functions=MathReward data.answer_kind=text
 """
 

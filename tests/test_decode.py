@@ -1,7 +1,6 @@
 """Every decoder against the plain model's argmax and the exact nucleus, whatever the model's folder says."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import TopPLogitsWarper
 from pspo.config import SYSTEM_PROMPT, ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.decode import _sample_by_rejection, _sample_sorted, in_nucleus, sample_nucleus
+from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_sorted
 from pspo.run.save import save_model
 from pspo.tasks import load_problems
 
@@ -138,7 +137,7 @@ def test_hostile_generation_settings_change_nothing(tiny_model, model_folder, lo
             assert len(set(map(tuple, sampled))) > 4  # it did sample
 
     assert model.generation_config is theirs
-    save_model(model, tokenizer, folder.parent / "saved", "")
+    save_model(model, tokenizer, folder.parent / "saved")
     if name != "in config.json":
         assert json.loads((folder.parent / "saved/generation_config.json").read_text()).items() >= hostile.items()
 
@@ -177,6 +176,33 @@ def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
 
 
 # ---------------------------------------------------------------- sampled
+
+
+class Scarce(torch.nn.Module):
+    """A model that runs out of memory above a number of rows."""
+
+    def __init__(self, model, rows):
+        super().__init__()
+        self.model, self.rows, self.config, self.device = model, rows, model.config, model.device
+
+    def forward(self, input_ids, **options):
+        if len(input_ids) > self.rows:
+            raise torch.OutOfMemoryError
+        return self.model(input_ids=input_ids, **options)
+
+
+@pytest.mark.parametrize("decoder", OWN_LOOP)
+def test_out_of_memory_draws_as_with_fewer_rows_from_the_start(tiny_model, tokenizer, decoder):
+    model, prompts = tiny_model(), [*PROMPTS, *PROMPTS[:1]]
+    sampling = replace(SAMPLING, decoder=decoder, max_rows=12)
+    expected = seeded(7, model, tokenizer, prompts, replace(sampling, max_rows=4), group_size=2)
+    other = seeded(7, model, tokenizer, prompts, sampling, group_size=2)
+    assert completions(other) != completions(expected)
+    with pytest.warns(UserWarning, match="out of memory: drawing as with --rollout.max_rows"):
+        drawn = seeded(7, Scarce(model, 4), tokenizer, prompts, sampling, group_size=2)
+    assert completions(drawn) == completions(expected)
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
+        generate(Scarce(model, 1), tokenizer, prompts, sampling, group_size=2)
 
 
 @each_decoder
@@ -218,18 +244,18 @@ SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabula
 @pytest.mark.parametrize(
     ("sampler", "vocabulary", "spread", "top_p"),
     [
-        *((_sample_by_rejection, *shape, top_p) for shape in SHAPES for top_p in (0.3, 0.85, 1.0)),
-        (_sample_by_rejection, 400, 0.3, 0.05),
-        (_sample_by_rejection, 400, 0.1, 0.02),  # of which half the rows are sorted after `MAX_TRIES`
-        *((_sample_sorted, *shape, 0.85) for shape in SHAPES),
-        *((_sample_sorted, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
+        *((sample_nucleus, *shape, top_p) for shape in SHAPES for top_p in (0.3, 0.85, 1.0)),
+        (sample_nucleus, 400, 0.3, 0.05),
+        (sample_nucleus, 400, 0.1, 0.02),  # of which half the rows are sorted after `MAX_TRIES`
+        *((sample_sorted, *shape, 0.85) for shape in SHAPES),
+        *((sample_sorted, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
     ],
 )
 def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, top_p):
     torch.manual_seed(vocabulary)
     logits = spread * torch.randn(vocabulary)
     probs = logits.softmax(dim=0).expand(5000, -1)
-    tokens = torch.cat([sampler(probs, top_p if top_p < 1 else float("inf")) for _ in range(4)])
+    tokens = torch.cat([sampler(probs, top_p) for _ in range(4)])
     reference.assert_drawn_from(reference.nucleus(logits, top_p), tokens)
 
 
@@ -242,11 +268,11 @@ def test_the_nucleus_is_the_librarys(top_p):
     probs = logits.softmax(dim=1)
     nucleus = in_nucleus(probs, top_p)
     assert torch.equal(nucleus, warped.isfinite())
-    for sampler in (_sample_by_rejection, _sample_sorted):
-        assert nucleus.gather(1, sampler(probs, top_p if top_p < 1 else math.inf)[:, None]).all()
+    for sampler in (sample_nucleus, sample_sorted):
+        assert nucleus.gather(1, sampler(probs, top_p)[:, None]).all()
 
 
-@pytest.mark.parametrize("sampler", [_sample_by_rejection, _sample_sorted])
+@pytest.mark.parametrize("sampler", [sample_nucleus, sample_sorted])
 @pytest.mark.parametrize(("probs", "top_p", "nucleus"), [
     ([0.25, 0.25, 0.25, 0.25], 0.5, {0, 1, 2, 3}),
     ([0.1, 0.4, 0.1, 0.3, 0.1], 0.75, {0, 1, 2, 3, 4}),  # 0.4 and 0.3 are 0.7: one of the 0.1s, and so all
@@ -262,7 +288,7 @@ def test_nothing_is_left_out_at_top_p_1():
     torch.manual_seed(0)
     logits = torch.zeros(1, 50_000)
     logits[0, 0] = 17.0
-    drawn = torch.cat([sample_nucleus(logits.expand(100, -1), 1.0) for _ in range(10)])
+    drawn = torch.cat([sample_nucleus(logits.softmax(dim=1).expand(100, -1), 1.0) for _ in range(10)])
     expected = 49_999 / (49_999 + 2.718281828459045**17)  # 0.2%
     assert abs((drawn != 0).float().mean().item() - expected) < 5 * (expected / len(drawn)) ** 0.5
     assert (drawn != 0).any()
@@ -278,7 +304,8 @@ def test_rows_with_narrow_and_wide_nuclei_keep_apart():
     torch.manual_seed(0)
     peaked = torch.full((1000,), -30.0)
     peaked[17] = 0.0
-    tokens = sample_nucleus(torch.stack([peaked, 0.01 * torch.randn(1000)] * 500), 0.85)
+    logits = torch.stack([peaked, 0.01 * torch.randn(1000)] * 500)
+    tokens = sample_nucleus(logits.softmax(dim=1), 0.85)
     assert set(tokens[::2].tolist()) == {17}
     assert len(set(tokens[1::2].tolist())) > 300
 

@@ -20,8 +20,7 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, make_sampling
-from pspo.rollout.generate import left_pad
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
 from pspo.tasks.calculator import Calculator, ToolCalculator, calculate
 

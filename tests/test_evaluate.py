@@ -21,8 +21,7 @@ from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import chunks, evaluate
 from pspo.evaluate.results import cluster_bootstrap, pass_at_k, wilson
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts
-from pspo.rollout.generate import left_pad
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from pspo.config import ModelConfig, RolloutConfig
 from pspo.model import shares_prompts, token_logprobs
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts
-from pspo.rollout import generate, make_sampling
-from pspo.rollout.generate import decode_greedily
+from pspo.rollout import decode_greedily, generate, make_sampling
 
 IN_CI = (
     "bart bloom cohere deepseek_v3 electra falcon gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral "

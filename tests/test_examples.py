@@ -1,4 +1,4 @@
-"""examples/grpo.py is the command: the same weights to the last bit, on one thread of a CPU."""
+"""examples/: grpo.py is the command, the same weights to the last bit on one thread of a CPU; the notebook runs."""
 
 import importlib.util
 import re
@@ -38,3 +38,18 @@ def test_grpo_in_one_file_is_the_command(tmp_path, one_thread):
     assert all(torch.equal(ours[name], weights) for name, weights in theirs.items())
     untrained = load_file(ASSETS / "tiny-base" / "model.safetensors")
     assert not torch.equal(ours["model.norm.weight"], untrained["model.norm.weight"])
+
+
+@pytest.mark.nightly
+def test_letters(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(FILE.with_name("letters.ipynb"), as_version=4)
+    learned = "assert summary['after']['ci95'][0] > summary['before']['ci95'][1], summary; len(rewards)"
+    notebook.cells.append(nbformat.v4.new_code_cell(learned))
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    (train,) = (outputs[source] for source in outputs if "pspo.train(" in source)
+    pictures = [output.data for output in train if output.output_type == "display_data"]
+    assert outputs[learned][0].data["text/plain"] == "30"
+    assert any("image/png" in data for data in pictures)  # the live curve, in one place
+    assert len(pictures) == 1

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import shutil
 import sys
@@ -16,7 +15,6 @@ import torch
 from processes import Payload, assert_same, one_layer, run_command
 from safetensors.torch import load_file
 
-import pspo.api
 import pspo.run.recorder
 import pspo.train
 from pspo.cli.parse import parse
@@ -27,7 +25,6 @@ from pspo.run.folders import RunFailed, checkpoints
 from pspo.run.metrics import rollout_metrics
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
-from pspo.tasks.calculator import Calculator
 from pspo.tasks.failures import FIRST_FAILURES
 from pspo.tasks.workers import worker_pool
 
@@ -149,11 +146,11 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
 def test_weights_that_are_not_finite_are_not_saved():
     run = prepare(*parse(TrainConfig, "", [*TINY, "--run.output_dir=out"]))
     run.start()
-    run.checkpointer.save()
+    run.checkpointer.save(run.checkpointer.states())
     next(run.learner.policy.parameters()).data[0, 0] = math.inf
     run.learner.steps = 2
     with pytest.raises(RunFailed, match="step 2"):
-        run.checkpointer.save()
+        run.checkpointer.save(run.checkpointer.states())
     assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000000"]
 
 
@@ -169,7 +166,7 @@ BAD = {  # switches, and what is shown
         ("--reward.functions.rows=4", "--run.validate_every=2", "--run.validation_limit=4"), "KeyError: 'no such key'"
     ),
     "every completion": (
-        ("--reward.on_error=none",), "every completion of this rollout is without a reward: Bad (KeyError"
+        ("--reward.on_error=none",), "every completion of this rollout is without a reward: {'Bad': \"KeyError"
     ),
     "drawn ahead": (("--rollout.engine=test_engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
     "short": (("--reward.functions.how=short",), "reward Bad: returned: 7 values for 8 completions"),
@@ -196,7 +193,7 @@ def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_hap
     assert said in err
     assert ('raise KeyError("no such key")' in err) == ("KeyError" in said)
     assert "pspo/run/" not in err  # no frames but the user's
-    assert "saved at step 4: the same command with --run.output_dir out resumes" in err
+    assert "last checkpoint: out/checkpoints/step-000004; the same command with --run.output_dir out resumes" in err
     assert [line["step"] for line in metrics()] == ([2] if case == "in a validation" else [2, 4])
     Path("broken").unlink()
     assert train(*args) == 0
@@ -207,7 +204,7 @@ def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_hap
 def test_a_reward_that_fails_at_once_leaves_nothing_to_resume(capsys):
     Path("broken").touch()
     assert train("--reward.functions=[test_faults.Bad]", "--reward.functions.at=0") == 1
-    assert "not saved before its first step" in capsys.readouterr().err
+    assert "last checkpoint: none yet" in capsys.readouterr().err
     assert not checkpoints(Path("out"))
 
 
@@ -219,22 +216,17 @@ def test_on_error_none_leaves_out_the_completions_that_fail_and_says_so(capsys):
     assert err.count("KeyError: 'three'\n") == 1  # its traceback, once
     unknown = sum(line["reward_unknown_share"] * 8 for line in metrics())
     assert 0 < unknown < 24
-    assert f"WARNING: {unknown:.0f} of 24 completions had no reward: fails_on_threes (KeyError: 'three')" in err
+    assert f"WARNING: {unknown / 24:.1%} of the completions had no reward: {{'fails_on_threes': " in err
 
 
 def gives_none(completions):
     return [None] * len(completions)
 
 
-def test_rewards_that_are_all_none_end_in_an_error(capsys):
-    args = ("--reward.functions=[test_faults.gives_none]", "--run.max_steps=4")
-    for _ in range(2):  # the second time resumed
-        assert train(*args) == 1
-        err = capsys.readouterr().err
-        assert "WARNING: 16 of 16 completions had no reward: every function returned None" in err
-        error = "pspo.train: no completion ever had a reward, so there is nothing that was learned; last checkpoint: "
-        assert err.splitlines()[-1] == f"{error}out/checkpoints/step-000004"
-        assert not Path("out/summary.json").exists()
+def test_rewards_that_are_all_none_are_warned_of(capsys):
+    assert train("--reward.functions=[test_faults.gives_none]", "--run.max_steps=4") == 0
+    warning = "WARNING: 100.0% of the completions had no reward: every function returned None"
+    assert warning in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -254,41 +246,6 @@ def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
     assert ("your code" in err) == (returns == "raises")
     assert "site-packages" not in err
     assert not Path("out/metrics.jsonl").exists()
-
-
-def forks_once() -> None:
-    if not Path("forked").exists():
-        Path("forked").touch()
-        os.fork()
-
-
-class ForkingLoss(NoClip):
-    def __call__(self, logprobs, old_logprobs, advantages, mask):
-        forks_once()
-        return super().__call__(logprobs, old_logprobs, advantages, mask)
-
-
-class ForkingCalculator(Calculator):
-    def step(self, text):
-        forks_once()
-        return super().step(text)
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"algorithm": ForkingLoss},
-        {"data": {"name": "sums", "limit": 20}, "rollout": {"environment": "test_faults.ForkingCalculator"}},
-        {"on_rollout": lambda *_: forks_once()},
-    ],
-    ids=["surrogate", "environment", "on_rollout"],
-)
-def test_user_code_that_forks_makes_no_second_trainer(sections):
-    rollout = {"prompts": 2, "max_completion_tokens": 8, "temperature": 1} | sections.pop("rollout", {})
-    run = {"output_dir": "out", "max_steps": 4, "validate_every": 0, "test_limit": 0}
-    pspo.api.train(one_layer(), rollout=rollout, run=run, **{"data": {"limit": 20}} | sections)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
-    assert [line["step"] for line in metrics()] == [2, 4]
 
 
 def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys):

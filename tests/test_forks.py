@@ -29,7 +29,7 @@ def same_weights(one: str, other: str) -> bool:
 def test_two_runs_in_one_folder(whole, capfd):
     def action() -> int:
         second = []
-        before("draw_prompts", at_call(1, lambda: second.append(train("out"))))
+        before("draw", at_call(1, lambda: second.append(train("out"))))
         return train("out") or second[0]
 
     assert forked(action) == 2
@@ -45,7 +45,6 @@ def test_a_finished_run_stays_as_it_is(capfd):
     for again, code, said in (
         (args, 0, "already finished: out/summary.json"),
         (args, 0, printed),
-        ((*args, "--run.max_steps=6"), 0, "already finished"),  # its tokens ended it
         ((*args, "--run.max_steps=3"), 2, "--run.max_steps was 4, is 3"),
         ((*args, "--optimizer.lr=1e-4"), 2, "--optimizer.lr was 0.001, is 0.0001"),
         ((*args, "--run.seed=3"), 2, "--run.seed was 0, is 3"),
@@ -104,7 +103,7 @@ def test_other_problems_under_the_same_name_are_refused(capfd):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
     def action() -> int:
-        before("draw_prompts", at_call(1, lambda: send(number)))
+        before("draw", at_call(1, lambda: send(number)))
         return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math", "--run.test_limit=3")
 
     assert forked(action) == code
@@ -146,7 +145,7 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with):
     shutil.rmtree("parent/checkpoints/step-000006")
 
     def start() -> int:
-        before("draw_prompts", at_call(1, lambda: send(signal.SIGKILL)))
+        before("draw", at_call(1, lambda: send(signal.SIGKILL)))
         return train("again", *switches, "--run.fork_from=parent")
 
     assert forked(start) == -signal.SIGKILL
@@ -160,7 +159,6 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with):
     ("switches", "kept"),
     [
         (("--algorithm.surrogate=test_resume.Counting", "--algorithm.terms=[test_resume.Fading]"), [{"calls": 6}] * 2),
-        (("--algorithm.surrogate=test_resume.Counting",), [{"calls": 6}, None]),
         (("--algorithm.surrogate=Clip",), [None, None]),
     ],
 )
@@ -203,8 +201,6 @@ def test_each_part_of_a_fork_loads_what_fits_it(cut_off, optimizer):
 def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     shutil.copytree("out", "kept")
     for args, said in (
-        (["--model.name_or_path=tiny-math"], "--model.name_or_path is not the model of"),
-        (["--run.max_steps=4"], "--run.max_steps 4 counts from step 0: it must be above step-000004"),
         (["--run.fork_from=nowhere"], "nowhere is neither an undamaged checkpoint nor a run's folder with one"),
     ):
         assert train("refused", "--run.fork_from=out", *args) == 2

@@ -9,6 +9,7 @@ from pspo.config import TrainConfig
 
 FILES = {
     "typo.yaml": "rollout:\n  group_sise: 4\n",
+    "twice.yaml": "run: {seed: 1}\nrun: {keep: 1}\n",
     "syntax.yaml": "a: [1, 2\n  b: }\n",
     "my_moon.py": "from pspo.tasks import Reward\n"
     "class Moon(Reward):\n"
@@ -21,13 +22,15 @@ MESSAGES = {
     "--rollout.group_sise 4": "unrecognized arguments: --rollout.group_sise 4; did you mean --rollout.group_size?",
     "--lr 1e-5": "unrecognized arguments: --lr 1e-5; did you mean --optimizer.lr?",
     "--config typo.yaml": "unrecognized arguments: --rollout.group_sise; did you mean --rollout.group_size?",
-    "--config syntax.yaml": "Problems parsing config: .* line 2, column 4",
+    "--config syntax.yaml": "syntax.yaml is damaged: .* line 2, column 4",
+    "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
     "--config missing.yaml": "--config: File does not exist: .*missing.yaml'",
     "--rollout.prompts many": "--rollout.prompts: Expected a <class 'int'>. Got value: many",
     "--rollout.decoder foo": "--rollout.decoder: Expected a typing.Literal.'pspo', 'graphs', 'hf'.*foo",
     "--algorithm.surrogate PSPOO": "--algorithm.surrogate: no known class, and no import path: PSPOO",
-    "--algorithm.surrogate.alpha 4": "--algorithm.surrogate: PSPO: alpha must be in .0, 1., got 4.0",
-    "--reward.functions my_moon.Moon": "--reward.functions: needs a moon",
+    "--algorithm.surrogate.alpha 4": "PSPO: alpha must be in .0, 1., got 4.0",
+    "--algorithm.terms OffPolicyMask": "--algorithm.terms: .* threshold; write .class_path: CLASS, init_args: ",
+    "--reward.functions my_moon.Moon": "needs a moon",
 }
 
 

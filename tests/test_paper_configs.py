@@ -25,7 +25,7 @@ from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo.train import main
 from pspo_lab.report_command import main as report
-from pspo_lab.sweep.plan import SweepConfig, make_plan
+from pspo_lab.sweep_plan import SweepConfig, make_plan
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 METHODS = {  # switches: surrogate, iterations, loss

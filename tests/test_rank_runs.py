@@ -89,7 +89,7 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
 STALE = ("--rollout.lag=1", "--rollout.resample=2")
 ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
 ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but the first nightly
-    ("fsdp2", signal.SIGTERM, (), "draw_prompts"),
+    ("fsdp2", signal.SIGTERM, (), "draw"),
     ("fsdp2", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGKILL, (), "update"),

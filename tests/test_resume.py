@@ -210,7 +210,7 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = [  # when, what, the exit code, the newest checkpoint
-    pytest.param(pspo.train, "draw_prompts", 1, [signal.SIGINT], 75, None, id="rollout", marks=pytest.mark.nightly),
+    pytest.param(pspo.train, "draw", 1, [signal.SIGINT], 75, None, id="rollout", marks=pytest.mark.nightly),
     pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
     pytest.param(Checkpointer, "save", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
     pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002", id="twice"),
@@ -238,15 +238,15 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 
 DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
     "first test": (Validator, "test", 1, (), []),
-    "rollout": (pspo.train, "draw_prompts", 2, (), ["step-000002"]),
+    "rollout": (pspo.train, "draw", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
-    "lag fills": (pspo.train, "draw_prompts", 2, MODES["lag"], []),
+    "lag fills": (pspo.train, "draw", 2, MODES["lag"], []),
     "resampled": (
-        pspo.train, "draw_prompts", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []
+        pspo.train, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []
     ),
-    "environment": (pspo.train, "draw_prompts", 2, MODES["environment"], ["step-000002"]),
+    "environment": (pspo.train, "draw", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
 

@@ -48,12 +48,12 @@ def train(output: str, *args: str) -> int:
 @pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
-    complete, update = pspo.train.draw_prompts, pspo.train.update
+    draw, update = pspo.train.draw, pspo.train.update
 
-    def drawing(training_run, n):
-        drawing = complete(training_run, n)
-        drawn.append((drawing.rollout, copy.deepcopy(training_run.learner.policy)))
-        return drawing
+    def drawing(training_run):
+        experience = draw(training_run)
+        drawn.append((experience.rollout, copy.deepcopy(training_run.learner.policy)))
+        return experience
 
     def training(learner, rollout, advantages, config):
         trained.append(rollout)
@@ -72,7 +72,7 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
         assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
         return steps
 
-    monkeypatch.setattr(pspo.train, "draw_prompts", drawing)
+    monkeypatch.setattr(pspo.train, "draw", drawing)
     monkeypatch.setattr(pspo.train, "update", training)
     assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
     assert len(trained) == 5
@@ -101,17 +101,17 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
 
 
 def test_a_run_that_is_stopped_while_its_lag_fills_ends_as_if_nothing_had_happened(monkeypatch):
-    complete = pspo.train.draw_prompts
+    draw = pspo.train.draw
     assert train("whole", "--rollout.lag=3") == 0
 
-    def stopped_after_a_rollout(*args):
-        drawing = complete(*args)
+    def stopped_after_a_rollout(run):
+        experience = draw(run)
         send(signal.SIGTERM)
-        return drawing
+        return experience
 
-    monkeypatch.setattr(pspo.train, "draw_prompts", stopped_after_a_rollout)
+    monkeypatch.setattr(pspo.train, "draw", stopped_after_a_rollout)
     assert train("out", "--rollout.lag=3") == EXIT_STOPPED
-    monkeypatch.setattr(pspo.train, "draw_prompts", complete)
+    monkeypatch.setattr(pspo.train, "draw", draw)
     assert train("out", "--rollout.lag=3") == 0
     assert_same(Path("whole"), Path("out"))
 

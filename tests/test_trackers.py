@@ -15,7 +15,7 @@ from processes import one_layer
 import pspo.run.prepare
 import pspo.train
 from pspo.cli.files import read_jsonl
-from pspo.run.trackers import MODULES, start_tracker
+from pspo.run.trackers import MODULES, log_rollout, start_tracker
 
 ARGS = (f"--model.name_or_path={one_layer()}", "--run.max_steps=4", "--rollout.prompts=2", "--run.test_limit=0",
         "--rollout.max_completion_tokens=8", "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20",
@@ -86,7 +86,8 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(here, fake):
 
 def test_values_that_are_not_finite_are_left_out(here, fake):
     calls = fake("wandb")
-    start_tracker("wandb", here, {}).log({"step": 3, "loss": math.nan, "reward": 0.5, "ratio_max": math.inf}, "")
+    line = {"step": 3, "loss": math.nan, "reward": 0.5, "ratio_max": math.inf}
+    log_rollout(start_tracker("wandb", here, {}, step=0), line, [])
     assert calls[1:] == [("log", {"reward": 0.5, "completions": []}, 3)]
 
 

@@ -17,7 +17,7 @@ from pspo.model.device import peak_memory_gb
 from pspo.model.load import prepare_policy
 from pspo.rollout import encode_prompts
 from pspo.tasks import load_problems
-from pspo_lab.plan.shapes import QWEN, Shape
+from pspo_lab.plan_shapes import QWEN, Shape
 
 GPU = "a GPU"
 GROUP = 4  # completions of a prompt

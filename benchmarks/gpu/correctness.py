@@ -176,7 +176,8 @@ def sampler(options: Options) -> Rows:
     probs, order = logits.double().softmax(dim=0).sort(descending=True)
     kept = torch.where(probs.cumsum(dim=0) - probs < top_p, probs, 0.0)
     expected = torch.zeros_like(kept).scatter(0, order, draws * kept / kept.sum())
-    seen = sample_nucleus(logits.to(options.device).expand(draws, -1), top_p).bincount(minlength=64).cpu()
+    drawn = sample_nucleus(logits.softmax(dim=0).to(options.device).expand(draws, -1), top_p)
+    seen = drawn.bincount(minlength=64).cpu()
     inside = expected > 0
     p = scipy.stats.chisquare(seen[inside].numpy(), expected[inside].numpy()).pvalue
     return [

@@ -1,19 +1,232 @@
-"""All measurements by part; parts, and measurements within a part, in the order of their value.
+"""Speed, whole steps and whole runs on a GPU; and all measurements by part, in the order of their value.
 
-Those that need a GPU differ from another one, which a rehearsal runs, by their arguments.
+Decoding is set against the bandwidth floor, training against the matrix product peak, optimisations are switched off,
+whole steps stand beside TRL's, SmolLM2 trains on word problems, and all GPUs of the machine are ranks. Measurements
+that need a GPU differ from another one, which a rehearsal runs, by their arguments.
 """
 
+import contextlib
+import gc
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.common import GPU, Measurement
-from benchmarks.gpu.correctness import decoders, logprobs, one_rank, ratios, resume, sampler
-from benchmarks.gpu.runs import ranks, steps, word_problems
-from benchmarks.gpu.speed import OFF, Load, decode, machine, train
+import torch
 
-SHORT, LONG = (128, 128), (512, 512)  # completions, tokens of each
+import pspo.train
+from benchmarks.ablation import UNSHARED
+from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, Rows, random_policy, row, timed, tiny_prompts
+from benchmarks.gpu.correctness import ROOT, SHORT, decoders, logprobs, one_rank, ratios, resume, sampler, torchrun
+from benchmarks.vs_trl import run_pspo, run_trl
+from benchmarks.workloads import Workload, model_folder
+from pspo.cli.files import read_json, read_jsonl
+from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.losses import PSPO
+from pspo.model import autocast, casts_to_bf16
+from pspo.model.device import peak_memory_gb
+from pspo.rollout import Rollout, Sampling, generate, left_pad
+from pspo.run.optimizers import make_optimizer
+from pspo.update import Learner, update
+from pspo_lab.plan_shapes import GPUS
+
+MICROBATCH = 16384  # tokens
+OFF = {  # optimisations without a switch
+    "prompts-per-row": UNSHARED,
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many completions of exactly so many tokens, by a random model of a size."""
+
+    size: str
+    rows: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.size}-{self.rows}x{self.tokens}"
+
+    def of(self, options: Options) -> "Load":
+        """Few and short ones in a rehearsal."""
+        return replace(self, rows=2 * GROUP, tokens=6) if options.rehearse else self
+
+    def sampling(self, pad_id: int, decoder: str) -> Sampling:
+        return Sampling([], pad_id, max_completion_tokens=self.tokens, max_rows=self.rows, decoder=decoder)
+
+    def config(self, microbatch: int = MICROBATCH, optimizer: str = "adamw", **model: Any) -> TrainConfig:
+        return TrainConfig(
+            model=ModelConfig(**model),
+            algorithm=AlgorithmConfig(surrogate=PSPO(), epochs=1),
+            rollout=RolloutConfig(prompts=self.rows // GROUP, group_size=GROUP, max_completion_tokens=self.tokens),
+            optimizer=OptimizerConfig(name=optimizer, lr=1e-6, microbatch_tokens=microbatch),
+            run=RunConfig(max_steps=10**9),
+        )
+
+
+def bandwidth(options: Options) -> float:
+    """Bytes read and written per second by a copy."""
+    source = torch.ones(2**18 if options.rehearse else 2**29, device=options.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / timed(lambda: target.copy_(source), options.device, 10)[0]
+
+
+def matrix_rate(options: Options) -> float:
+    """Operations per second of a large bf16 matrix product."""
+    n = 128 if options.rehearse else 8192
+    a, b = (torch.randn(n, n, device=options.device, dtype=torch.bfloat16) for _ in "ab")
+    return 2 * n**3 / timed(lambda: a @ b, options.device, 10)[0]
+
+
+def machine(options: Options) -> Rows:
+    return [
+        row("copy, read and written", bandwidth(options) / 1e9, "GB/s"),
+        row("bf16 matrix product", matrix_rate(options) / 1e12, "TFLOP/s"),
+    ]
+
+
+def decode(options: Options, load: Load, decoder: str) -> Rows:
+    """A decoding step, prefill excluded, and the least time: weights, keys and values read once."""
+    load, shape, device = load.of(options), options.shape(load.size), options.device
+    policy = random_policy(shape, ModelConfig(), device)
+    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
+    sampling = load.sampling(tokenizer.pad_token_id, decoder)
+
+    def run(tokens: int) -> None:
+        with autocast("auto", device):
+            generate(policy, tokenizer, prompts, replace(sampling, max_completion_tokens=tokens), GROUP)
+
+    prefill, _ = timed(partial(run, 1), device)
+    seconds, peak = timed(partial(run, load.tokens), device, 1 if decoder == "hf" else 3)
+    step = (seconds - prefill) / (load.tokens - 1)
+    width = 2 if casts_to_bf16("auto", device) else 4  # bytes of a number
+    cached = load.rows * (sum(map(len, prompts)) / len(prompts) + load.tokens / 2)  # tokens, on average
+    floor = width * (shape.matrices + cached * shape.kv_bytes / 2) / bandwidth(options)
+    return [
+        row("step", 1e3 * step, "ms"),
+        row("floor", 1e3 * floor, "ms"),
+        row("step / floor", step / floor, most=2 if decoder == "graphs" else None),
+        row("completion tokens, prefill included", load.rows * load.tokens / seconds, "1/s"),
+        row("peak memory", peak, "GB"),
+    ]
+
+
+def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
+    """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
+    load, shape, device, config = load.of(options), options.shape(load.size), options.device, load.config(**switches)
+    policy = random_policy(shape, config.model, device)
+    learner = Learner(policy, make_optimizer(policy, config.optimizer))
+    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
+    ids, mask = (part.to(device).repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
+    completions = torch.randint(shape.vocab, (load.rows, load.tokens), device=device)
+    every = torch.ones_like(completions, dtype=torch.bool)
+    rollout = Rollout(ids, mask, completions, every, every[:, 0], [""] * load.rows)
+    advantages = torch.randn(load.rows, device=device)
+    with OFF[off]() if off else contextlib.nullcontext():
+        seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
+
+    lengths, predicted = [len(prompt) for prompt in prompts], load.rows * load.tokens
+    pairs = sum(n * n / 2 + GROUP * load.tokens * (n + load.tokens / 2) for n in lengths)
+    rate = 3 * shape.flops(sum(lengths) + predicted, pairs, predicted) / seconds
+    peaks = {"measured": matrix_rate(options)}
+    if device.type == "cuda":
+        peaks |= {f"{name}'s": gpu.flops for name, gpu in GPUS.items() if name in torch.cuda.get_device_name()}
+    least = None if load.size == "135M" or off else 0.4
+    return [
+        row("optimizer step", seconds, "s"),
+        row("tokens", rollout.tokens / seconds, "1/s"),
+        *(row(f"MFU, of the {kind} peak", rate / peak, least=least) for kind, peak in peaks.items()),
+        row("peak memory", memory, "GB"),
+        row("microbatches", learner.microbatch_limit or config.optimizer.microbatch_tokens, "tokens"),  # halved on OOM
+    ]
+
+
+# Whole steps and runs
+
+HELD_OUT = 976  # problems of ASDiv and SVAMP
+PROMPT, COUNTED = 115, 2  # tokens, about; rollouts after the warm-up
+
+
+def steps(options: Options, load: Load, vllm: bool = False) -> Rows:
+    """A rollout with its two optimizer steps, from the same random weights: seconds and memory of both sides."""
+    load, device, microbatch, found = load.of(options), options.device, GROUP, {}
+    while 2 * microbatch <= min(load.rows, MICROBATCH // (PROMPT + load.tokens)):
+        microbatch *= 2
+    shape = options.shape(load.size)
+    workload = Workload(load.rows // GROUP, GROUP, microbatch, forced=True, shape=shape, tokens=load.tokens)
+    how = {"dtype": "bf16" if device.type == "cuda" else "fp32", "device": device, "vllm": vllm}
+    with model_folder(workload, device=device) as folder:
+        for side, run in (("pspo", partial(run_pspo, decoder="graphs")), ("TRL", run_trl)):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            _, *records = run(workload, folder, COUNTED, **how)
+            found[side] = statistics.median(record["total"] for record in records), peak_memory_gb(device)
+            gc.collect()
+            torch.cuda.empty_cache()  # does nothing without a GPU
+    goal = (None if load.size == "1.5B" else 1) if vllm else 2
+    return [
+        *(row(side, seconds, "s") for side, (seconds, _) in found.items()),
+        row("TRL / pspo", found["TRL"][0] / found["pspo"][0], least=goal),
+        row("pspo, peak memory", found["pspo"][1], "GB"),
+        row("TRL, peak memory of torch's tensors", found["TRL"][1], "GB"),
+    ]
+
+
+def word_problems(options: Options, surrogate: str, seed: int) -> Rows:
+    """Greedy accuracy on held-out problems before and after training; SIGTERM stops it, saved, to be resumed."""
+    output = options.output / "train" / f"{surrogate}-{seed}"
+    args = [*SHORT, "--run.max_steps=2", "--run.test_limit=8"]
+    if not options.rehearse:
+        args = [
+            f"--config={ROOT / 'configs/smollm2-word-problems/2-all.yaml'}", f"--data.path={options.data}",
+            f"--model.name_or_path={options.smollm2}", "--model.autocast=auto", "--rollout.decoder=graphs",
+            "--rollout.max_rows=512", f"--optimizer.microbatch_tokens={MICROBATCH}", f"--run.test_limit={HELD_OUT}",
+        ]  # fmt: skip
+    pspo.train.main([*args, f"--algorithm.surrogate={surrogate}", f"--run.seed={seed}", f"--run.output_dir={output}"])
+    summary = read_json(output / "summary.json")
+    return [
+        *(row(f"accuracy {when}", 100 * summary[when]["accuracy"], "%") for when in ("before", "after")),
+        row("optimizer steps", summary["optimizer_steps"]),
+        row("all slices together", summary["seconds"], "s"),
+    ]
+
+
+def ranks(options: Options, strategy: str) -> Rows:
+    """Rollouts of 32 x 4 x 128 tokens for every GPU, by `pspo.train` under torchrun; with "none", without, on one."""
+    processes = 1 if strategy == "none" else max(1, torch.cuda.device_count())
+    prompts, tokens, rollouts = (2, 6, 2) if options.rehearse else (32, 128, 4)
+    workload = Workload(prompts, GROUP, GROUP, forced=True, shape=options.shape("0.5B"))
+    with model_folder(workload) as folder, tempfile.TemporaryDirectory() as output:
+        args = [
+            f"--model.name_or_path={folder}", "--reward.functions=[benchmarks.workloads.checksum]",
+            f"--rollout.prompts={prompts * processes}", f"--rollout.group_size={GROUP}",
+            f"--rollout.max_completion_tokens={tokens}",
+            f"--optimizer.microbatch_tokens={MICROBATCH}", f"--run.max_steps={2 * rollouts}", "--run.save_every=0",
+            "--run.validate_every=0", "--run.test_limit=0", "--run.quiet=true", f"--run.output_dir={output}",
+            f"--distributed.strategy={strategy}",
+        ]  # fmt: skip
+        pspo.train.main(args) if strategy == "none" else torchrun(processes, *args)
+        lines = read_jsonl(Path(output) / "metrics.jsonl")[1:]  # the first is the warm-up
+        peak = read_json(Path(output) / "summary.json")["peak_memory_gb"]
+    generate, update = (
+        statistics.median(line[f"seconds/{phase}"] for line in lines) for phase in ("generate", "train")
+    )
+    return [
+        row("ranks", processes),
+        row("rollout", generate, "s"),
+        row("its 2 optimizer steps", update, "s"),
+        row("completion tokens", prompts * GROUP * processes * tokens / (generate + update), "1/s"),
+        row("peak memory of a rank", peak, "GB"),
+    ]
+
+
+# All of them
+
 LOADS = [
-    *(Load(size, *SHORT) for size in ("0.5B", "1.5B", "135M")),
-    *(Load(size, *LONG) for size in ("0.5B", "1.5B", "135M")),
+    *(Load(size, 128, 128) for size in ("0.5B", "1.5B", "135M")),
+    *(Load(size, 512, 512) for size in ("0.5B", "1.5B", "135M")),
 ]
 BASE = LOADS[0]
 VARIANTS = {

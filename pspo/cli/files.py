@@ -1,16 +1,13 @@
 """The files of a run: JSON lines, JSON and YAML, written whole or not at all."""
 
 import fcntl
-import inspect
 import json
 import math
 import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +19,7 @@ from pspo import __version__
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
+MAX_VALUES = 1e6  # of a YAML file
 MAPPINGS = {"data.chat_template", "data.columns", "data.hub", "optimizer.options"}  # switches whose value is a mapping
 
 
@@ -42,48 +40,27 @@ def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     new_values = flat(new)
     pairs = {}
     for name, value in flat(old).items():
-        new_value = new_values.get(name)
-        if value != new_value and repr(value) != repr(new_value):  # NaN != NaN
-            pairs[name] = (value, new_value)
+        if value != new_values.get(name):
+            pairs[name] = (value, new_values.get(name))
     return pairs
 
 
-def import_spec(value: Any) -> str | dict[str, Any]:
-    """A function, class or object as configurations name it: its import path, and an object's arguments.
-
-    The path is the shorter one of a package that offers the name, as the commands write it: pspo.losses.Clip.
-    """
-    is_object = not hasattr(value, "__qualname__")
-    target = type(value) if is_object else value
-    name = target.__qualname__
-    module = target.__module__
-    package = module.rpartition(".")[0]
-    if getattr(sys.modules.get(package), name, None) is target:
-        module = package
-    arguments = init_arguments(value) if is_object else {}
-    path = f"{module}.{name}"
-    return {"class_path": path, "init_args": arguments} if arguments else path
-
-
-def init_arguments(value: Any) -> dict[str, Any]:
-    """The arguments that an object was made with, as far as it keeps them under their names, as dataclasses do."""
-    if is_dataclass(value):
-        return asdict(value)
-    return {name: getattr(value, name) for name in inspect.signature(type(value)).parameters if hasattr(value, name)}
-
-
-def as_argument(value: Any) -> str:
+def argument_text(value: Any) -> str:
     """A switch's value as a command takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
     """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
-    records = (
-        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
-        for record in records
-    )
-    return "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+    lines = []
+    for record in records:
+        record = {key: None if is_nonfinite(value) else value for key, value in record.items()}
+        lines.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+    return "".join(lines)
+
+
+def is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
@@ -101,21 +78,39 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [_parse(path, line, json.loads) for line in lines]
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The records of `read_jsonl`; ValueError if one has no step."""
-    records = read_jsonl(path)
-    if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
-        raise ValueError(f"{path} is damaged (a record without a step); choose another folder")
-    return records
-
-
 def read_json(path: Path) -> dict[str, Any]:
     return _parse(path, path.read_bytes(), json.loads)
 
 
 def read_config(path: Path) -> Settings:
-    """The nested configuration in a YAML file."""
-    return _parse(path, path.read_bytes(), yaml.safe_load)
+    """The nested configuration in a YAML file; ValueError for a key that stands twice."""
+    return _parse(path, path.read_bytes(), _load_yaml)
+
+
+def _load_yaml(content: bytes) -> Any:
+    loader = yaml.SafeLoader(content)
+    node = loader.get_single_node()
+    if _expanded_size(node, {}) > MAX_VALUES:
+        raise ValueError(f"over {MAX_VALUES:,.0f} values, with its aliases written out")
+    return loader.construct_document(node)
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
+    """The number of values below a node, with aliases written out; ValueError for a key that stands twice."""
+    if node not in sizes:
+        sizes[node] = math.inf  # of an alias to a node that it is in
+        children = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            keys = set()
+            for key, child in node.value:
+                if key.value in keys:
+                    raise ValueError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
+                keys.add(key.value)
+                children.append(child)
+        sizes[node] = 1 + sum(_expanded_size(child, sizes) for child in children)
+    return sizes[node]
 
 
 def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[str, Any]:
@@ -123,9 +118,9 @@ def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[st
     try:
         parsed = parse(content)
     except (ValueError, yaml.YAMLError, *DAMAGE) as error:
-        raise ValueError(f"{path} is damaged ({error}); choose another folder") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(parsed, dict):
-        raise ValueError(f"{path} is damaged (not an object); choose another folder")
+        raise ValueError(f"{path} is damaged: not an object")
     return parsed
 
 
@@ -156,9 +151,6 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+$"), list("-+.0123456789")
 )
-
-
-_Dumper.add_multi_representer(float, yaml.SafeDumper.represent_float)  # of a subclass, too
 
 
 def to_yaml(config: Settings) -> str:

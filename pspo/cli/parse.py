@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_dumper
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper
 
 from pspo import distributed as dist
 from pspo.cli.escape import one_line, tolerate_output
-from pspo.cli.files import Settings, to_yaml
+from pspo.cli.files import Settings, read_config, to_yaml
 from pspo.model import is_out_of_memory
-from pspo.tasks.environment import import_path
 
 C = TypeVar("C")
-USAGE = "%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]"
-PRESETS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
+METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
 set_dumper("yaml", to_yaml)
 
 
@@ -40,38 +38,31 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
     Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """
     tolerate_output()
-    words = sys.argv[1:] if args is None else args
     with user_errors(prog, once=True):
-        parser = make_parser(config_class, prog)
-        switches = switch_types(config_class)
-        with parser_errors(switches):
-            namespace = parser.parse_args(prepare_words(words, switches))
-        return make_config(config_class, parser, namespace)
+        return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 
 
 def parse_settings(config_class: type[C], settings: Settings, file: str | Path | None = None) -> tuple[C, Settings]:
-    """The configuration of nested settings over a YAML file or preset, as `parse` returns it; raises ValueError."""
-    parser = make_parser(config_class, "pspo")
+    """The configuration of nested settings over a YAML file or method, as `parse` returns it; raises ValueError."""
     words = [] if file is None else ["--config", str(file)]
+    return make_config(config_class, "pspo", words, settings)
+
+
+def make_config(config_class: type[C], prog: str, words: Sequence[str], settings: Settings) -> tuple[C, Settings]:
+    """Parse words, and settings over them; prints the settings and exits for --print_config. Raises ValueError."""
+    parser = make_parser(config_class, prog)
     switches = switch_types(config_class)
-    with parser_errors(switches):
-        base = parser.parse_args(prepare_words(words, switches))
-        namespace = parser.parse_object(settings, namespace=base)
-    return make_config(config_class, parser, namespace)
-
-
-def make_config(config_class: type[C], parser: ArgumentParser, namespace: Namespace) -> tuple[C, Settings]:
-    """Make the configuration, and the settings in which it is written; prints them and exits for --print_config."""
-    only_print = namespace.pop("print_config", False)
-    namespace.pop("config", None)
-    with parser_errors(switch_types(config_class)):
-        parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
     try:
+        namespace = parser.parse_args(prepare_words(words, switches))
+        namespace = parser.parse_object(settings, namespace)
+        only_print = namespace.pop("print_config", False)
+        namespace.pop("config", None)
+        parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
         values = parser.instantiate(namespace)
-    except (TypeError, ValueError) as error:
-        raise ValueError(class_error(namespace, switch_types(config_class)) or str(error)) from error
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise ValueError(short_message(error, switches)) from error
     config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
-    for switch in switch_types(config_class):
+    for switch in switches:
         if namespace[switch] is None:  # perhaps a default that depends on other switches
             namespace[switch] = attrgetter(switch)(config)
     resolved = parser.dump(namespace, skip_unset=False)
@@ -84,17 +75,16 @@ def make_config(config_class: type[C], parser: ArgumentParser, namespace: Namesp
 @functools.cache
 def make_parser(config_class: type, prog: str) -> ArgumentParser:
     """The parser of a configuration class."""
-    has_sections = any("." in switch for switch in switch_types(config_class))
     parser = ArgumentParser(
         prog,
-        USAGE if has_sections else None,
+        "%(prog)s [--config FILE] [--SWITCH VALUE ...]",
         (config_class.__doc__ or "").partition("\n")[0],
         exit_on_error=False,
         allow_abbrev=False,
         print_config=None,
         formatter_class=Help,
     )
-    names = f"YAML file, or {', '.join(PRESETS)}; later switches override it"
+    names = f"YAML file, or {', '.join(METHODS)}; later switches override it"
     parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help=names)
     # jsonargparse's own would print before defaults that depend on other switches are filled in
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
@@ -112,10 +102,10 @@ class Help(argparse.HelpFormatter):
         if str(action.help).startswith("Path to a configuration file"):  # such as `--rollout FILE`
             return
         action = copy.copy(action)
-        if action.default not in (None, argparse.SUPPRESS) and action.nargs != 0 and len(str(action.default)) < 40:
-            action.help = f"{action.help} (default: {action.default})"
-        if action.nargs != 0 and action.metavar is None:
-            action.metavar = "VALUE"
+        if action.nargs != 0:
+            action.metavar = action.metavar or "VALUE"
+            if action.default not in (None, argparse.SUPPRESS) and len(str(action.default)) < 40:
+                action.help = f"{action.help} (default: {action.default})"
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
         super().add_argument(action)
 
@@ -132,7 +122,10 @@ def switch_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
-    """Words with a preset's path for its name, one value of a list in brackets, and true for a switch without value."""
+    """Words with a method's file for its name, one value of a list in brackets, and true for a switch without value.
+
+    Reads YAML files once, for their errors: jsonargparse names no file, and takes the last of two values of a key.
+    """
     prepared = []
     switch = ""  # whose value a word is
     for word, following in zip(words, [*words, "--"][1:], strict=True):
@@ -143,48 +136,33 @@ def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
                 is_flag = switches.get(switch) is bool and following.startswith("--")
                 prepared.append(f"{word}=true" if is_flag else word)
                 continue
-        if switch == "config" and not Path(value).exists():
-            value = str(PRESETS.get(value.lower(), value))
+        if switch == "config":
+            if not Path(value).exists():
+                value = str(METHODS.get(value.lower(), value))
+            if Path(value).is_file():
+                read_config(Path(value))
         elif get_origin(switches.get(switch)) is list and not value.startswith("["):
             value = f"[{value}]"
         prepared.append(f"{switch_part}{equals}{value}")
     return prepared
 
 
-@contextlib.contextmanager
-def parser_errors(switches: dict[str, Any]) -> Iterator[None]:
-    """Turn jsonargparse's errors into ValueError of one line that names the switch."""
-    try:
-        yield
-    except (ArgumentError, TypeError) as error:
-        message = one_line(str(error))
-        message = re.sub(r'Parser key "([\w.]+)": ?', r"--\1: ", message)
-        message = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .* Errors: - ", "", message)
-        message = re.sub(r" Given value type: <class '\w+'> Given value: ", ", got ", message)
-        message = message.replace("Expected a dot import path string:", "no known class, and no import path:")
-        message = re.sub(r"Group '([\w.]+)' does not accept option '(.*)'", r"unrecognized arguments: --\1.\2", message)
-        message = re.sub(r"Option '([\w.]+)' is not accepted$", r"unrecognized arguments: --\1", message)
-        if unknown := re.match(r"unrecognized arguments: --([\w.-]+)", message):
-            name = unknown[1].rpartition(".")[2].replace("-", "_")
-            close = [switch for switch in switches if switch.rpartition(".")[2] == name]
-            close += difflib.get_close_matches(unknown[1], switches, 1, 0.8)
-            if close:
-                message += f"; did you mean --{close[0]}?"
-        raise ValueError(message) from error
-
-
-def class_error(namespace: Namespace, switches: dict[str, Any]) -> str | None:
-    """The error of a class that refuses its arguments, after the switch that names it; None if all can be made."""
-    for switch in switches:
-        value = namespace[switch]
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, Namespace) and "class_path" in part:
-                arguments = part.get("init_args") or Namespace()
-                try:
-                    import_path(part.class_path)(**vars(arguments))
-                except (TypeError, ValueError) as error:
-                    return f"--{switch}: {error}"
-    return None
+def short_message(error: Exception, switches: dict[str, Any]) -> str:
+    """An error of jsonargparse in one line that names the switch; for an unknown switch with the most similar one."""
+    message = one_line(str(error))
+    message = re.sub(r'Parser key "([\w.]+)": ?', r"--\1: ", message)
+    message = re.sub(r"Does not validate against any of the Union .*? Errors: - (.*?) - .*", r"\1", message)
+    message = re.sub(r"Group '([\w.]+)' does not accept option '(.*)'", r"unrecognized arguments: --\1.\2", message)
+    message = message.replace("Expected a dot import path string:", "no known class, and no import path:")
+    if "arguments are required" in message:
+        message += "; write {class_path: CLASS, init_args: {ARGUMENT: VALUE}}"
+    if unknown := re.match(r"unrecognized arguments: --([\w.-]+)", message):
+        name = unknown[1].rpartition(".")[2]
+        close = [switch for switch in switches if switch.rpartition(".")[2] == name]
+        close += difflib.get_close_matches(unknown[1], switches, 1, 0.8)
+        if close:
+            message += f"; did you mean --{close[0]}?"
+    return message
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
 import inspect
+import sys
 import time
 from collections.abc import Mapping
 from fractions import Fraction
@@ -8,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pspo.cli.files import Settings, import_spec, to_jsonl, write_text
+from pspo.cli.files import Settings, to_jsonl, write_text
 from pspo.cli.parse import parse_settings
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
@@ -83,20 +84,31 @@ def plain_setting(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_setting(part) for part in value]
     if callable(value):  # a function, a class, a surrogate or a reward
-        check_writable(value)
-        return plain_setting(import_spec(value))
+        return import_spec(value)
     return str(value) if isinstance(value, Path) else value
 
 
-def check_writable(value: Any) -> None:
-    """Raise ValueError for a function, class or object that config.yaml could not make again."""
+def import_spec(value: Any) -> str | dict[str, Any]:
+    """The import path of a function or class, or of an object's class, with its arguments, which it must keep by name.
+
+    Raises ValueError for what config.yaml could not make again.
+    """
     is_object = not hasattr(value, "__qualname__")
     kind = type(value) if is_object else value
     if "<" in kind.__qualname__:  # a lambda or inside a function
         raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
-    for parameter in inspect.signature(kind).parameters.values() if is_object else ():
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and not hasattr(value, parameter.name):
-            raise ValueError(f"{kind.__name__} does not keep its argument {parameter.name}: make it a dataclass")
+    module = kind.__module__
+    package = module.rpartition(".")[0]
+    if getattr(sys.modules.get(package), kind.__qualname__, None) is kind:
+        module = package  # as the commands write it: pspo.losses.Clip
+    path = f"{module}.{kind.__qualname__}"
+    arguments = {}
+    for name, parameter in inspect.signature(kind).parameters.items() if is_object else ():
+        if hasattr(value, name):
+            arguments[name] = plain_setting(getattr(value, name))
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            raise ValueError(f"{kind.__name__} does not keep its argument {name}: make it a dataclass")
+    return {"class_path": path, "init_args": arguments} if arguments else path
 
 
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:

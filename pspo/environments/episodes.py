@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass, field, replace
 
 import torch
-import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from pspo.environments.tools import parse_calls
 from pspo.model.chat import completion_texts, encode, render_prompts
-from pspo.rollout import Prompts, Rollout, RolloutSampler, Sampling
+from pspo.rollout import Prompts, Rollout
+from pspo.rollout.sampler import WrappedSampler
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment
 
@@ -44,23 +44,14 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class EnvironmentSampler:
+class EnvironmentSampler(WrappedSampler):
     """Plays episodes of several turns in a text environment; another sampler draws the turns.
 
     ``sampling.max_completion_tokens`` limits an episode, observations included. One that reaches it, or the
     environment's ``max_turns``, before the environment ends it is truncated.
     """
 
-    sampler: RolloutSampler
     make_environment: MakeEnvironment
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.sampler.tokenizer
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.sampler.sampling
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
@@ -121,15 +112,6 @@ class EnvironmentSampler:
         episode.text = text
         episode.reward += float(reward)
         return observation, is_done
-
-    def with_sampling(self, sampling: Sampling) -> EnvironmentSampler:
-        return replace(self, sampler=self.sampler.with_sampling(sampling))
-
-    def seeded(self) -> EnvironmentSampler:
-        return replace(self, sampler=self.sampler.seeded())
-
-    def greedy(self, policy: transformers.PreTrainedModel) -> EnvironmentSampler:
-        return replace(self, sampler=self.sampler.greedy(policy))
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int, role: str = "user") -> list[int]:

@@ -28,11 +28,10 @@ from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Record, as_text, label, table
-from pspo.model import has_plain_cache, load_policy, load_tokenizer
+from pspo.model import casts_to_bf16, has_plain_cache, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
-from pspo.rollout import Prompts, Sampler, load_prompts, make_sampling
-from pspo.rollout.generate import decode_greedily
+from pspo.rollout import Prompts, Sampler, decode_greedily, load_prompts, make_sampling
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
@@ -65,7 +64,8 @@ def prepare(
     check_exactness(policy, prompts.ids, decode, config.model.autocast)
     hashes = {"model weights": hash_weights(policy), "problems": prompts.fingerprint()}
     dist.run_on_main(lambda: write_first_files(output, settings, hashes, device))
-    return Sampler(policy, tokenizer, sampling, config.model.autocast), make_environment, prompts
+    casts = casts_to_bf16(config.model.autocast, policy.device)
+    return Sampler(policy, tokenizer, sampling, casts), make_environment, prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:

@@ -92,11 +92,8 @@ def evaluate(
 
     The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
 
-    Args:
-        step: for rewards that ask for it.
-        max_tokens, max_rows: see `chunks`; the sampler's own ``max_rows`` applies as well.
-        done: records of an earlier call with the same arguments; chunks that are complete in them are not drawn again.
-        save: called with each new chunk's records.
+    Chunks that are complete in ``done``, records of an earlier call with the same arguments, are not drawn again;
+    ``save`` is called with each new chunk's records.
     """
     completions = {(record["problem"], record["sample"]): record for record in done}
     lengths = [len(ids) for ids in prompts.ids]

@@ -1,47 +1,207 @@
-"""The decoding loop: several times as fast as `model.generate` on rollouts, and the same distribution.
+"""Sample completions: `generate`, and the decoding loop, several times as fast on rollouts as transformers' own.
 
-    prefill -> sample -> advance -> sample -> advance -> ... -> sample
+    prefill -> sample -> forward pass -> sample -> forward pass -> ... -> sample
 
 Each prompt is prefilled once for its group, keys and values go into buffers allocated once, the nucleus is sampled
-without sorting the vocabulary, and finished rows leave the batch.
+without sorting the vocabulary, and finished rows leave the batch. Every field that shapes the distribution is explicit
+in `Sampling`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, StopStringCriteria
+from transformers import DynamicCache, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import attends_fully
-from pspo.rollout.types import Nucleus, Sampling
+from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
+from pspo.model import attends_fully, has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids
+from pspo.model.chat import completion_texts
+from pspo.model.find import token_ids
+from pspo.rollout.graphs import FixedStep
+from pspo.rollout.library import generate_by_library
+from pspo.rollout.types import Completions, Nucleus, Rollout, Sampling, join
 
 MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the cache without them
 
 
-# ---------------------------------------------------------------- the loop
+# ---------------------------------------------------------------- rollouts
 
 
-@dataclass(frozen=True)
-class Completions:
-    """What was drawn for N prompts, the rows of one prompt adjacent.
+def make_sampling(
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    algorithm: AlgorithmConfig | None = None,
+    logprobs: bool = False,
+) -> Sampling:
+    """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
 
-    Attributes:
-        ids: (N * group_size, T) int64, padded after their stop token.
-        logprobs: (N * group_size, T) float32, on request: of the logits at the temperature, before top_k and
-            nucleus; or, if the nuclei are recorded, renormalised over them.
-        nucleus: on request.
+    Log-probs are recorded on request, or if ``algorithm`` corrects by them; nuclei if it replays them. Raises
+    ValueError if the decoder does not support the model.
     """
+    check_decoder(model, config.decoder)
+    if config.stop_tokens is None:
+        stop_ids = stop_token_ids(model, tokenizer)
+    else:
+        stop_ids = token_ids(tokenizer, config.stop_tokens)
+    return Sampling(
+        stop_ids=stop_ids,
+        pad_id=pad_token_id(model, tokenizer),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_completion_tokens=config.max_completion_tokens,
+        stop_strings=config.stop_strings,
+        max_rows=config.max_rows,
+        decoder=config.decoder,
+        logprobs=logprobs or (algorithm is not None and algorithm.correction not in (None, "none")),
+        nucleus=algorithm is not None and algorithm.nucleus == "replay",
+    )
 
-    ids: Tensor
-    logprobs: Tensor | None = None
-    nucleus: Nucleus | None = None
+
+def check_decoder(model: transformers.PreTrainedModel, decoder: Decoder) -> None:
+    """Raise ValueError if the decoder does not support the model."""
+    if decoder != "hf" and not has_plain_cache(model):
+        raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
+    if decoder == "graphs" and not (attends_fully(model) and model.config._attn_implementation == "sdpa"):
+        has = f"{type(model).__name__}'s ({model.config._attn_implementation}); choose pspo"
+        raise ValueError(f"--rollout.decoder graphs needs sdpa attention and full attention in every layer, not {has}")
+
+
+@torch.no_grad()
+def generate(
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group_size: int = 1,
+) -> Rollout:
+    """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
+
+    At most `Sampling.max_rows` rows are decoded at a time. If memory runs out all are drawn again, half as many at a
+    time: the same completions as with a smaller ``max_rows``.
+    """
+    prompts = list(prompts)
+    at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
+    states = torch_states(model.device)
+    while True:
+        try:
+            rollouts = []
+            for start in range(0, len(prompts), at_a_time):
+                together = prompts[start : start + at_a_time]
+                rollouts.append(complete_prompts(model, tokenizer, together, sampling, group_size))
+            break
+        except RuntimeError as error:
+            if at_a_time == 1 or not is_out_of_memory(error):
+                raise
+        rollouts.clear()  # outside the except block, whose error holds the tensors of the failed pass
+        at_a_time = math.ceil(at_a_time / 2)
+        set_torch_states(states, model.device)
+        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
+    return rollouts[0] if len(rollouts) == 1 else join(rollouts, sampling.pad_id)
+
+
+def complete_prompts(
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group_size: int,
+) -> Rollout:
+    """Draw ``group_size`` completions of each of the prompts, all at once."""
+    prompt_ids, prompt_mask = left_pad(prompts, sampling.pad_id, model.device)
+    if sampling.decoder == "hf":
+        ids = generate_by_library(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+        completions = Completions(ids)
+    else:
+        stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
+        completions = decode(model, prompt_ids, prompt_mask, sampling, group_size, stop_strings)
+    return make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling)
+
+
+def left_pad(
+    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def make_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completions: Completions,
+    sampling: Sampling,
+) -> Rollout:
+    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
+
+    Masks come from lengths, never from token values: a pad token may equal a stop token.
+    """
+    device = prompt_ids.device
+    completion_ids = completions.ids.to(device)
+    rows, width = completion_ids.shape
+    group_size = rows // len(prompt_ids)
+    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
+    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
+    if sampling.stop_strings:
+        ends = StopStringCriteria(tokenizer, list(sampling.stop_strings))
+        is_stop |= torch.stack([ends(completion_ids[:, : t + 1], None) for t in range(width)], dim=1)
+    terminated = is_stop.any(dim=1)
+    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
+    completion_mask = torch.arange(width, device=device) < lengths[:, None]
+    tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
+    return Rollout(
+        prompt_ids,
+        prompt_mask.repeat_interleave(group_size, dim=0),
+        completion_ids,
+        completion_mask,
+        terminated,
+        texts=completion_texts(tokenizer, prompt_ids.tolist(), tokens),
+        sampler_logprobs=completions.logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None,
+        nucleus=completions.nucleus,
+    )
+
+
+def decode_greedily(
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """The first four tokens of two greedy completions of each prompt, whatever would end them."""
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
+    return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's global generators: the CPU's, and this GPU's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_torch_states(states: list[Tensor], device: torch.device) -> None:
+    """Set them; a GPU's state is left out where there is none."""
+    torch.set_rng_state(states[0].cpu())
+    if len(states) > 1 and device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)
+
+
+# ---------------------------------------------------------------- the decoding loop
 
 
 @dataclass
@@ -51,6 +211,7 @@ class DecodeState:
     Attributes:
         completions: (B, T) int64, padding where nothing is drawn.
         logprobs: (B, T) float32, of the drawn tokens; None unless requested.
+        nuclei: records what they are drawn from; None unless requested.
         length: tokens drawn so far in every live row.
         live: (b,) int64, indices of the rows in the batch.
         ended: (b,) bool, their completions that have ended.
@@ -64,15 +225,16 @@ class DecodeState:
 
     completions: Tensor
     logprobs: Tensor | None
-    length: int
+    nuclei: NucleusRecorder | None
     live: Tensor
     ended: Tensor
-    tokens: Tensor
     logits: Tensor
     positions: Tensor
     attention_mask: Tensor
     prompt_length: int
     cache: DynamicCache
+    tokens: Tensor | None = None
+    length: int = 0
 
 
 def decode(
@@ -91,11 +253,12 @@ def decode(
     """
     state = prefill(model, prompt_ids, prompt_mask, sampling, group_size)
     stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=prompt_ids.device)
-    nuclei = NucleusRecorder(state.completions) if sampling.nucleus else None
-    fixed_step = FixedStep(state) if sampling.decoder == "graphs" else None
+    fixed_step = None
+    if sampling.decoder == "graphs":
+        fixed_step = FixedStep(state.cache, state.positions, state.attention_mask, state.prompt_length)
     check_every = GPU_CHECK_EVERY if prompt_ids.is_cuda else 1
     while True:
-        sample(state, sampling, nuclei)
+        sample(state, sampling)
         state.ended |= torch.isin(state.tokens, stop_ids)
         if stop_strings is not None:
             state.ended |= stop_strings(state.completions[state.live, : state.length], None)
@@ -108,11 +271,13 @@ def decode(
             if fixed_step is None and finished >= MIN_FINISHED * len(state.ended):
                 drop_finished_rows(state)
         if fixed_step is None:
-            advance(model, state)
+            state.positions += 1
+            mask = state.attention_mask[..., : state.prompt_length + state.length]
+            state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
         else:
-            fixed_step.advance(model, state)
+            state.logits = fixed_step.next_logits(model, state.tokens)
     logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
-    nucleus = None if nuclei is None else nuclei.collect(state.length)
+    nucleus = None if state.nuclei is None else state.nuclei.collect(state.length)
     return Completions(state.completions[:, : state.length], logprobs, nucleus)
 
 
@@ -122,23 +287,25 @@ def prefill(
     """Pass each prompt through the model once, and repeat what comes of it for the rows of its group."""
     limit = sampling.max_completion_tokens
     cache = DynamicCache(config=model.config)
-    cache.layers = [BufferedLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     prompt_mask = prompt_mask.long()
     positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = next_logits(model, cache, prompt_ids, prompt_mask, positions)
-    cache.batch_repeat_interleave(group_size)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[i] = BufferedLayer(layer, group_size, limit)
+        else:
+            layer.batch_repeat_interleave(group_size)
     attention_mask = pad(prompt_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
         attention_mask = attention_mask.bool()[:, None, None]  # the form that attention needs, made once
-    rows = len(prompt_ids) * group_size
-    live = torch.arange(rows, device=prompt_ids.device)
+    completions = prompt_ids.new_full((len(prompt_ids) * group_size, limit), sampling.pad_id)
+    live = torch.arange(len(completions), device=prompt_ids.device)
     return DecodeState(
-        completions=prompt_ids.new_full((rows, limit), sampling.pad_id),
-        logprobs=torch.zeros(rows, limit, device=prompt_ids.device) if sampling.logprobs else None,
-        length=0,
+        completions=completions,
+        logprobs=torch.zeros_like(completions, dtype=torch.float32) if sampling.logprobs else None,
+        nuclei=NucleusRecorder(completions) if sampling.nucleus else None,
         live=live,
         ended=torch.zeros_like(live, dtype=torch.bool),
-        tokens=live,
         logits=logits.repeat_interleave(group_size, dim=0),
         positions=positions[:, -1:].repeat_interleave(group_size, dim=0),
         attention_mask=attention_mask,
@@ -162,7 +329,7 @@ def next_logits(
     return output.logits[:, -1]
 
 
-def sample(state: DecodeState, sampling: Sampling, nuclei: NucleusRecorder | None = None) -> None:
+def sample(state: DecodeState, sampling: Sampling) -> None:
     """Draw the next token of each row, padding where the row has ended; temperature 0 takes the likeliest."""
     scores = state.logits.float() / (sampling.temperature or 1.0)  # (b, V)
     allowed = scores
@@ -170,10 +337,10 @@ def sample(state: DecodeState, sampling: Sampling, nuclei: NucleusRecorder | Non
         least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
         allowed = scores.masked_fill(scores < least, -torch.inf)
     top_p = sampling.top_p
-    if nuclei is not None:
-        scores = allowed = nuclei.cut(allowed, top_p, state)
+    if state.nuclei is not None:
+        scores = allowed = state.nuclei.cut(allowed, top_p, state)
         top_p = 1.0
-    tokens = sample_nucleus(allowed, top_p) if sampling.temperature > 0 else allowed.argmax(dim=1)
+    tokens = sample_nucleus(allowed.softmax(dim=1), top_p) if sampling.temperature > 0 else allowed.argmax(dim=1)
     state.tokens = tokens.where(~state.ended, sampling.pad_id)
     state.completions[state.live, state.length] = state.tokens
     if state.logprobs is not None:
@@ -192,70 +359,53 @@ def drop_finished_rows(state: DecodeState) -> None:
     state.attention_mask = state.attention_mask[stay]
 
 
-def advance(model: transformers.PreTrainedModel, state: DecodeState) -> None:
-    """Pass the tokens that were drawn last through the model: the next logits."""
-    state.positions = state.positions + 1
-    mask = state.attention_mask[..., : state.prompt_length + state.length]
-    state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
-
-
 class BufferedLayer(DynamicLayer):
-    """A full-attention cache layer that, once repeated for each group, writes into preallocated buffers.
+    """A prefilled full-attention cache layer, repeated for each row of a group, that writes into preallocated buffers.
 
     They are (rows, heads, P + T, dim); `keys` and `values` are views of the filled part.
     """
 
-    def __init__(self, max_completion_tokens: int):
+    def __init__(self, layer: DynamicLayer, group_size: int, max_completion_tokens: int):
         super().__init__()
-        self.max_completion_tokens = max_completion_tokens
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        dtype = self.keys.dtype
-        if torch.is_autocast_enabled(self.keys.device.type):  # attention would cast the whole cache at every step
-            dtype = torch.get_autocast_dtype(self.keys.device.type)
+        self.lazy_initialization(layer.keys, layer.values)
+        dtype = layer.keys.dtype
+        if torch.is_autocast_enabled(layer.keys.device.type):  # attention would cast the whole cache at every step
+            dtype = torch.get_autocast_dtype(layer.keys.device.type)
         self.buffers = []
-        for states in (self.keys, self.values):
-            rows, heads, length, dim = states.shape
-            shape = (rows * repeats, heads, length + self.max_completion_tokens, dim)
-            buffer = states.new_zeros(shape, dtype=dtype)
-            buffer[:, :, :length] = states.repeat_interleave(repeats, dim=0)
-            self.buffers.append(buffer)
+        for states in (layer.keys, layer.values):
+            repeated = states.to(dtype).repeat_interleave(group_size, dim=0)
+            self.buffers.append(pad(repeated, (0, 0, 0, max_completion_tokens)))
+        self.set_length(layer.get_seq_length())
+
+    def set_length(self, length: int) -> None:
         self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
-        if start == 0:  # the prefill
-            return super().update(key_states, value_states, *args, **kwargs)
         end = start + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = states
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        self.set_length(end)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        length = self.get_seq_length()
         self.buffers = [buffer[indices] for buffer in self.buffers]
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+        self.set_length(self.get_seq_length())
 
 
 # ---------------------------------------------------------------- drawing a token
 
 
-def sample_nucleus(scores: Tensor, top_p: float) -> Tensor:
+def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Takes scores (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the nucleus'
-    edge all belong to it; the library keeps an arbitrary few of them.
+    Takes probabilities (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the
+    nucleus' edge all belong to it; the library keeps an arbitrary few of them. On a CPU a token outside the nucleus is
+    drawn again; rows without a token in it after `MAX_TRIES`, and all on a GPU, are sorted.
     """
-    probs = scores.softmax(dim=1)
-    limit = top_p if top_p < 1 else float("inf")
     if probs.is_cuda:  # rejection would make the CPU wait for the GPU
-        return _sample_sorted(probs, limit)
-    return _sample_by_rejection(probs, limit)
-
-
-def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
-    """Draw from the whole distribution, again where that is outside the nucleus; what still is, from sorted ones."""
+        return sample_sorted(probs, top_p)
+    limit = top_p if top_p < 1 else math.inf
     cdf = probs.cumsum(dim=1, dtype=torch.float64)  # float32 would round a rare token's share by a per cent
     rows = torch.arange(len(probs))
     tokens = torch.empty_like(rows)
@@ -263,40 +413,37 @@ def _sample_by_rejection(probs: Tensor, limit: float) -> Tensor:
         u = torch.rand(len(rows), 1, dtype=torch.float64) * cdf[:, -1:]
         candidates = torch.searchsorted(cdf, u, right=True).clamp(max=probs.shape[1] - 1)  # (len(rows), 1)
         tokens[rows] = candidates.squeeze(1)
-        likelier = torch.gt(
-            probs, probs.gather(1, candidates), out=torch.empty_like(probs)
-        )  # no bool: slow to multiply
+        likelier = torch.empty_like(probs)  # 0 or 1, as floats: bools are slow to multiply
+        torch.gt(probs, probs.gather(1, candidates), out=likelier)
         is_outside = likelier.mul_(probs).sum(dim=1) >= limit
         rows = rows[is_outside]
-        probs = probs[is_outside]
-        cdf = cdf[is_outside]
         if not len(rows):
             return tokens
-    tokens[rows] = _sample_sorted(probs, limit)
+        probs = probs[is_outside]
+        cdf = cdf[is_outside]
+    tokens[rows] = sample_sorted(probs, top_p)
     return tokens
 
 
-def _sample_sorted(probs: Tensor, limit: float) -> Tensor:
-    """Draw from the sorted probabilities (b, V) without those outside the nucleus."""
+def sample_sorted(probs: Tensor, top_p: float) -> Tensor:
+    """`sample_nucleus` by sorting the probabilities (b, V)."""
     probs, tokens = probs.sort(dim=1, descending=True)
-    probs = probs * (probs >= _edge(probs, limit))
+    probs = probs * (probs >= nucleus_edge(probs, top_p))
     # as torch.multinomial, without its check, which aborts the process on a GPU if a logit is NaN
     return tokens.gather(1, (probs / torch.empty_like(probs).exponential_()).argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V); without impossible tokens."""
-    edge = _edge(probs.sort(dim=1, descending=True).values, top_p if top_p < 1 else float("inf"))
-    return (probs >= edge) & (probs > 0)
-
-
-def _edge(ordered: Tensor, limit: float) -> Tensor:
+def nucleus_edge(ordered: Tensor, top_p: float) -> Tensor:
     """The least probability inside the nucleus, (b, 1), of probabilities (b, V) in descending order."""
+    limit = top_p if top_p < 1 else math.inf
     is_inside = ordered.cumsum(dim=1) - ordered < limit
     return ordered.where(is_inside, torch.inf).amin(dim=1, keepdim=True)
 
 
-# ---------------------------------------------------------------- only on request
+def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V); without impossible tokens."""
+    edge = nucleus_edge(probs.sort(dim=1, descending=True).values, top_p)
+    return (probs >= edge) & (probs > 0)
 
 
 class NucleusRecorder:
@@ -321,62 +468,3 @@ class NucleusRecorder:
         """The nuclei of the first ``length`` columns."""
         ids = torch.cat(self.ids)[torch.cat(self.rows).argsort(stable=True)]
         return Nucleus(list(ids.split(self.counts.sum(dim=1).tolist())), self.counts[:, :length])
-
-
-class FixedStep:
-    """`advance` with shapes and addresses that never change, captured as a CUDA graph when a GPU first runs it.
-
-    All rows stay in the batch, and the attention mask hides the columns that are not written yet.
-    """
-
-    def __init__(self, state: DecodeState):
-        self.column = torch.tensor([state.prompt_length], device=state.tokens.device)  # (1,), to write next
-        state.cache.layers = [FixedLayer(layer, self.column) for layer in state.cache.layers]
-        self.tokens = torch.zeros_like(state.positions)  # (b, 1)
-        self.positions = state.positions.clone()  # (b, 1)
-        columns = torch.arange(state.attention_mask.shape[-1], device=self.column.device)
-        self.visible = state.attention_mask & (columns < self.column)  # (b, 1, 1, P + T)
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def advance(self, model: transformers.PreTrainedModel, state: DecodeState) -> None:
-        """Pass the tokens that were drawn last through the model: the next logits."""
-        self.tokens.copy_(state.tokens[:, None])
-        self.positions += 1
-        self.visible.index_fill_(3, self.column, True)
-        if not self.tokens.is_cuda:
-            state.logits = self.forward(model, state)
-        else:
-            if self.graph is None:
-                self.capture(model, state)
-            self.graph.replay()
-            state.logits = self.logits
-        self.column += 1
-
-    def forward(self, model: transformers.PreTrainedModel, state: DecodeState) -> Tensor:
-        return next_logits(model, state.cache, self.tokens, self.visible, self.positions)
-
-    def capture(self, model: transformers.PreTrainedModel, state: DecodeState) -> None:
-        warm_up = torch.cuda.Stream()  # capture needs every kernel to have run once, on another stream
-        warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):
-            for _ in range(3):
-                self.forward(model, state)
-        torch.cuda.current_stream().wait_stream(warm_up)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self.forward(model, state)
-
-
-class FixedLayer(DynamicLayer):
-    """A cache layer of whole buffers (rows, heads, P + T, dim), written at a column (1,) int64 that others move."""
-
-    def __init__(self, layer: BufferedLayer, column: Tensor):
-        super().__init__()
-        self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = layer.buffers
-        self.column = column
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.column, key_states.to(self.keys.dtype))
-        self.values.index_copy_(2, self.column, value_states.to(self.values.dtype))
-        return self.keys, self.values

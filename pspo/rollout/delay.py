@@ -1,20 +1,19 @@
 """Delay: rollouts between being drawn and being trained on, in a run with --rollout.lag."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
+from pspo.config import RolloutConfig
 from pspo.rollout.engine import EngineSampler
 from pspo.rollout.experience import Experience
+from pspo.rollout.prompts import PromptStream
 
 
 class Delay:
-    """Keeps this rank's rollouts for --rollout.lag; with an engine, the next one is drawn during the update.
+    """Keeps this rank's rollouts for --rollout.lag.
 
     Args:
-        lag: rollouts that are drawn between a rollout and its training, at least 1.
-        ahead: the sampler that draws ahead; None for sampling on time.
-        prefetch: has it begin to draw the next rollout.
+        engine: draws the next rollout during each update; None if rollouts are drawn on time.
 
     Attributes:
         waiting: drawn and scored, the oldest first.
@@ -22,32 +21,31 @@ class Delay:
 
     per_rank = True
 
-    def __init__(
-        self, lag: int, ahead: EngineSampler | None = None, prefetch: Callable[[], None] | None = None
-    ) -> None:
-        self.lag = lag
-        self.ahead = ahead
-        self.prefetch = prefetch
+    def __init__(self, config: RolloutConfig, stream: PromptStream, engine: EngineSampler | None = None) -> None:
+        self.config = config
+        self.stream = stream
+        self.engine = engine
         self.waiting: deque[Experience] = deque()
 
     def push(self, experience: Experience) -> Experience | None:
         """Keep a rollout and have the next one drawn ahead; return the one that is due, if any."""
         self.waiting.append(experience)
         pending = 0
-        if self.prefetch is not None:
-            self.prefetch()
+        if self.engine is not None:
+            _, prompts = self.stream.peek(self.config.prompts)
+            self.engine.prefetch(prompts, self.config.group_size)
             pending = 1
-        return self.waiting.popleft() if len(self.waiting) + pending > self.lag else None
+        return self.waiting.popleft() if len(self.waiting) + pending > self.config.lag else None
 
     def state_dict(self) -> dict[str, Any]:
         """The rollouts, after waiting for the one that is being drawn ahead."""
         prefetched = None
-        if self.ahead is not None:
-            self.ahead.collect()
-            prefetched = self.ahead.prefetched
+        if self.engine is not None:
+            self.engine.collect()
+            prefetched = self.engine.prefetched
         return {"waiting": list(self.waiting), "prefetched": prefetched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.waiting = deque(state["waiting"])
-        if self.ahead is not None:
-            self.ahead.prefetched = state["prefetched"]
+        if self.engine is not None:
+            self.engine.prefetched = state["prefetched"]

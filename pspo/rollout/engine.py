@@ -10,18 +10,14 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
-from pspo.rollout.decode import Completions
-from pspo.rollout.generate import left_pad, make_rollout
+from pspo.rollout.decode import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
-from pspo.rollout.types import Rollout, Sampling
+from pspo.rollout.types import Completions, Rollout, Sampling
 from pspo.tasks.environment import load_class
-
-METHODS = ("check", "start", "push", "begin", "complete", "close")
 
 
 class EngineError(RuntimeError):
@@ -69,23 +65,20 @@ class EngineSampler:
     """Draws by an engine, which gets the learner's weights first.
 
     Attributes:
-        sampler: the policy's own; greedy decoding is always its.
+        sampler: the policy's own; it decodes greedily.
         prefetched: a rollout that was drawn ahead, which the next draw returns.
+        pending: prompts and group size that the engine draws ahead.
     """
 
     engine: Engine
     learner: Trained
     sampler: Sampler
     prefetched: Rollout | None = None
-    pending: tuple[Prompts, int] | None = None  # prompts and group size that the engine draws ahead
+    pending: tuple[Prompts, int] | None = None
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.sampler.tokenizer
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.sampler.sampling
+    def __post_init__(self) -> None:
+        self.tokenizer = self.sampler.tokenizer
+        self.sampling = self.sampler.sampling
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         self.collect()
@@ -99,7 +92,7 @@ class EngineSampler:
     def prefetch(self, prompts: Prompts, group_size: int) -> None:
         """Begin to draw, with the weights as they are now, what the next `draw` returns."""
         self.engine.push(self.learner.policy, self.learner.steps)
-        with self.sampler.generators:
+        with self.sampler.rng_context():
             self.engine.begin(prompts.ids, self.sampling, group_size)
         self.pending = (prompts, group_size)
 
@@ -115,19 +108,17 @@ class EngineSampler:
             self.prefetched = None
 
     def _complete(self, prompts: Prompts, group_size: int) -> Rollout:
-        with self.sampler.generators:
-            completion_ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
-        device = self.learner.policy.device
-        prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
-        completions = Completions(completion_ids, logprobs)
-        return make_rollout(self.tokenizer, prompt_ids.to(device), prompt_mask.to(device), completions, self.sampling)
+        with self.sampler.rng_context():
+            ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
+        prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id, self.learner.policy.device)
+        return make_rollout(self.tokenizer, prompt_ids, prompt_mask, Completions(ids, logprobs), self.sampling)
 
     def with_sampling(self, sampling: Sampling) -> EngineSampler:
         return EngineSampler(self.engine, self.learner, replace(self.sampler, sampling=sampling))
 
     def seeded(self) -> EngineSampler:
         self.collect()
-        return EngineSampler(self.engine, self.learner, replace(self.sampler, generators=nullcontext()))
+        return EngineSampler(self.engine, self.learner, replace(self.sampler, rng_context=nullcontext))
 
     def greedy(self, policy: transformers.PreTrainedModel) -> Sampler:
         return self.sampler.greedy(policy)
@@ -136,9 +127,8 @@ class EngineSampler:
 def find_engine(spec: str | dict[str, Any]) -> Engine:
     """Make the engine of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
     engine = load_class(spec, "rollout.engine")()
-    for method in METHODS:
-        if not hasattr(engine, method):
-            raise ValueError(f"--rollout.engine {spec} has no {method}: pspo.rollout.engine.Engine says what it needs")
+    if not hasattr(engine, "check"):
+        raise ValueError(f"--rollout.engine {spec} has no check: pspo.rollout.engine.Engine says what it needs")
     engine.check()
     return engine
 
@@ -151,21 +141,19 @@ def start_engine(
     engine.start(config, longest + config.rollout.max_completion_tokens, learner.policy.device)
     engine_sampler = EngineSampler(engine, learner, sampler)
     train = prompts["train"]
-    mean, largest = check_engine(engine_sampler, train.take(range(min(8, len(train)))))
+    error = check_engine(engine_sampler, train.take(range(min(8, len(train)))))
     if not config.run.quiet:
-        name = type(engine).__name__
-        print(f"engine  {name}: log-probs are the policy's within {mean:.1g} nats on average, {largest:.1g} at most")
+        print(f"engine  {type(engine).__name__}: log-probs are the policy's within {error:.1g} nats on average")
     return engine_sampler
 
 
 @torch.no_grad()
-def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float]:
-    """Mean and largest difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
+def check_engine(sampler: EngineSampler, prompts: Prompts) -> float:
+    """Mean difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
 
-    Raises ValueError if they are not of one model at one temperature.
+    Raises ValueError if it is above `Engine.tolerance`: they are not of one model at one temperature.
     """
     name = type(sampler.engine).__name__
-    policy = sampler.learner.policy
     limit = min(sampler.sampling.max_completion_tokens, 32)
     few = sampler.with_sampling(replace(sampler.sampling, logprobs=True, max_completion_tokens=limit))
     try:
@@ -173,13 +161,11 @@ def check_engine(sampler: EngineSampler, prompts: Prompts) -> tuple[float, float
             rollout = few.draw(prompts, group_size=2)
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(policy, *rollout.token_ids, few.sampling.temperature)
-    error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs()
-    mean = error.mean().item()
-    largest = error.max().item()
-    if not mean <= sampler.engine.tolerance:
+    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, few.sampling.temperature)
+    error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
+    if not error <= sampler.engine.tolerance:
         raise ValueError(
-            f"--rollout.engine {name}: its log-probs differ from the policy's by {mean:.2g} nats on average, "
-            f"{largest:.2g} at most: they are not of one model. Leave --rollout.engine out for this model"
+            f"--rollout.engine {name}: its log-probs differ from the policy's by {error:.2g} nats on average: "
+            "they are not of one model. Leave --rollout.engine out for this model"
         )
-    return mean, largest
+    return error

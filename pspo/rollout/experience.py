@@ -10,19 +10,6 @@ from pspo.rollout.types import Rollout, join
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A rollout that is not scored yet.
-
-    Attributes:
-        prompts: index of each group's training prompt.
-        rollout: B rows.
-    """
-
-    prompts: list[int]
-    rollout: Rollout
-
-
-@dataclass(frozen=True)
 class Experience:
     """A rollout, scored.
 
@@ -66,9 +53,7 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
     The advantages are left out: some estimators need all rows.
     """
     n_groups = len(experience.prompts)
-    n = len(experience.rewards)
-    n_fresh = len(fresh.rewards)
-    group_size = n // n_groups
+    group_size = len(experience.rewards) // n_groups
     signal = experience.signal + fresh.signal
     spare = [group for group in range(n_groups, len(signal)) if signal[group]]
     groups = []
@@ -77,23 +62,22 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
     prompts = experience.prompts + fresh.prompts
     rows = [group * group_size + i for group in groups for i in range(group_size)]
     indices = torch.tensor(rows, device=experience.rewards.device)
+
+    def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
+        """The rows' values by name, None where there is none."""
+        selected = {}
+        for name in dict.fromkeys([*values, *fresh_values]):
+            first = values.get(name, [None] * len(experience.rewards))
+            joined = first + fresh_values.get(name, [None] * len(fresh.rewards))
+            selected[name] = [joined[row] for row in rows]
+        return selected
+
     return Experience(
         prompts=[prompts[group] for group in groups],
         rollout=join([experience.rollout, fresh.rollout]).rows(indices),
         rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
-        rewards_by_name=select_values(experience.rewards_by_name, fresh.rewards_by_name, n, n_fresh, rows),
+        rewards_by_name=select(experience.rewards_by_name, fresh.rewards_by_name),
         drawn_rewards=experience.drawn_rewards + fresh.drawn_rewards,
         drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
-        logged=select_values(experience.logged, fresh.logged, n, n_fresh, rows),
+        logged=select(experience.logged, fresh.logged),
     )
-
-
-def select_values(
-    values: dict[str, list], fresh_values: dict[str, list], n: int, n_fresh: int, rows: list[int]
-) -> dict[str, list]:
-    """By name the values of some of n + n_fresh rows, None where there is none."""
-    selected = {}
-    for name in dict.fromkeys([*values, *fresh_values]):
-        joined = values.get(name, [None] * n) + fresh_values.get(name, [None] * n_fresh)
-        selected[name] = [joined[row] for row in rows]
-    return selected

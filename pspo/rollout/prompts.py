@@ -5,11 +5,13 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import TEXT, encode, render_prompts
 from pspo.model.find import room_for_prompts
@@ -116,3 +118,47 @@ def prompt_order(n: int, seed: int) -> Iterator[int]:
     """Endless passes over n prompts, each in a new random order."""
     for epoch in count():
         yield from np.random.default_rng((seed, epoch)).permutation(n).tolist()
+
+
+class PromptStream:
+    """The training prompts in the order in which a run draws them: endless passes, each in a new order of --run.seed.
+
+    Attributes:
+        position: prompts drawn so far, all ranks' together.
+    """
+
+    def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
+        self.prompts = prompts
+        self.config = config
+        self.fingerprint = prompts.fingerprint()
+        self.seek(0)
+
+    def next(self, n: int) -> tuple[list[int], Prompts]:
+        """Indices and prompts of the next n; of several ranks, this one's share."""
+        self.position += n
+        indices = list(islice(self.order, n))
+        if dist.world_size() > 1:
+            minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
+            indices = dist.take_rank_share(indices, minibatches)
+        return indices, self.prompts.take(indices)
+
+    def peek(self, n: int) -> tuple[list[int], Prompts]:
+        """What `next` will return."""
+        position = self.position
+        share = self.next(n)
+        self.seek(position)
+        return share
+
+    def problems(self, indices: list[int]) -> list[Problem]:
+        """The problem of each row of these prompts' groups."""
+        return [self.prompts.problems[i] for i in indices for _ in range(self.config.rollout.group_size)]
+
+    def seek(self, position: int) -> None:
+        self.position = position
+        self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seek(state["position"])

@@ -1,17 +1,23 @@
-"""Samplers draw the completions of prompts; which one a run has is chosen once, in `pspo.run.prepare`."""
+"""Samplers draw the completions of prompts; which one a run has is chosen once, in `pspo.run.prepare`.
+
+`Generators` are the random numbers of a run.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.model import autocast
-from pspo.rollout.generate import generate
+from pspo.rollout.decode import generate, set_torch_states, torch_states
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Rollout, Sampling
 
@@ -35,48 +41,61 @@ class RolloutSampler(Protocol):
         """Greedy decoding of a policy by torch's global generators, never by an engine."""
 
 
+@dataclass
+class StopFlag:
+    """Lets a signal stop a drawing at once; a run's is `pspo.cli.signals.StopSignals`.
+
+    Attributes:
+        is_drawing: True where a signal's handler may raise: ranks do not communicate, nothing is left half done.
+        error: raised by the handler, or before drawing if a signal came earlier.
+    """
+
+    is_drawing: bool = False
+    error: BaseException | None = None
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Samples from the policy itself, by `generate`.
 
     Attributes:
-        autocast: --model.autocast.
-        generators: entered to draw; those of `pspo.rollout.generators` are advanced by sampling alone.
-        interruptible: entered to draw; `StopSignals` of `pspo.cli.signals` raises Stopped inside.
+        casts_to_bf16: forward passes are under bf16 autocast.
+        rng_context: makes the context of drawing, such as `Generators.sampling`.
     """
 
     policy: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    autocast: str = "none"
-    generators: AbstractContextManager = field(default_factory=nullcontext)
-    interruptible: AbstractContextManager = field(default_factory=nullcontext)
+    casts_to_bf16: bool = False
+    rng_context: Callable[[], AbstractContextManager] = nullcontext
+    stop: StopFlag = field(default_factory=StopFlag)
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        with self.generators, autocast(self.autocast, self.policy.device), self.interruptible:
-            return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
+        device_type = self.policy.device.type
+        with self.rng_context(), torch.autocast(device_type, torch.bfloat16, enabled=self.casts_to_bf16):
+            self.stop.is_drawing = True
+            try:
+                if self.stop.error is not None:
+                    raise self.stop.error
+                return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
+            finally:
+                self.stop.is_drawing = False
 
     def with_sampling(self, sampling: Sampling) -> Sampler:
         return replace(self, sampling=sampling)
 
     def seeded(self) -> Sampler:
-        return replace(self, generators=nullcontext())
+        return replace(self, rng_context=nullcontext)
 
     def greedy(self, policy: transformers.PreTrainedModel) -> Sampler:
-        return replace(self, policy=policy, sampling=self.sampling.greedy(), generators=nullcontext())
+        return replace(self, policy=policy, sampling=self.sampling.greedy(), rng_context=nullcontext)
 
 
 @dataclass(frozen=True)
-class UnshardedSampler:
-    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes.
-
-    Attributes:
-        gathers: False where an engine draws, which has weights of its own.
-    """
+class WrappedSampler:
+    """Base of samplers around another one."""
 
     sampler: RolloutSampler
-    policy: transformers.PreTrainedModel
-    gathers: bool = True
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -86,17 +105,91 @@ class UnshardedSampler:
     def sampling(self) -> Sampling:
         return self.sampler.sampling
 
-    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        if not self.gathers:
-            return self.sampler.draw(prompts, group_size)
-        with dist.unsharded(self.policy):
-            return self.sampler.draw(prompts, group_size)
-
-    def with_sampling(self, sampling: Sampling) -> UnshardedSampler:
+    def with_sampling(self, sampling: Sampling) -> RolloutSampler:
         return replace(self, sampler=self.sampler.with_sampling(sampling))
 
-    def seeded(self) -> UnshardedSampler:
+    def seeded(self) -> RolloutSampler:
         return replace(self, sampler=self.sampler.seeded())
+
+    def greedy(self, policy: transformers.PreTrainedModel) -> RolloutSampler:
+        return replace(self, sampler=self.sampler.greedy(policy))
+
+
+@dataclass(frozen=True)
+class UnshardedSampler(WrappedSampler):
+    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes.
+
+    Attributes:
+        gathers: False where an engine draws, which has weights of its own.
+    """
+
+    policy: transformers.PreTrainedModel
+    gathers: bool = True
+
+    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        with dist.unsharded(self.policy) if self.gathers else nullcontext():
+            return self.sampler.draw(prompts, group_size)
 
     def greedy(self, policy: transformers.PreTrainedModel) -> UnshardedSampler:
         return UnshardedSampler(self.sampler.greedy(policy), policy)
+
+
+class Generators:
+    """Torch's generators as sampling alone advances them: global ones inside ``with generators.sampling():``.
+
+    Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
+    draws from them, or seeds, changes no completion. Making one seeds all. The state is that of both, on this rank.
+    """
+
+    per_rank = True
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.seed(seed)
+
+    def seed(self, seed: int, steps: int = 0) -> None:
+        """Seed all, differently on every rank and after every number of steps.
+
+        On rank 0 at step 0 the seed of sampling is the run's own, as in a single process.
+        """
+        is_first = dist.rank() == 0 and steps == 0
+        seed_all(seed if is_first else mix_seed(seed, steps, is_user_rng=False))
+        self.states = torch_states(self.device)
+        seed_all(mix_seed(seed, steps, is_user_rng=True))
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            set_torch_states(self.states, self.device)
+            try:
+                yield
+            finally:
+                self.states = torch_states(self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *position = np.random.get_state()  # noqa: NPY002 (users' code may draw from it)
+        return {
+            "python": random.getstate(),
+            "numpy": [kind, keys.tolist(), *position],
+            "torch": torch_states(self.device),
+            "sampling": self.states,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        kind, keys, *position = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))  # noqa: NPY002
+        set_torch_states(state["torch"], self.device)
+        self.states = state["sampling"]
+
+
+def mix_seed(seed: int, steps: int, is_user_rng: bool) -> int:
+    """32 bits from a seed, this rank, the number of steps, and whose the generators are."""
+    return int(np.random.SeedSequence((seed, dist.rank(), steps, is_user_rng)).generate_state(1)[0])
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)

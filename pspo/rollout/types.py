@@ -29,7 +29,7 @@ class Sampling:
     """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens.
 
     Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
-    for transformers' own `generate`, the reference.
+    (transformers' own `generate`, the reference).
     """
 
     stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
@@ -43,6 +43,10 @@ class Sampling:
     decoder: Decoder = "pspo"
     logprobs: bool = False  # keep those that the tokens were sampled with; not with decoder "hf"
     nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
+
+    def __post_init__(self) -> None:
+        if self.decoder == "hf" and (self.logprobs or self.nucleus):
+            raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
 
     def greedy(self) -> "Sampling":
         """Greedy decoding, with the same decoder, limit and stop tokens."""
@@ -78,6 +82,22 @@ class Nucleus:
         counts = self.counts[rows]
         is_selected = mask.flatten().repeat_interleave(counts.flatten())
         return torch.cat(self.ids[rows])[is_selected], counts[mask]
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What was drawn for N prompts, the rows of one prompt adjacent.
+
+    Attributes:
+        ids: (N * group_size, T) int64, padded after their stop token.
+        logprobs: (N * group_size, T) float32, on request: of the logits at the temperature, before top_k and
+            nucleus; or, if the nuclei are recorded, renormalised over them.
+        nucleus: on request.
+    """
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+    nucleus: Nucleus | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,8 @@ class Rollout:
     def rows(self, indices: Tensor) -> "Rollout":
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
         first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
-        width, parts = max(int(self.completion_mask[indices].sum(dim=1).max()), 1), {}
+        width = max(int(self.completion_mask[indices].sum(dim=1).max()), 1)
+        parts = {}
         for name, value in vars(self).items():
             if isinstance(value, Nucleus):
                 parts[name] = value.rows(indices, width)
@@ -162,7 +183,9 @@ class Rollout:
         lengths = self.loss_mask.sum(dim=1).tolist()
         ids = [row.tolist() for row in self.completion_ids[self.loss_mask].cpu().split(lengths)]
         inputs = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
-        return inputs | ({"environment_rewards": self.environment_rewards} if self.environment_rewards else {})
+        if self.environment_rewards is not None:
+            inputs["environment_rewards"] = self.environment_rewards
+        return inputs
 
     @property
     def tokens(self) -> int:
@@ -172,9 +195,11 @@ class Rollout:
 
 def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     """The rows of all rollouts, one after the other."""
-    joined, width = {}, max(part.prompt_ids.shape[1] for part in parts)
+    width = max(part.prompt_ids.shape[1] for part in parts)
+    joined = {}
     for name, value in vars(parts[0]).items():
-        values, filler = [getattr(part, name) for part in parts], pad_id if name.endswith("_ids") else 0
+        values = [getattr(part, name) for part in parts]
+        filler = pad_id if name.endswith("_ids") else 0
         if isinstance(value, Nucleus):
             joined[name] = Nucleus.join(values)
         elif isinstance(value, list):

@@ -10,8 +10,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.cli.escape import in_markdown
-from pspo.cli.files import as_argument, import_spec
+from pspo.cli.escape import one_line
+from pspo.cli.files import argument_text
+from pspo.cli.python import import_spec
 from pspo.config import EvalConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.rewards import reward_name
@@ -44,15 +45,15 @@ def model_card(config: TrainConfig, step: int, summary: Record) -> str:
 {front_matter.to_yaml()}
 ---
 
-# {in_markdown(Path(base).name)}, trained with {method}
+# {one_line(Path(base).name)}, trained with {method}
 
-{step:,} optimizer steps of {in_markdown(str(surrogate))} on {in_markdown(config.data.name)}, seed {config.run.seed}, by
-pspo {__version__}. Settings that differ from its defaults: {in_markdown(settings) or "none"}.
+{step:,} optimizer steps of {code_span(str(surrogate))} on {code_span(config.data.name)}, seed {config.run.seed}, by
+pspo {__version__}. Settings that differ from its defaults: {code_span(settings) if settings else "none"}.
 
 ## Evaluation
 
 ```text
-{describe_results(summary)}
+{describe_results(summary) or "none"}
 ```
 
 ## Use
@@ -82,10 +83,17 @@ def describe_results(summary: Record) -> str:
         rows.append([model, *(from_record(summary[test], name) for name in names)])
     validations = {record["step"]: record["validation_reward"] for record in summary["validation"].values() if record}
     rewards = [f"{validations[step]:.3f} at step {step}" for step in sorted(validations)]
-    lines = [table(rows)] if names else ["no test"]
+    lines = [table(rows)] if names else []
     if rewards:
         lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
+    if best_step == 0:
+        lines.append("No trained step was better than the untrained model, which is returned")
     return "\n".join(lines)
+
+
+def code_span(text: str) -> str:
+    """Text as Markdown shows it unchanged."""
+    return f"`{one_line(text).replace('`', chr(39))}`"
 
 
 def changed_settings(config: TrainConfig) -> list[str]:
@@ -113,21 +121,20 @@ def describe_value(value: Any) -> str:
 
 def evaluate_command(config: TrainConfig, model: str) -> str:
     """The command that evaluates a trained model on the same data, prompts and lengths."""
-    switches = {}
+    switches = {"model.name_or_path": model, "data.name": config.data.name}
     for name, section in (("model", config.model), ("data", config.data), ("reward", config.reward)):
         for part in fields(section):
             value = getattr(section, part.name)
             is_default = value == getattr(type(section)(), part.name)
-            if not is_default and part.name not in ("revision", "lora"):
+            if not is_default and part.name not in ("name_or_path", "revision", "lora", "limit"):
                 switches[f"{name}.{part.name}"] = value
     if "reward.functions" in switches:
         switches["reward.functions"] = [import_spec(function) for function in config.reward.functions]
     for name in ("max_completion_tokens", "environment", "stop_tokens", "stop_strings"):
         if getattr(config.rollout, name) != getattr(EvalConfig(), name):
             switches[f"eval.{name}"] = getattr(config.rollout, name)
-    switches["data.name"] = config.data.name
-    switches["data.limit"] = config.run.test_limit or None  # the held-out problems of the run itself
-    switches["model.name_or_path"] = model
+    if config.run.test_limit:
+        switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
     switches["run.output_dir"] = str(Path(model).parent / "evaluation")
-    words = [f"--{name} {shlex.quote(as_argument(value))}" for name, value in switches.items()]
+    words = [f"--{name} {shlex.quote(argument_text(value))}" for name, value in switches.items()]
     return " ".join(["python -m pspo.evaluate", *words])

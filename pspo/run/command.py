@@ -11,7 +11,7 @@ from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
 from pspo.cli.user_code import RunFailed, UserCodeFailed
-from pspo.config import DefaultRate, TrainConfig
+from pspo.config import TrainConfig, default_lr
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, is_out_of_memory
 from pspo.rollout import Prompts
@@ -101,7 +101,7 @@ def print_header(run: Run) -> None:
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
     stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
     stops += [repr(text) for text in run.sampler.sampling.stop_strings]
-    source = "default for its size" if isinstance(config.optimizer.lr, DefaultRate) else "set"
+    source = "default for its size" if config.optimizer.lr == default_lr(config.model) else "set"
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
@@ -124,7 +124,9 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     """Print tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
-    print(describe_results(summary))
+    results = describe_results(summary)
+    if results:
+        print(results)
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {model}")
     print(f"look inside: pspo view {Path(model).parent}")
     print(f"evaluate it: {printable(evaluate_command(config, model))}")

@@ -40,11 +40,9 @@ def sample_record(values: dict[str, Any], step: int, sample: int, completion: st
     record["completion"] = completion
     for name in ("reward", "advantage", "tokens", "truncated"):
         record[name] = values[name]
-    rewards = {name: value for name, value in values.items() if name.startswith("reward/")}
-    logged = {name.removeprefix("logged/"): value for name, value in values.items() if name.startswith("logged/")}
-    record["rewards"] = {
-        name.removeprefix("reward/"): None if math.isnan(value) else value for name, value in rewards.items()
-    }
+    rewards = {name[7:]: value for name, value in values.items() if name.startswith("reward/")}
+    logged = {name[7:]: value for name, value in values.items() if name.startswith("logged/")}
+    record["rewards"] = {name: None if math.isnan(value) else value for name, value in rewards.items()}
     if logged:
         record["logged"] = logged
     return record
@@ -61,10 +59,7 @@ def mean_of_known(values: list[float]) -> float:
 
 
 def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:
-    """A rollout's line in a few numbers for the progress bar or a line of a log; loss and the like are the last step's.
-
-    Then the best validation so far.
-    """
+    """A rollout's line in a few numbers for the progress bar or a log, and the best validation so far."""
     seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
     parts = [
         f"reward {line['reward']:.3f}",
@@ -74,11 +69,9 @@ def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:
         f"entropy {line['entropy']:.2g}",
         f"tokens {line['completion_tokens']:.0f}",
         f"truncated {line['truncated_share']:.0%}",
-        f"lr {line['lr']:.2g}",
+        f"skipped {line['steps_skipped']:.0f}",
         f"{seconds / steps:.1f} s/step",
     ]
-    if line["steps_skipped"]:
-        parts.append(f"skipped {line['steps_skipped']:.0f} of {steps}")
     if best:
         parts.append(f"best {best['validation_reward']:.3f} at {best['step']}")
     return "  ".join(parts)

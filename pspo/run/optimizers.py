@@ -20,14 +20,15 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     --optimizer.options may have a weight_decay, of matrices and embeddings; norms and biases have none.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    is_matrix = [parameter.dim() > 1 for parameter in trained]
 
     def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        decayed = [parameter for parameter, matrix in zip(parameters, is_matrix, strict=True) if matrix]
-        others = [parameter for parameter, matrix in zip(parameters, is_matrix, strict=True) if not matrix]
-        groups = [{"params": decayed, "weight_decay": config.options.get("weight_decay", 0.0)}]
-        if others:
-            groups.append({"params": others, "weight_decay": 0.0})
+        groups = []
+        for is_matrix, decay in ((True, config.options.get("weight_decay", 0.0)), (False, 0.0)):
+            group = [
+                given for given, weight in zip(parameters, trained, strict=True) if (weight.dim() > 1) == is_matrix
+            ]
+            if group:
+                groups.append({"params": group, "weight_decay": decay})
         return new_optimizer(groups, config)
 
     if trained[0].dtype == torch.bfloat16:
@@ -60,8 +61,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
 def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR | None:
     """Learning rates: a linear warm-up from 0, then constant, or to 0 at ``max_steps`` in a line or half a cosine.
 
-    None for a rate that is constant from the first step. transformers' schedules are the same; importing them takes
-    seconds if bitsandbytes is installed.
+    None for a rate that is constant from the first step.
     """
     if config.schedule == "constant" and config.warmup_steps == 0:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,17 +17,15 @@ from pspo.environments import EnvironmentSampler
 from pspo.model import load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import token_ids
-from pspo.rollout import Sampler, UnshardedSampler, make_sampling
+from pspo.rollout import PromptStream, Sampler, UnshardedSampler, decode_greedily, make_sampling
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
-from pspo.rollout.generate import decode_greedily
-from pspo.rollout.generators import Generators
 from pspo.rollout.prompts import load_splits
+from pspo.rollout.sampler import Generators
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import make_learner
 from pspo.run.optimizers import check_optimizer
-from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, resume
 from pspo.run.run import Run
@@ -60,34 +57,31 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         if device.type == "cpu":  # otherwise several threads add up gradients in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False
-        with generators:
+        with generators.sampling():
             learner = make_learner(config, device)
         policy = learner.policy
 
         signals = StopSignals()
-        needs_logprobs = config.algorithm.correction != "none" or config.ratios_to_engine
-        sampling = make_sampling(policy, tokenizer, config.rollout, logprobs=needs_logprobs)
-        sampling = replace(sampling, nucleus=config.algorithm.nucleus == "replay")
-        sampler = Sampler(policy, tokenizer, sampling, config.model.autocast, generators, signals.interruptible)
+        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+        sampler = Sampler(policy, tokenizer, sampling, learner.casts_to_bf16, generators.sampling, stop=signals)
         with dist.unsharded(policy):
             decode = partial(decode_greedily, policy, tokenizer, sampling)
             check_exactness(policy, prompts["train"].ids, decode, config.model.autocast)
         stream = PromptStream(prompts["train"], config)
-        delay = Delay(config.rollout.lag) if config.rollout.lag > 0 else None
+        engine_sampler = None
         if engine is not None:
             resources.callback(engine.close)
+            if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+                resources.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts)
-        if config.draws_ahead:
-
-            def prefetch() -> None:
-                _, ahead = stream.peek(config.rollout.prompts)
-                engine_sampler.prefetch(ahead, config.rollout.group_size)
-
-            delay = Delay(config.rollout.lag, engine_sampler, prefetch)
         if make_environment is not None:
             sampler = EnvironmentSampler(sampler, make_environment)
         if dist.is_sharded(policy):
             sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
+        delay = None
+        if config.rollout.lag > 0:
+            delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
 
         recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
         validator = Validator(config, sampler, recorder, prompts)

@@ -19,14 +19,14 @@ from pspo.run.folders import newest_checkpoint, write_errors
 from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens
-from pspo.run.trackers import Tracker, log_rollout
+from pspo.run.trackers import Service, TensorBoard, log_rollout
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row
 
 
 class Recorder:
-    """Counts and records; knows nothing of the algorithm.
+    """Counts and records.
 
     Attributes:
         tokens: prompt and completion tokens of the rollouts that were trained on.
@@ -62,13 +62,12 @@ class Recorder:
         self.steps: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
 
-    def start(self, tracker: Tracker | None) -> Bar:
+    def start(self, tracker: TensorBoard | Service | None) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
         self.tracker = tracker
-        self.started_at = self.first_step if self.line else self.learner.steps
         quiet = self.config.run.quiet or not dist.is_main()
-        total = self.config.run.max_steps
-        self.bar = Bar(desc="step", unit="step", quiet=quiet, total=total, initial=self.started_at)
+        first = self.first_step if self.line else self.learner.steps
+        self.bar = Bar(desc="step", unit="step", quiet=quiet, total=self.config.run.max_steps, initial=first)
         return self.bar
 
     @property
@@ -149,18 +148,16 @@ class Recorder:
                 append_text(self.output / "samples.jsonl", to_jsonl(self.samples))
             if self.tracker is not None:
                 log_rollout(self.tracker, self.line, self.samples)
-            is_notable = self.first_step == self.started_at or self.limit_reached or self.line["steps_skipped"] > 0
+            is_notable = self.first_step == self.bar.first or self.limit_reached
             self.bar.advance(len(self.steps), status(self.line, len(self.steps), best), is_notable)
         steps = self.steps
         self.clear_line()
         for step in steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
-                raise RunFailed(
-                    f"{self.skipped} optimizer steps in a row were skipped: loss ({step['loss']}), gradient (norm "
-                    f"{step['grad_norm']}) or log-probs were not finite. Last checkpoint: "
-                    f"{newest_checkpoint(self.output)}. Lower --optimizer.lr, or check the reward and the surrogate"
-                )
+                bad = f"loss ({step['loss']}) or gradient norm ({step['grad_norm']}) were not finite"
+                saved = f"last checkpoint: {newest_checkpoint(self.output)}; lower --optimizer.lr"
+                raise RunFailed(f"{self.skipped} optimizer steps in a row were skipped: {bad}; {saved}")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in STATE} | {"elapsed": self.elapsed}

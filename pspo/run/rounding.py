@@ -11,14 +11,9 @@ from torch import Tensor, nn
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Optimize bfloat16 weights by another optimizer, which gets one weight after the other in float32.
+    """Optimize bfloat16 weights by another optimizer, made by ``make``, which gets one after the other in float32.
 
-    Its moments are as for float32 weights; no weight is kept in float32. Every rank draws the same random numbers, so
-    that replicated weights stay the same.
-
-    Args:
-        weights: bfloat16 parameters.
-        make: makes the other optimizer of a list of float32 parameters.
+    Every rank draws the same random numbers, so that replicated weights stay the same.
     """
 
     def __init__(self, weights: list[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):

@@ -15,13 +15,12 @@ from pspo.cli.user_code import RunFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience, RolloutSampler
+from pspo.rollout import Experience, PromptStream, RolloutSampler
 from pspo.rollout.delay import Delay
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
-from pspo.run.prompt_stream import PromptStream
 from pspo.run.recorder import Recorder
 from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
@@ -54,8 +53,10 @@ class Run:
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
-        name = self.config.run.tracker if dist.is_main() else "none"
-        tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
+        tracker = None
+        name = self.config.run.tracker
+        if dist.is_main() and name != "none":
+            tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
@@ -66,16 +67,13 @@ class Run:
     def ended(self) -> bool:
         """Take a snapshot of the parts; True if a limit is reached. Raises Stopped if any rank was asked to stop."""
         self.checkpointer.take_snapshot()
-        if dist.max_over_ranks(self.signals.received is not None):
+        if dist.max_over_ranks(self.signals.error is not None):
             raise Stopped
         return self.recorder.limit_reached
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the rollout; raise on all ranks what stops one, or what a user's code raises on one.
-
-        In an update the ranks wait for each other's gradients: there each raises by itself.
-        """
+        """Time a phase; what stops a rank, or a user's code raises there, ends all of them, except in an update."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
         try:

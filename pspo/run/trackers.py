@@ -4,18 +4,10 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 COLUMNS = ["problem", "sample", "prompt", "gold", "completion", "reward", "advantage", "tokens", "truncated"]
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-
-
-class Tracker(Protocol):
-    def log(self, metrics: dict[str, float], step: int, rows: list[list[Any]]) -> None:
-        """Log a rollout's finite metrics and the `COLUMNS` of its recorded completions."""
-
-    def finish(self) -> None:
-        """Send the rest of a finished run; wandb marks a failed one by itself."""
 
 
 class TensorBoard:
@@ -45,8 +37,7 @@ class Service:
         self.module.init(project="pspo", name=folder.resolve().name, config=config, **where)
 
     def log(self, metrics: dict[str, float], step: int, rows: list[list[Any]]) -> None:
-        table = self.module.Table(columns=COLUMNS, data=rows)
-        self.module.log(metrics | {"completions": table}, step=step)
+        self.module.log(metrics | {"completions": self.module.Table(columns=COLUMNS, data=rows)}, step=step)
 
     def finish(self) -> None:
         self.module.finish()
@@ -61,15 +52,12 @@ def check_tracker(name: str) -> None:
         raise ValueError(f"--run.tracker {name}: {error}; pip install 'pspo[{name}]'") from error
 
 
-def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int = 0) -> Tracker | None:
-    """The tracker of --run.tracker; None for none."""
-    if name == "none":
-        return None
+def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) -> TensorBoard | Service:
     return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config)
 
 
-def log_rollout(tracker: Tracker, line: dict[str, float], samples: list[dict[str, Any]]) -> None:
-    """Log a line of ``metrics.jsonl`` and its samples; chats as JSON."""
+def log_rollout(tracker: TensorBoard | Service, line: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    """Log the finite values of a line of ``metrics.jsonl``, and its samples; chats as JSON."""
     metrics = {name: value for name, value in line.items() if name != "step" and math.isfinite(value)}
     rows = [[sample[name] for name in COLUMNS] for sample in samples]
     rows = [[json.dumps(value) if isinstance(value, list) else value for value in row] for row in rows]

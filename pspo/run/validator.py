@@ -10,7 +10,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli.files import to_jsonl, write_text
-from pspo.cli.progress import say
+from pspo.cli.progress import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
@@ -59,8 +59,7 @@ class Validator:
                 self.validate()
 
     def is_due(self) -> bool:
-        every = self.config.run.validate_every
-        return every > 0 and self.recorder.is_due(every)
+        return self.config.run.validate_every > 0 and self.recorder.is_due(self.config.run.validate_every)
 
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
@@ -85,10 +84,10 @@ class Validator:
         if is_better(self.validated, self.best):
             self.best = self.validated
             save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.best)
-        measures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items()]
-        best = f"best {self.best['validation_reward']:.3f} at {self.best['step']}"
-        text = "  ".join([f"step {step}/{self.config.run.max_steps}", *measures, best])
-        say(text, self.config.run.quiet or not dist.is_main())
+        measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
+        print_timed(
+            f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet or not dist.is_main()
+        )
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
@@ -105,10 +104,7 @@ class Validator:
         return dist.run_on_main(write)
 
     def evaluate(self, split: str, sampler: RolloutSampler, bar: str) -> Evaluation | None:
-        """Draw one completion of each prompt; the evaluation of all ranks' on rank 0, None on others.
-
-        The ranks share the prompts evenly, unless they must decode in step.
-        """
+        """Draw one completion of each prompt, shared evenly by the ranks; rank 0 alone gets the evaluation."""
         prompts = self.prompts[split]
         bar = "" if self.config.run.quiet else bar
         rows = math.ceil(len(prompts) / dist.world_size())

@@ -20,11 +20,7 @@ _SUM = re.compile(r"\d{1,12}(?: ?[-+*/] ?\d{1,12}){1,9}", re.ASCII)
 
 
 def problems(split: str, seed: int = 0) -> Iterator[Problem]:
-    """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed.
-
-    There are 124,600, whose values have three digits; the hash of its text decides a problem's split. `category` is
-    "add" or "subtract".
-    """
+    """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed."""
     rng = split_rng(split, seed)
     while True:
         op, a, b = rng.choice("+-"), rng.randint(200, 899), rng.randint(11, 99)
@@ -34,17 +30,16 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
 
 
 class Calculator:
-    """Environment that answers `<calc>12 * 7</calc>` with the value; a turn without such a call is the last one.
-
-    It gives no reward of its own: the reward functions judge the last turn.
-    """
+    """Environment that answers `<calc>12 * 7</calc>` with the value; a turn without such a call is the last one."""
 
     def reset(self, problem: Problem) -> str:
         return problem.prompt
 
     def step(self, text: str) -> tuple[str, float, bool]:
         call = _CALL.search(after_thoughts(text))
-        return (calculate(call[1]), 0.0, False) if call else ("", 0.0, True)
+        if call is None:
+            return "", 0.0, True
+        return calculate(call[1]), 0.0, False  # the reward functions judge the last turn
 
 
 class ToolCalculator(Calculator):
@@ -72,13 +67,15 @@ def calculate(expression: str) -> str:
     """
     if not _SUM.fullmatch(expression.strip()):
         return "error"
-    first, *rest = re.findall(r"\d+|[-+*/]", expression)
-    total, term = Fraction(0), Fraction(first)
-    for op, n in zip(rest[::2], map(Fraction, rest[1::2]), strict=True):
-        if op in "+-":
-            total, term = total + term, n if op == "+" else -n
-        elif op == "*" or n:
-            term = term * n if op == "*" else term / n
-        else:
+    terms: list[Fraction] = []
+    for op, digits in re.findall(r"([-+*/]?) ?(\d+)", expression):
+        n = Fraction(digits)
+        if op == "*":
+            terms[-1] *= n
+        elif op == "/" and n == 0:
             return "error"
-    return str(total + term)
+        elif op == "/":
+            terms[-1] /= n
+        else:
+            terms.append(-n if op == "-" else n)
+    return str(sum(terms))

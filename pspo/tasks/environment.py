@@ -37,12 +37,9 @@ def import_path(path: str) -> Any:
 
 
 def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
-    """Import the class, or the function that makes objects, that a switch names; returns what makes one.
+    """Import the class that a switch names by its import path, or as {"class_path": ..., "init_args": {...}}.
 
-    Args:
-        value: import path, or {"class_path": import path, "init_args": {argument: value}}.
-        switch: such as "rollout.environment", for messages; ValueError if there is no such class, or the arguments do
-            not fit it.
+    Returns what makes an object; ValueError if there is no such class, or the arguments do not fit it.
     """
     named = {"class_path": value} if isinstance(value, str) else value
     arguments = named.get("init_args") or {}
@@ -56,7 +53,7 @@ def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
 
 
 def load_environment(value: str | dict[str, Any] | None) -> MakeEnvironment | None:
-    """Import the environment of --rollout.environment; raises ValueError if there is none."""
+    """Import the environment of --rollout.environment, if one is named."""
     if value is None:
         return None
     make_environment = load_class(value, "rollout.environment")

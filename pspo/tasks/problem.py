@@ -20,10 +20,8 @@ class Problem:
         prompt: text, the user turn of the chat; or a whole chat up to where the assistant begins.
         answer: the gold answer, as --data.answer_kind says: an exact number, text, or None for a task without one.
         fields: the other columns of the data, by name; rewards may ask for them.
-        source: data set: gsm8k, math, svamp, asdiv, arithmetic, file, ...
-        category: kind of problem (MATH `type`, SVAMP `Type`, ASDiv `Solution-Type`), or "".
-        level: difficulty (MATH `level`, ASDiv `Grade`), or "".
-        solution: worked solution in the source's own form, or "".
+        source: data set: gsm8k, math, ...
+        category, level, solution: kind of problem, difficulty and worked solution in the source's own form, or "".
     """
 
     prompt: str | Messages

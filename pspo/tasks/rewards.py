@@ -108,11 +108,7 @@ class FormatReward(Reward):
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Everything that rewards may ask for, by name; lists have one entry per completion.
-
-    Args:
-        inputs: what `total_rewards` was given; it comes before columns of the data of the same names.
-    """
+    """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
     problems = inputs["problems"]
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     derived: dict[str, Any] = {name: [getattr(problem, name) for problem in problems] for name in ATTRIBUTES}
@@ -231,10 +227,9 @@ def call_in_parts(
 def guarded_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
 ) -> Result:
-    """Result of a reward with a time limit, with worker processes, or that may fail.
+    """Result of a reward with a time limit, with worker processes (a part of the n rows each), or that may fail.
 
-    The n rows go to the function in parts, one for each worker. With ``on_error`` "none", a part that fails is scored
-    again, completion by completion, unless it took too long; what fails alone is NaN.
+    With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long.
     """
     if timeout:
         workers = max(workers, 1)  # what hangs can be killed in a process of its own only

@@ -18,9 +18,6 @@ class ExactMatch(Reward):
     """1 if the text that the completion gives as its answer (`extract_text`) is the gold answer, else 0.
 
     White space counts as one blank. A problem without an answer has no value (None).
-
-    Attributes:
-        ignore_case: compare case-folded texts.
     """
 
     ignore_case: bool = False
@@ -43,12 +40,9 @@ class MultipleChoice(Reward):
 
     The choice is the letter on the line of the last `####`, else the last `\\boxed{B}`, else the last "answer is B"
     or "answer: (B)", else the last "(B)" or "B)", else a completion that is one letter.
-
-    Attributes:
-        letters: the choices.
     """
 
-    letters: str = "ABCDE"
+    letters: str = "ABCDE"  # the choices
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         values: list[float | None] = []
@@ -83,14 +77,10 @@ class SoftOverlong(Reward):
     With length n, limit L = ``max_tokens`` and B = ``buffer``:
 
         0 if n <= L - B;  (L - B - n) / B if L - B < n <= L;  -1 if n > L      (Yu et al. 2025, 2503.14476, eq. 13)
-
-    Attributes:
-        buffer: tokens before the limit over which the punishment grows.
-        max_tokens: the limit; unset, --rollout.max_completion_tokens.
     """
 
     buffer: int
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # unset: --rollout.max_completion_tokens
 
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= (self.max_tokens or self.buffer):
@@ -113,17 +103,12 @@ def verify(completion: str, gold: str) -> bool | None:
 class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
 
-    It reads sets, intervals, matrices and formulas, by sympy: a completion can make it compute for ever or take all
-    memory. So it runs in processes of its own; one that takes longer than ``seconds`` or dies counts as wrong. None
-    without a gold answer, or if math-verify cannot read that.
-
-    Attributes:
-        seconds: limit for one completion.
-        processes: completions compared at a time.
+    By sympy, which a completion can make compute for ever or take all memory: it runs in processes of its own, and one
+    that takes too long or dies counts as wrong. None without a gold answer, or if math-verify cannot read that.
     """
 
-    seconds: float = 10.0
-    processes: int = 2
+    seconds: float = 10.0  # limit for one completion
+    processes: int = 2  # completions compared at a time
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:

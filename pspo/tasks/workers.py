@@ -30,10 +30,7 @@ serve(Connection({descriptor}), *{arguments})
 
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
-    """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process.
-
-    ``variables`` are added to the environment.
-    """
+    """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process."""
     parent_end, child_end = Pipe()
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(

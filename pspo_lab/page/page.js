@@ -204,7 +204,7 @@ function runChoice() {
 
 function drawGroups() {
   const own = data.groups.filter((group) => group.run === state.run);
-  if (!own.length) return empty("No groups are recorded: --run.samples 2 records two of every rollout.");
+  if (!own.length) return empty("No groups are recorded: --run.record_tokens 2 records two of every rollout.");
   const steps = [...new Set(own.map((group) => group.step))];
   const at = Math.max(0, steps.findLastIndex((step) => step <= state.step)), words = state.search.toLowerCase();
   const slider = h("input", { type: "range", min: 0, max: steps.length - 1, value: at, id: "step",

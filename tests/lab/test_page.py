@@ -12,8 +12,8 @@ from test_view import HOSTILE
 from pspo.cli.files import read_jsonl
 from pspo.losses import PSPO, Clip
 from pspo.train import main as train
+from pspo_lab.view_command import make_page
 from pspo_lab.view_data import surrogate_weights
-from pspo_lab.view_page import make_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 pytestmark = [

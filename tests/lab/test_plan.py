@@ -9,8 +9,8 @@ from pspo.model import token_logprobs
 from pspo.model.logprobs import hidden_states
 from pspo.rollout import Rollout
 from pspo.rollout.batching import split_minibatches
-from pspo_lab.plan.command import main
-from pspo_lab.plan.cost import (
+from pspo_lab.plan_command import main
+from pspo_lab.plan_cost import (
     Assumptions,
     PlanConfig,
     Strategy,
@@ -20,7 +20,7 @@ from pspo_lab.plan.cost import (
     shapes,
     training_load,
 )
-from pspo_lab.plan.shapes import QWEN, Shape
+from pspo_lab.plan_shapes import QWEN, Shape
 
 TOTALS = {  # parameters of the published weights: the safetensors index's bytes / 2
     "0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512, "14B": 14_770_033_664,

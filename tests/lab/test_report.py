@@ -4,8 +4,6 @@ import html
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,12 +16,11 @@ from pandas.testing import assert_frame_equal
 from scipy.stats import ttest_1samp
 
 from pspo.cli.escape import one_line
-from pspo_lab.paper import ALPHA, NOTE
+from pspo_lab.paper import NOTE
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
 from pspo_lab.settings import LONG, labels, shared_sentence
-from pspo_lab.tables import NOTES, smoothed
-from pspo_lab.text import escape_markdown, markdown_table
+from pspo_lab.tables import NOTES, escape_markdown, markdown_table, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -403,23 +400,6 @@ def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path, saved
     assert rows[place + 1][3:8] == ["ours", "40.0 [30.0, 60.0] (+23.1)", "–", "–", "20.0 [19.0, 21.0] (-10.2)"]
     assert rows[-1][:4] == ["tiny", "sums", "NoClip, epochs 2", "ours, 1 seed"]  # the paper has one
     assert "The paper has no runs of tiny: nothing is compared there." in text
-    assert "Alpha" not in text
-
-
-def test_alphas_stand_beside_the_papers(make_run, tmp_path, saved):
-    for alpha in (0.1, 0.3):
-        for seed in range(3):
-            metrics = {"validation_reward": [0.9, alpha + 0.1 * seed]}
-            make_run(f"{alpha}/{seed}", "PSPO", seed, metrics=metrics, alpha=alpha)
-    make_run("clip", "Clip", metrics={"validation_reward": [0.9, 0.9]})
-    _, text = against([tmp_path / "runs"], tmp_path)
-    header, _, paper, ours = [line for line in text.partition("## Alpha")[2].splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, paper, ours)]
-    assert cells[0] == ["", "alpha 0.1", "alpha 0.2", "alpha 0.3", "alpha 0.4", "alpha 0.5"]
-    assert cells[1] == ["paper, Qwen2-Math-1.5B", "0.170", "0.276", "–", "0.319", "0.240"]
-    half = T2 * 0.1
-    mean = [f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]" for value in (0.2, 0.4)]
-    assert cells[2] == ["tiny, sums, 1", mean[0], "–", mean[1], "–", "–"]
 
 
 # Text of others
@@ -480,7 +460,7 @@ def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
         assert "](" not in page.replace(r"\](", "")
         assert {line.split()[0] for line in page.splitlines() if line} <= {
             "#", "##", "###", "*", "|", "All", "A", "Not", "On", "Differences",
-            *(note.split()[0] for note in [*NOTES.values(), NOTE, ALPHA]),
+            *(note.split()[0] for note in [*NOTES.values(), NOTE]),
         }  # fmt: skip
     tex = re.sub(r"^%.*$", "", files["table.tex"], flags=re.MULTILINE)
     tex = re.sub(r"\\text(backslash|asciitilde|asciicircum)( \\space)?|\\[&%$#_{}]", "", tex)
@@ -559,8 +539,3 @@ def test_ablations_are_of_one_number_alone(make_run, report, tmp_path, saved):
     found = sorted(line.get_xydata().ravel().tolist() for line in axes.get_lines())
     expected = ([0.1, 10 + lr + seed, 0.4, 40 + lr + seed] for lr in (0.01, 0.1) for seed in (0, 10))
     assert np.allclose(found, sorted(expected))
-
-
-def test_the_command_starts_without_torch():
-    code = "import sys; import pspo_lab.report_command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,11 +21,11 @@ import yaml
 
 import pspo_lab
 from pspo.cli.files import append_jsonl, read_jsonl
-from pspo.losses import PSPO, Clip, Surrogate
+from pspo.losses import Surrogate
 from pspo.train import main as train
 from pspo_lab.view_command import main as view
+from pspo_lab.view_command import make_page
 from pspo_lab.view_data import make_surrogate
-from pspo_lab.view_page import make_page
 
 HOSTILE = [
     "</script><script>document.body.dataset.hacked = 1</script>",
@@ -123,14 +123,6 @@ def test_curves_are_means_over_seeds(runs):
     assert numbers(curve["mean"]["validation_reward"])[0] == pytest.approx(first)
 
 
-def test_a_foreign_file_of_tokens_is_named(runs, tmp_path):
-    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
-    file = max((run / "tokens.parquet").iterdir())
-    pd.DataFrame({"step": [2]}).to_parquet(file)
-    with pytest.raises(ValueError, match=f"{file} is not what a run records"):
-        make_page([run])
-
-
 def test_a_run_that_trains_and_one_from_before_have_pages(runs, tmp_path):
     """Without summary and checkpoints; and without tokens, starts and whole groups."""
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
@@ -188,12 +180,6 @@ def test_what_is_no_surrogate_is_said(runs, text, capsys):
         view([str(runs / "seed-0"), "--surrogates", text])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("pspo view: error: ")
-
-
-def test_a_built_in_surrogate_by_name_and_arguments():
-    assert make_surrogate("PSPO") == PSPO()
-    assert make_surrogate("clip(epsilon=0.1, epsilon_high=0.3)") == Clip(0.1, 0.3)
-    assert isinstance(make_surrogate("pspo.losses.PSPO(alpha=0.5)"), Surrogate)
 
 
 def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):

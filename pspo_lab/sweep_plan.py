@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from pspo.cli.files import as_argument, differences, read_config, read_jsonl
+from pspo.cli.files import argument_text, differences, read_config, read_jsonl
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.progress import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
@@ -56,7 +56,7 @@ class SweepConfig:
     """Train and evaluate many settings.
 
     Args:
-        experiments: by name; pspo_lab/sweep/plan.py documents their fields.
+        experiments: by name; pspo_lab/sweep_plan.py documents their fields.
         output: the sweep's folder; runs that are finished there are skipped.
         only: names of the experiments to run; unset, all.
         workers: runs at a time; unset, one per GPU (or per `processes` GPUs), or one.
@@ -255,11 +255,11 @@ def setting_name(method: str, switches: Switches) -> str:
     parts = [method]
     for name, value in switches.items():
         if name not in ("config", "algorithm.surrogate"):
-            parts.append(f"{name.rpartition('.')[2]}={as_argument(value)}")
+            parts.append(f"{name.rpartition('.')[2]}={argument_text(value)}")
     return re.sub(r"[^\w.=+-]", "_", "-".join(parts))
 
 
 def switch_words(switches: Switches) -> list[str]:
     """Arguments of a command: later ones override, so a file comes first, and a class before its parameters."""
     names = sorted(switches, key=lambda name: (name != "config", name.count(".")))
-    return [f"--{name}={as_argument(switches[name])}" for name in names]
+    return [f"--{name}={argument_text(switches[name])}" for name in names]

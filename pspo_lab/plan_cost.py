@@ -7,7 +7,7 @@ from typing import Literal
 
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
-from pspo_lab.plan.shapes import GPU, GPUS, QWEN, Shape
+from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
 
 PHASES = ("rollout", "training")
 SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices
@@ -304,9 +304,3 @@ def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
     """The fastest strategy that fits."""
     fitting = [s for s in candidates(config, gpus) if fits(shape, config, s)]
     return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)
-
-
-def overhead(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
-    """GPU-seconds of each part beyond those of one GPU with room for everything: where the efficiency goes."""
-    one, many = seconds(shape, config, Strategy("none", 1)), seconds(shape, config, s)
-    return {part: s.gpus * t - one[phase][part] for phase in PHASES for part, t in many[phase].items()}

@@ -1,7 +1,7 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
 Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
-run.max_steps, and what stops scaling first, by arithmetic. pspo_lab/plan/README.md has the assumptions, the formulas
+run.max_steps, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas
 and what was checked.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from pspo.cli.parse import parse, user_errors
-from pspo_lab.plan.cost import (
+from pspo_lab.plan_cost import (
     PHASES,
     PlanConfig,
     Strategy,
@@ -19,12 +19,11 @@ from pspo_lab.plan.cost import (
     choose,
     memory,
     messages,
-    overhead,
     seconds,
     shapes,
     total,
 )
-from pspo_lab.plan.shapes import Shape
+from pspo_lab.plan_shapes import Shape
 
 
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
@@ -57,9 +56,6 @@ def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict
     cells["hours"] = f"{rollouts * total(phases) / 3600:.2f}"
     cells["tokens/s"] = f"{tokens / total(phases):,.0f}"
     cells["efficiency"] = f"{alone / gpus / total(phases):.0%}"
-    if gpus > 1:
-        lost = overhead(shape, config, s)
-        cells["most lost to"] = max(lost, key=lost.get)
     return cells
 
 

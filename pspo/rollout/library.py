@@ -1,0 +1,75 @@
+"""Decoder "hf": transformers' own `generate`, the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+
+from pspo.rollout.types import Sampling
+
+
+def generate_by_library(
+    model: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    sampling: Sampling,
+    group_size: int,
+) -> Tensor:
+    """Complete prompts (N, P): (N * group_size, T) token ids.
+
+    The model is in evaluation mode meanwhile, as a KV cache needs it, and its generation config is hidden: unset
+    fields would be filled from it.
+    """
+    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.long().repeat_interleave(group_size, dim=0)
+    criteria = StoppingCriteriaList()
+    if sampling.stop_strings:
+        criteria.append(CompletionStopStrings(tokenizer, sampling.stop_strings, prompt_ids.shape[1]))
+    hidden_config = model.generation_config
+    training = model.training
+    model.generation_config = GenerationConfig()
+    model.eval()
+    try:
+        rows = model.generate(
+            prompt_ids,
+            attention_mask=prompt_mask,
+            generation_config=generation_config(sampling),
+            stopping_criteria=criteria,
+        )
+    finally:
+        model.train(training)
+        model.generation_config = hidden_config
+    return rows[:, prompt_ids.shape[1] :]
+
+
+def generation_config(sampling: Sampling) -> GenerationConfig:
+    """`Sampling` in transformers' terms."""
+    greedy = sampling.temperature == 0
+    return GenerationConfig(
+        do_sample=not greedy,
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=50 if greedy else sampling.top_k,  # 50 is the library's default: any other draws a warning when greedy
+        repetition_penalty=1.0,
+        num_beams=1,
+        max_new_tokens=sampling.max_completion_tokens,
+        min_new_tokens=0,
+        eos_token_id=list(sampling.stop_ids) or None,
+        pad_token_id=sampling.pad_id,
+        use_cache=True,
+    )
+
+
+class CompletionStopStrings(StopStringCriteria):
+    """Finds rows (b, P + t) whose completion ends with a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int):
+        super().__init__(tokenizer, list(strings))
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)

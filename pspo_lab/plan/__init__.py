@@ -1,1 +1,0 @@
-"""Will it fit, and how long will it take: plans by arithmetic."""

@@ -1,1 +1,0 @@
-"""Many runs from one file: ``pspo sweep``."""

@@ -1,0 +1,207 @@
+"""Train and evaluate many settings from one file: ``pspo sweep --config configs/sweep/tiny.yaml``.
+
+An experiment runs every setting of its methods with each of its seeds, or, if it has a search, the one of each method
+that this selects (`pspo_lab.sweep_plan.Search`).
+
+    <output>/<experiment>/<method>-<setting>/seed-<n>/           a full run; evaluations as <name>/results.json
+    <output>/<experiment>/<method>-<setting>/seed-<n>.yaml .log  its configuration, and what it printed
+    <output>/<experiment>/<method>-<setting>/seed-<n>.failed     why it failed, if it did
+    <output>/<experiment>/untrained/<model>/                     evaluations of a model that runs begin with
+    <output>/<experiment>/selection.json                         selected settings, and the rewards that decided
+    <output>/<experiment>-search/...                             runs of the search, in the same way
+
+The same command resumes a sweep: finished runs are skipped, those that were cut off resume from their last checkpoint.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import IO, Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from pspo import distributed as dist
+from pspo.cli.files import lock, read_json, to_yaml, write_json, write_text
+from pspo.cli.parse import parse, user_errors
+from pspo.cli.progress import Bar
+from pspo.cli.signals import EXIT_STOPPED
+from pspo_lab.sweep_plan import Job, Method, SweepConfig, make_plan, switch_words
+
+
+class Workers:
+    """Processes that carry out jobs, and hold the sweep's ``lock``."""
+
+    def __init__(self, sweep: SweepConfig, lock: IO[Any]) -> None:
+        gpus = [] if sweep.launcher else dist.visible_gpus()
+        n = sweep.processes
+        groups = [",".join(gpus[i : i + n]) for i in range(0, len(gpus) - n + 1, n)] or [None]
+        workers = sweep.workers or len(groups)
+        self.threads = max(1, (os.cpu_count() or 1) // (workers * n))
+        self.idle = asyncio.Queue()  # GPUs of the workers that have nothing to do
+        for group in islice(cycle(groups), workers):
+            self.idle.put_nowait(group)
+        self.sweep = sweep
+        self.lock = lock
+        self.failed: dict[Path, str] = {}  # reasons by folder
+
+    async def carry_out(self, job: Job) -> None:
+        """Train and evaluate, or do what is left of it; if cancelled, no process is left running."""
+        failure = job.folder.with_suffix(".failed")
+        if failure.exists() and not self.sweep.retry_failed:
+            self.failed[job.folder] = failure.read_text(encoding="utf-8")
+        elif not job.finished:
+            gpus = await self.idle.get()
+            job.folder.parent.mkdir(parents=True, exist_ok=True)
+            failure.unlink(missing_ok=True)
+            while not job.finished and job.folder not in self.failed:
+                await self.run_next_command(job, gpus)
+            self.idle.put_nowait(gpus)
+            tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
+        if job.finished and job.stage != "full":  # a search needs no weights
+            for name in ("best", "final", "checkpoints"):
+                shutil.rmtree(job.folder / name, ignore_errors=True)
+
+    async def run_next_command(self, job: Job, gpus: str | None) -> None:
+        """Train, or evaluate once; a command that leaves no result fails the job."""
+        command, product = next_command(job)
+        log_file = job.folder.with_suffix(".log")
+        with log_file.open("ab") as log:
+            start = log.tell()
+            exit_code = await self.launch(command, gpus, log)
+        if product.exists():
+            return
+        printed = log_file.read_bytes()[start:].decode(errors="replace")
+        last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's
+        self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
+        if exit_code != EXIT_STOPPED:  # that one resumes the next time
+            write_text(job.folder.with_suffix(".failed"), self.failed[job.folder])
+
+    async def launch(self, command: list[str], gpus: str | None, log: IO[bytes]) -> int:
+        """Run a command to its end and return its exit code."""
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.sweep.processes}", "-m"]
+        words = [sys.executable, "-m", *(torchrun if self.sweep.processes > 1 else []), *command]
+        environment = dict(os.environ)
+        if self.sweep.launcher:
+            words = [word.replace("{command}", shlex.join(words)) for word in shlex.split(self.sweep.launcher)]
+        else:
+            environment.setdefault("OMP_NUM_THREADS", str(self.threads))
+            environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")  # ranks end their rollout and save
+            if gpus is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            pass_fds=[self.lock.fileno()],  # a sweep that is killed alone cannot start again before its processes end
+        )
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:  # cancelled: the process saves and ends
+                os.killpg(process.pid, signal.SIGTERM)
+                await process.wait()
+
+
+def next_command(job: Job) -> tuple[list[str], Path]:
+    """What a job runs next, and the file that it writes last."""
+    if not job.trained:
+        config = job.folder.with_suffix(".yaml")
+        write_text(config, to_yaml(job.config))
+        return ["pspo.train", "--config", str(config)], job.folder / "summary.json"
+    folder = next(job.folder / name for name in job.evaluate if not (job.folder / name / "results.json").exists())
+    switches = dict(job.evaluate[folder.name])
+    if job.stage == "untrained":
+        for name in ("name_or_path", "revision", "trust_remote_code"):
+            switches[f"model.{name}"] = job.config["model"][name]
+    else:
+        switches["model.name_or_path"] = read_json(job.folder / "summary.json")["best_model"]
+    switches["run.output_dir"] = str(folder)
+    return ["pspo.evaluate", *switch_words(switches)], folder / "results.json"
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    sweep, _ = parse(SweepConfig, "pspo sweep", args)
+    with user_errors("pspo sweep"):
+        plan = make_plan(sweep)
+        if sweep.dry_run:
+            return show_plan(plan)
+        run_plan(sweep, plan)
+
+
+def show_plan(plan: list[Method]) -> None:
+    """Print all runs, or the settings of a search, then runs and training tokens by experiment and stage."""
+    rows = []
+    for method in plan:
+        if len(method.stages) == 1:
+            for job in method.jobs(list(method.stages), list(method.settings)):
+                name = f"{job.setting}/seed-{job.seed}"
+                if job.stage == "untrained":
+                    name = f"untrained/{job.setting}"
+                if job.finished:
+                    name += " (finished)"
+                print(f"{method.experiment}/{name}")
+        else:
+            print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
+        for stage, n in method.stages.items():
+            jobs = method.jobs([stage], list(method.settings)[:n])
+            if stage != "untrained":
+                finished, tokens = sum(job.finished for job in jobs), sum(job.tokens for job in jobs)
+                rows.append((method.experiment, stage, len(jobs), finished, tokens))
+    table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished", "tokens, at most"])
+    print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
+
+
+def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
+    """Run what is not finished; exits with code 1 if runs failed, 130 if a signal stopped them."""
+    output = Path(sweep.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("a") as file:
+        if not lock(file):
+            raise ValueError(f"--output {output} is in use by another sweep or its runs: wait, or choose another")
+        workers = Workers(sweep, file)
+        try:
+            asyncio.run(run_stages(workers, plan, output))
+        except asyncio.CancelledError:
+            print("\nstopped; the same command resumes", file=sys.stderr)
+            raise SystemExit(130) from None
+    for folder, reason in workers.failed.items():
+        print(f"failed: {folder}: {reason} (see {folder.with_suffix('.log')})", file=sys.stderr)
+    if workers.failed:
+        raise SystemExit("--retry_failed runs them again; a search with failed runs selects nothing")
+    print(f"all runs are finished: {output}\ncompare them: pspo report {output}")
+
+
+async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None:
+    """Run the stages of all methods one after the other, and write what the search selected."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
+    for stage in ("untrained", "grid", "confirm", "full"):
+        due = [method for method in plan if stage in method.stages]
+        for name in {method.experiment for method in due if stage == "full" and len(method.stages) > 1}:
+            (output / name).mkdir(exist_ok=True)
+            write_json(output / name / "selection.json", {m.name: m.selection() for m in due if m.experiment == name})
+        jobs = [job for m in due for job in m.jobs([stage], m.chosen(stage))]
+        unfinished = [job for job in jobs if not job.finished]
+        for job in [job for job in jobs if job.finished]:  # which may have left files
+            await workers.carry_out(job)
+        tasks = [asyncio.create_task(workers.carry_out(job)) for job in unfinished]
+        with Bar(desc=stage, total=len(jobs), initial=len(jobs) - len(tasks), unit="run", quiet=not tasks) as bar:
+            for task in asyncio.as_completed(tasks):
+                await task
+                bar.advance()
+
+
+if __name__ == "__main__":
+    main()
