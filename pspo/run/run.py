@@ -91,7 +91,10 @@ class Run:
         self.recorder.record(experience, steps)
         self.write_rollout()
         if self.on_rollout is not None:
+            generators = self.checkpointer.parts["generators"]
+            state = generators.state_dict()
             self.on_rollout(experience, steps)
+            generators.load_state_dict(state)  # the run is bit for bit the same without it
 
     def write_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
