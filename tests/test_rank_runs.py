@@ -63,7 +63,7 @@ def test_ranks_without_a_common_folder_are_told(tmp_path, monkeypatch, capfd):
 
     assert train(Path("run"), "ddp", fault=apart) == [2, 2]
     assert capfd.readouterr().err == (
-        "pspo.train: error: --run.output_dir must be in a folder that all nodes share, got PosixPath('run')\n"
+        "pspo.train: error: --run.output_dir must be in a folder that all nodes share, got 'run'\n"
     )
 
 
