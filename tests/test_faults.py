@@ -168,7 +168,7 @@ BAD = {  # switches, and what is shown
     "every completion": (
         ("--reward.on_error=none",), "every completion of this rollout is without a reward: {'Bad': \"KeyError"
     ),
-    "drawn ahead": (("--rollout.engine=test_engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
+    "drawn ahead": (("--rollout.engine=engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
     "short": (("--reward.functions.how=short",), "reward Bad: returned: 7 values for 8 completions"),
     "nothing": (("--reward.functions.how=nothing",), "reward Bad returned None"),
     "nan": (("--reward.functions.how=nan",), "reward Bad returned nan for completion 0"),

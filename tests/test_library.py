@@ -97,8 +97,9 @@ def test_one_call_equals_the_command(here):
 
 
 @pytest.mark.nightly
-def test_the_pages_one_call_learns(here):
-    """As the page says it."""
+def test_the_pages_one_call_learns(here, monkeypatch):
+    """As the page says it, in a process that has not imported the module `pspo.train`."""
+    monkeypatch.delattr(pspo, "train")
     Path("one_call.py").write_text(dict(blocks("python"))["one_call.py"], encoding="utf-8")
     found = runpy.run_path("one_call.py", run_name="__main__")["summary"]
     assert [round(100 * found[when]["accuracy"]) for when in ("before", "after")] == [21, 36]

