@@ -77,7 +77,9 @@ def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> Pr
     """A model of this shape with random weights, otherwise as `pspo.model.load_policy` makes it."""
     torch.manual_seed(0)
     with device:
-        return prepare_policy(AutoModelForCausalLM.from_config(shape.config()), config)
+        policy = AutoModelForCausalLM.from_config(shape.config())
+    prepare_policy(policy, config)
+    return policy
 
 
 def tiny_prompts(n: int) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:

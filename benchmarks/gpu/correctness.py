@@ -92,10 +92,12 @@ def logprobs_and_gradient(rollout: Rollout, device: torch.device, dtype: torch.d
     """(B, T) log-probs, and the whole gradient of PSPO's loss; in float64, on the CPU."""
     policy = load_policy(FLOAT32, device).to(dtype)
     parts = {name: value.to(device) for name, value in vars(rollout).items() if isinstance(value, Tensor)}
-    batch = Batch(replace(rollout, **parts), torch.linspace(-1, 1, len(rollout), device=device))
+    every = torch.arange(len(rollout), device=device)
+    advantages = torch.linspace(-1, 1, len(rollout), device=device)[:, None]
+    batch = Batch(replace(rollout, **parts), advantages, indices=every)
     config = TrainConfig(model=FLOAT32, rollout=RolloutConfig(temperature=TEMPERATURE))
     values = token_logprobs(policy, *batch.rollout.token_ids, TEMPERATURE).detach()
-    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
+    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0), casts_to_bf16=False)
     backward(learner, batch, Counts(int(rollout.loss_mask.sum()), len(rollout), 128), config)
     gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     return values.double().cpu(), gradient.double().cpu()

@@ -337,7 +337,7 @@ def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch, processes):
         evaluate={"evaluation": {"data.limit": 4}},
     )  # fmt: skip
     done = subprocess.run(
-        [PYTHON, "-m", "pspo sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
+        [PYTHON, "-m", "pspo", "sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
