@@ -13,7 +13,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
-from pspo.model import autocast, casts_to_bf16, head_logprobs, hidden_states, row_chunks
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
 from pspo.rollout.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.rollout.types import Batch, Rollout
 from pspo.run.learner import Learner
@@ -38,8 +38,6 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    if learner.casts_to_bf16 is None:
-        learner.casts_to_bf16 = casts_to_bf16(config.model.autocast, learner.policy.device)
     minibatches = split_minibatches(
         rollout, advantages, config, learner.microbatch_limit, learner.shares_prompts, learner.is_sharded
     )
@@ -110,7 +108,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     visits = []
     gradients = []
     device_type = policy.device.type
-    with torch.autocast(device_type, torch.bfloat16, enabled=learner.casts_to_bf16):  # around all: casts weights once
+    with autocast(config.model.autocast, policy.device):  # around all: casts weights once
         hidden = hidden_states(
             policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
         )[rollout.completion_mask]  # (N, H)

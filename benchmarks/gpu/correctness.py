@@ -97,7 +97,7 @@ def logprobs_and_gradient(rollout: Rollout, device: torch.device, dtype: torch.d
     batch = Batch(replace(rollout, **parts), advantages, indices=every)
     config = TrainConfig(model=FLOAT32, rollout=RolloutConfig(temperature=TEMPERATURE))
     values = token_logprobs(policy, *batch.rollout.token_ids, TEMPERATURE).detach()
-    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0), casts_to_bf16=False)
+    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
     backward(learner, batch, Counts(int(rollout.loss_mask.sum()), len(rollout), 128), config)
     gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     return values.double().cpu(), gradient.double().cpu()

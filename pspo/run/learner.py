@@ -12,7 +12,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import StartingAdapters, casts_to_bf16, has_adapters, load_policy, shares_prompts
+from pspo.model import StartingAdapters, has_adapters, load_policy, shares_prompts
 from pspo.run.optimizers import advance_scheduler, make_optimizer, make_scheduler
 from pspo.run.tokens import TokenRecord
 
@@ -30,7 +30,6 @@ class Learner:
         steps: optimizer steps taken.
         microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
         record: gets what every step computes at tokens; None to record nothing.
-        casts_to_bf16: forward passes are under bf16 autocast; None until `update` has asked --model.autocast.
     """
 
     policy: transformers.PreTrainedModel
@@ -40,7 +39,6 @@ class Learner:
     steps: int = 0
     microbatch_limit: int | None = None
     record: TokenRecord | None = None
-    casts_to_bf16: bool | None = None
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
@@ -85,5 +83,4 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    casts = casts_to_bf16(config.model.autocast, policy.device)
-    return Learner(policy, optimizer, scheduler, reference, casts_to_bf16=casts)
+    return Learner(policy, optimizer, scheduler, reference)

@@ -14,7 +14,7 @@ from pspo.cli.python import default_output
 from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
-from pspo.model import load_tokenizer
+from pspo.model import casts_to_bf16, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import token_ids
 from pspo.rollout import PromptStream, Sampler, UnshardedSampler, decode_greedily, make_sampling
@@ -63,7 +63,8 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
 
         signals = StopSignals()
         sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
-        sampler = Sampler(policy, tokenizer, sampling, learner.casts_to_bf16, generators.sampling, stop=signals)
+        casts = casts_to_bf16(config.model.autocast, device)
+        sampler = Sampler(policy, tokenizer, sampling, casts, generators.sampling, stop=signals)
         with dist.unsharded(policy):
             decode = partial(decode_greedily, policy, tokenizer, sampling)
             check_exactness(policy, prompts["train"].ids, decode, config.model.autocast)
