@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pspo.train
+from pspo.cli.failures import RunFailed, Stopped
 from pspo.cli.python import config_from_python
-from pspo.cli.signals import Stopped
-from pspo.cli.user_code import RunFailed
 from pspo.rollout import Experience
 from pspo.run.command import print_if_finished, run_training
 from pspo.run.prepare import prepare

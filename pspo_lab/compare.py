@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import binomtest, permutation_test
 
-from pspo.cli.escape import one_line, tolerate_output
 from pspo.cli.files import read_jsonl
 from pspo.cli.parse import user_errors
+from pspo.cli.terminal import one_line, tolerate_output
 from pspo.evaluate.results import (
     ESTIMATES,
     MEANS,

@@ -17,7 +17,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from pspo.cli.escape import one_line
+from pspo.cli.terminal import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import ARGUMENT, SEED, methods, setting_numbers
 from pspo_lab.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, file_name, mean_over_seeds, scale, smoothed

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.cli.escape import one_line, tolerate_output
 from pspo.cli.files import write_text
+from pspo.cli.terminal import one_line, tolerate_output
 from pspo_lab.figures import draw_task
 from pspo_lab.findings import find
 from pspo_lab.paper import against_paper

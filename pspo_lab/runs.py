@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pspo.cli.escape import one_line
 from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
+from pspo.cli.terminal import one_line
 from pspo_lab.settings import (
     DATA,
     MODEL,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from pspo.cli.escape import one_line
 from pspo.cli.files import flat
+from pspo.cli.terminal import one_line
 
 MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
 SURROGATE, ARGUMENT = "algorithm.surrogate.class_path", "algorithm.surrogate.init_args."
@@ -40,10 +40,10 @@ def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def defaults() -> dict[str, Any]:
     """The default of every switch, as `Runs.configs` has it."""
-    from pspo.cli.parse import parse_settings  # slow to import: torch
+    from pspo.cli.parse import make_config  # slow to import: torch
     from pspo.config import TrainConfig
 
-    return plain_switches(flat(parse_settings(TrainConfig, {})[1]))
+    return plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
 
 
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:

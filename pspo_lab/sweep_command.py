@@ -30,10 +30,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from pspo import distributed as dist
+from pspo.cli.failures import EXIT_STOPPED
 from pspo.cli.files import lock, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse, user_errors
-from pspo.cli.progress import Bar
-from pspo.cli.signals import EXIT_STOPPED
+from pspo.cli.terminal import Bar
 from pspo_lab.sweep_plan import Job, Method, SweepConfig, make_plan, switch_words
 
 

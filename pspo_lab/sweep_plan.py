@@ -13,7 +13,7 @@ from jsonargparse.typing import PositiveInt
 
 from pspo.cli.files import argument_text, differences, read_config, read_jsonl
 from pspo.cli.parse import parse, user_errors
-from pspo.cli.progress import Bar
+from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
 
 Switches = dict[str, Any]

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, t
 
-from pspo.cli.escape import one_line
+from pspo.cli.terminal import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import LONG, SEED, methods, setting_numbers
 

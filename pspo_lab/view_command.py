@@ -25,9 +25,9 @@ from urllib.parse import parse_qs, urlsplit
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from pspo.cli.escape import tolerate_output
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
+from pspo.cli.terminal import tolerate_output
 from pspo_lab.runs import read_runs
 from pspo_lab.view_data import built_in_surrogates, make_surrogate, page_data
 

@@ -15,7 +15,7 @@ from types import FrameType
 import requests
 
 from pspo import distributed as dist
-from pspo.cli.signals import EXIT_STOPPED
+from pspo.cli.failures import EXIT_STOPPED
 from pspo.config import require
 
 FORWARDED_SIGNALS = {  # to the trainer, which saves and ends

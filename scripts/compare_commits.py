@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",  # with several, sums may depend on the machine's load
-    "TQDM_DISABLE": "1",
 }
 TRAIN = ["-m", "pspo.train"]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAIN]

@@ -64,7 +64,6 @@ def test_a_stdout_that_lacks_characters_or_is_closed_ends_no_command(here, monke
     assert sys.stdout.buffer.getvalue().startswith(rb"output  gr\xf6\xdfe")
     monkeypatch.setattr(sys, "stdout", None)
     train([*args, "--run.output_dir=größe"])  # finished: it prints its summary
-    sys.stdout.flush()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -14,8 +14,8 @@ from processes import assert_same, one_layer, plain, run_command, send
 
 import pspo.rollout.types
 import pspo.train
+from pspo.cli.failures import EXIT_STOPPED
 from pspo.cli.files import read_jsonl
-from pspo.cli.signals import EXIT_STOPPED
 from pspo.losses import GSPO, PSPO, NoClip
 from pspo.rollout import Experience, group_relative_advantages, refill
 from pspo.rollout.types import Nucleus

@@ -38,11 +38,7 @@ def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     Switches that ``old`` does not have are left out: a later version added them, with a default that changes nothing.
     """
     new_values = flat(new)
-    pairs = {}
-    for name, value in flat(old).items():
-        if value != new_values.get(name):
-            pairs[name] = (value, new_values.get(name))
-    return pairs
+    return {name: (value, new_values.get(name)) for name, value in flat(old).items() if value != new_values.get(name)}
 
 
 def argument_text(value: Any) -> str:

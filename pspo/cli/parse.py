@@ -2,7 +2,7 @@
 
 jsonargparse turns every field of a configuration class into a switch (``--rollout.temperature 0.6``), reads YAML files
 (``--config file.yaml``) and makes objects of classes by import path (``--algorithm.surrogate pspo.losses.Clip``). Here
-is what it lacks: methods as names of files, lists of one value, short help, and short messages.
+is what it lacks: methods as names of files, switches without a value, lists of one value, and short help.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper
 
 from pspo import distributed as dist
-from pspo.cli.escape import one_line, tolerate_output
 from pspo.cli.files import Settings, read_config, to_yaml
+from pspo.cli.terminal import one_line, tolerate_output
 from pspo.model import is_out_of_memory
 
 C = TypeVar("C")
@@ -42,14 +42,8 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 
 
-def parse_settings(config_class: type[C], settings: Settings, file: str | Path | None = None) -> tuple[C, Settings]:
-    """The configuration of nested settings over a YAML file or method, as `parse` returns it; raises ValueError."""
-    words = [] if file is None else ["--config", str(file)]
-    return make_config(config_class, "pspo", words, settings)
-
-
 def make_config(config_class: type[C], prog: str, words: Sequence[str], settings: Settings) -> tuple[C, Settings]:
-    """Parse words, and settings over them; prints the settings and exits for --print_config. Raises ValueError."""
+    """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --print_config."""
     parser = make_parser(config_class, prog)
     switches = switch_types(config_class)
     try:
@@ -126,42 +120,47 @@ def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
 
     Reads YAML files once, for their errors: jsonargparse names no file, and takes the last of two values of a key.
     """
-    prepared = []
-    switch = ""  # whose value a word is
-    for word, following in zip(words, [*words, "--"][1:], strict=True):
-        switch_part, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    pairs: list[tuple[str, str | None]] = []
+    for word in words:
         if word.startswith("--"):
-            switch = switch_part.removeprefix("--")
-            if not equals:
-                is_flag = switches.get(switch) is bool and following.startswith("--")
-                prepared.append(f"{word}=true" if is_flag else word)
-                continue
-        if switch == "config":
-            if not Path(value).exists():
-                value = str(METHODS.get(value.lower(), value))
-            if Path(value).is_file():
-                read_config(Path(value))
-        elif get_origin(switches.get(switch)) is list and not value.startswith("["):
+            switch, equals, value = word.partition("=")
+            pairs.append((switch, value if equals else None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], word)
+        else:
+            pairs.append((word, None))
+    prepared = []
+    for switch, value in pairs:
+        kind = switches.get(switch.removeprefix("--"))
+        if switch == "--config" and value is not None:
+            value = config_file(value)
+        elif kind is bool and value is None:
+            value = "true"
+        elif get_origin(kind) is list and value is not None and not value.startswith("["):
             value = f"[{value}]"
-        prepared.append(f"{switch_part}{equals}{value}")
+        prepared.append(switch if value is None else f"{switch}={value}")
     return prepared
 
 
+def config_file(name: str) -> str:
+    """The path of a YAML file or method; ValueError if the file is damaged."""
+    file = Path(name)
+    if not file.exists():
+        file = METHODS.get(name.lower(), file)
+    if file.is_file():
+        read_config(file)
+    return str(file)
+
+
 def short_message(error: Exception, switches: dict[str, Any]) -> str:
-    """An error of jsonargparse in one line that names the switch; for an unknown switch with the most similar one."""
+    """An error of jsonargparse in one line; of a union's errors the first, for an unknown switch a similar one."""
     message = one_line(str(error))
-    message = re.sub(r'Parser key "([\w.]+)": ?', r"--\1: ", message)
     message = re.sub(r"Does not validate against any of the Union .*? Errors: - (.*?) - .*", r"\1", message)
-    message = re.sub(r"Group '([\w.]+)' does not accept option '(.*)'", r"unrecognized arguments: --\1.\2", message)
-    message = message.replace("Expected a dot import path string:", "no known class, and no import path:")
-    if "arguments are required" in message:
-        message += "; write {class_path: CLASS, init_args: {ARGUMENT: VALUE}}"
     if unknown := re.match(r"unrecognized arguments: --([\w.-]+)", message):
-        name = unknown[1].rpartition(".")[2]
-        close = [switch for switch in switches if switch.rpartition(".")[2] == name]
-        close += difflib.get_close_matches(unknown[1], switches, 1, 0.8)
-        if close:
-            message += f"; did you mean --{close[0]}?"
+        similar = [switch for switch in switches if switch.endswith(f".{unknown[1]}")]
+        similar += difflib.get_close_matches(unknown[1], switches)
+        if similar:
+            message += f"; did you mean --{similar[0]}?"
     return message
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo.cli.files import Settings, to_jsonl, write_text
-from pspo.cli.parse import parse_settings
+from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
@@ -26,13 +26,14 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
 
     The arguments override the YAML file. Problems among them are written into the run's folder.
     """
+    words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}
     data = settings.get("data", {})
     if "name" in data and not isinstance(data["name"], str):
         data["train"] = data.pop("name")
     problems = {split: [problem_record(problem) for problem in data.pop(split)] for split in SPLITS if split in data}
     if not problems:
-        return parse_settings(TrainConfig, plain_setting(settings), file)
+        return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
 
     for split, records in problems.items():
         for number, record in enumerate(records, 1):
@@ -43,14 +44,16 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     run = settings.setdefault("run", {})
     run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
     data.setdefault("path", "data")
-    config, _ = parse_settings(TrainConfig, plain_setting(settings), file)  # raises before anything is written
+    config, _ = make_config(
+        TrainConfig, "pspo.train", words, plain_setting(settings)
+    )  # raises before anything is written
     run.setdefault("output_dir", default_output(config))
     folder = Path(run["output_dir"]) / "data"
     folder.mkdir(parents=True, exist_ok=True)
     for split, records in problems.items():
         write_text(folder / f"{split}.jsonl", to_jsonl(records))
     data["path"] = str(folder)
-    return parse_settings(TrainConfig, plain_setting(settings), file)
+    return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
 
 
 def default_output(config: TrainConfig) -> str:

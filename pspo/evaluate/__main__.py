@@ -22,8 +22,8 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli import files
+from pspo.cli.failures import UserCodeFailed
 from pspo.cli.parse import memory_errors, parse, user_errors
-from pspo.cli.user_code import UserCodeFailed
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate

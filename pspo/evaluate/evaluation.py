@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.progress import Bar
-from pspo.cli.user_code import fail_together
+from pspo.cli.failures import fail_together
+from pspo.cli.terminal import Bar
 from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.results import Evaluation, Record
 from pspo.rollout import Prompts, RolloutSampler

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pspo.cli.escape import one_line
+from pspo.cli.terminal import one_line
 from pspo.tasks import Problem, extract_answer, extract_text
 
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}  # results: of records'

@@ -43,7 +43,7 @@ class RolloutSampler(Protocol):
 
 @dataclass
 class StopFlag:
-    """Lets a signal stop a drawing at once; a run's is `pspo.cli.signals.StopSignals`.
+    """Lets a signal stop a drawing at once; a run's is `pspo.cli.failures.StopSignals`.
 
     Attributes:
         is_drawing: True where a signal's handler may raise: ranks do not communicate, nothing is left half done.

@@ -10,9 +10,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.cli.escape import one_line
 from pspo.cli.files import argument_text
 from pspo.cli.python import import_spec
+from pspo.cli.terminal import one_line
 from pspo.config import EvalConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.rewards import reward_name

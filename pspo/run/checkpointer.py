@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.user_code import RunFailed
+from pspo.cli.failures import RunFailed
 from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.model.save import write_model

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.escape import printable
+from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, Stopped, UserCodeFailed
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
-from pspo.cli.signals import EXIT_INTERRUPTED, EXIT_STOPPED, Stopped
-from pspo.cli.user_code import RunFailed, UserCodeFailed
+from pspo.cli.terminal import printable
 from pspo.config import TrainConfig, default_lr
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, is_out_of_memory

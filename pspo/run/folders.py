@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
+from pspo.cli.failures import RunFailed
 from pspo.cli.files import lock, write_json
-from pspo.cli.user_code import RunFailed
 
 
 def check_output(folder: Path) -> None:

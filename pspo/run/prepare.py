@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from pspo import distributed as dist
+from pspo.cli.failures import StopSignals
 from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
 from pspo.cli.python import default_output
-from pspo.cli.signals import StopSignals
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import casts_to_bf16, load_tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.cli.failures import RunFailed
 from pspo.cli.files import append_text, to_jsonl
-from pspo.cli.progress import Bar
-from pspo.cli.user_code import RunFailed
+from pspo.cli.terminal import Bar
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.rollout import Experience, Prompts

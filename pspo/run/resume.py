@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.escape import one_line
 from pspo.cli.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, write_text
+from pspo.cli.terminal import one_line
 from pspo.config import RunConfig
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints, find_damage, numbered, prune, remove_leftovers, step_of

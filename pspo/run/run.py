@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
+from pspo.cli.failures import RunFailed, Stopped, StopSignals, raise_together
 from pspo.cli.files import read_config, read_jsonl, write_json, write_text
-from pspo.cli.signals import Stopped, StopSignals
-from pspo.cli.user_code import RunFailed, raise_together
 from pspo.config import TrainConfig
 from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb

@@ -10,7 +10,7 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli.files import to_jsonl, write_text
-from pspo.cli.progress import print_timed
+from pspo.cli.terminal import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation

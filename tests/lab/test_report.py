@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from pandas.testing import assert_frame_equal
 from scipy.stats import ttest_1samp
 
-from pspo.cli.escape import one_line
+from pspo.cli.terminal import one_line
 from pspo_lab.paper import NOTE
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs

@@ -1,6 +1,5 @@
-"""Progress of a long loop: a bar on a terminal, and lines, in a log alone; nothing if that is asked for."""
+"""What a terminal shows: text of others, which does nothing there, and the progress of long loops."""
 
-import os
 import sys
 import time
 from typing import Any
@@ -11,14 +10,25 @@ SECONDS = (10.0, 300.0)  # between two lines, at the beginning and at most; in b
 FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 
-def is_hidden(quiet: bool) -> bool:
-    """True if progress is not to be shown: ``quiet``, or TQDM_DISABLE=1."""
-    return quiet or os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
+def one_line(text: str) -> str:
+    """Text in one line: white space becomes blanks, and characters that are not printable as Python escapes them."""
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Text whose lines stay, such as a command."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def tolerate_output() -> None:
+    """Let printing never raise: a character that the encoding of stdout lacks is escaped."""
+    if hasattr(sys.stdout, "reconfigure"):  # not a notebook's
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_timed(text: str, quiet: bool = False) -> None:
     """Print a line with the time of day, above any bar."""
-    if not is_hidden(quiet):
+    if not quiet:
         tqdm.write(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr)
 
 
@@ -31,7 +41,7 @@ class Bar(tqdm):
         self.first = options.get("initial", 0)
         self.started = time.monotonic()
         self.printed = 0.0  # seconds after the start
-        is_disabled = is_hidden(quiet) or not sys.stderr.isatty()
+        is_disabled = quiet or not sys.stderr.isatty()
         super().__init__(*args, disable=is_disabled, dynamic_ncols=True, bar_format=FORMAT, **options)
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:

@@ -1,0 +1,90 @@
+"""How a run ends early: by a signal, or by a failure of a user's own code, on all ranks together."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+from pspo import distributed as dist
+from pspo.model import is_out_of_memory
+from pspo.rollout.engine import EngineError
+from pspo.tasks.failures import end_forks, user_traceback
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal; the same command resumes
+EXIT_INTERRUPTED = 130  # stopped at once
+
+
+class Stopped(BaseException):
+    """A run that a signal stopped; saved, unless in its first test or validation.
+
+    Not an Exception: raised in the middle of a forward pass, no handler of a library may take it for a failure.
+    """
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot continue; everything saved is still there."""
+
+
+class UserCodeFailed(RunFailed):
+    """A reward that raised; the text is the traceback of the user's own frames."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks the run to stop, the second raises KeyboardInterrupt.
+
+    Attributes:
+        error: Stopped, once a signal has asked the run to stop.
+        is_drawing: set by samplers; the first signal then raises the error itself.
+    """
+
+    def __init__(self) -> None:
+        self.error: Stopped | None = None
+        self.is_drawing = False
+
+    def __enter__(self) -> "StopSignals":
+        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        self.error = None
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        self.error = Stopped()
+        for other in self.previous:
+            signal.signal(other, signal.default_int_handler)
+        name = signal.Signals(number).name
+        line = f"\n{name}: stopping after this pass or update; a second one stops at once\n"
+        os.write(2, line.encode())  # the signal may have interrupted a print
+        if self.is_drawing:
+            raise self.error
+
+
+@contextlib.contextmanager
+def fail_together() -> Iterator[None]:
+    """If the block raises on any rank, raise on all of them, see `raise_together`."""
+    failure = None
+    try:
+        with end_forks():
+            yield
+    except (Exception, Stopped) as error:  # a user's code may raise anything
+        if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
+            raise
+        failure = error
+    raise_together(failure)
+
+
+def raise_together(failure: BaseException | None) -> None:
+    """If any rank has failed, raise Stopped, EngineError, or UserCodeFailed with the first traceback on all of them."""
+    reason = failure
+    if failure is not None and not isinstance(failure, Stopped | EngineError):
+        reason = user_traceback(failure)
+    reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
+    if any(isinstance(reason, Stopped) for reason in reasons):
+        raise Stopped from failure
+    for reason in reasons:
+        if isinstance(reason, EngineError):
+            raise EngineError(str(reason)) from failure
+        raise UserCodeFailed(reason) from failure
