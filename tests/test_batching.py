@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from naive import T_MAX, G, make_config, make_rollout
 from pspo.losses import P3O, NoClip
 from pspo.rollout import prompt_order
 from pspo.rollout.batching import split_minibatches
-from pspo.run.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -101,16 +99,3 @@ def test_prompt_order_is_a_permutation_an_epoch():
     assert first(10, 3, 40) == chosen
     assert first(10, 4, 40) != chosen
     assert first(1, 0, 3) == [0, 0, 0]
-
-
-def test_a_save_is_due_where_a_multiple_was_crossed():
-    def is_due(every, before, after):
-        learner = SimpleNamespace(steps=after)
-        return Recorder.is_due(SimpleNamespace(limit_reached=False, first_step=before, learner=learner), every)
-
-    for every in range(1, 6):
-        for before in range(12):
-            for after in range(before, 15):
-                multiples = [step for step in range(before + 1, after + 1) if step % every == 0]
-                assert is_due(every, before, after) == bool(multiples)
-    assert not any(is_due(0, before, before + 3) for before in range(5))

@@ -15,7 +15,7 @@ import pspo
 import pspo.__main__
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, switch_types
-from pspo.config import SYSTEM_PROMPT, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
 from pspo.tasks import FormatReward, MathReward
 
@@ -43,11 +43,6 @@ def sections(config_class: type) -> dict[str, list[str]]:
     """Every field of a command, by section."""
     hints = typing.get_type_hints(config_class)
     return {part.name: [leaf.name for leaf in fields(hints[part.name])] for part in fields(config_class)}
-
-
-def test_no_arguments_give_the_dataclass_defaults():
-    assert train_config() == TrainConfig()
-    assert parse(EvaluateConfig, "pspo.evaluate", [])[0] == EvaluateConfig()
 
 
 def test_tiny_yaml_is_the_default_configuration_and_spells_out_every_field(capsys):
@@ -148,12 +143,6 @@ def test_text_that_looks_like_something_else_stays_text(text, yaml_file):
     config, resolved = parse(TrainConfig, "pspo.train", [f"--run.output_dir={text}"])
     assert config.run.output_dir == text
     assert parse(TrainConfig, "pspo.train", yaml_file(to_yaml(resolved))) == (config, resolved)
-
-
-def test_text_answers_have_no_system_prompt_of_the_paper():
-    config = train_config("--data.answer_kind=text", "--reward.functions=FormatReward")
-    assert config.data.system_text == ""
-    assert TrainConfig().data.system_text == SYSTEM_PROMPT
 
 
 @pytest.mark.parametrize("name", ["smollm2-gsm8k", "smollm2-word-problems/1-solvable", "smollm2-word-problems/2-all"])

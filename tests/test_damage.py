@@ -7,7 +7,6 @@ import pickle
 import resource
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 
 import pspo.run.recorder
 from pspo.cli.files import read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import RunFailed, checkpoints, describe_file, write_errors
+from pspo.run.folders import checkpoints, describe_file
 from pspo.run.resume import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -129,10 +128,3 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert "cannot write into out (" in err.splitlines()[-1]
-
-
-def test_a_full_disk_is_named_whatever_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    torchs = RuntimeError("inline_container.cc:664 . unexpected pos 448 vs 342")
-    with pytest.raises(RunFailed, match=r"^cannot save \(0.00 GiB free\): "), write_errors("cannot save", tmp_path):
-        raise torchs

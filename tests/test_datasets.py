@@ -197,14 +197,6 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     assert answers(train) != sorted(answers(train)) or rows == 2
 
 
-def test_of_a_single_problem_none_is_left_to_train_on(tmp_path):
-    path = write_jsonl(tmp_path / "train.jsonl", numbered(1))
-    with pytest.raises(ValueError, match="too few problems for a train split"):
-        load_problems("file", "train", path)
-    write_jsonl(tmp_path / "validation.jsonl", numbered(1))
-    assert answers(load_problems("file", "train", tmp_path)) == [0]
-
-
 def test_the_seed_decides_order_and_held_out_part(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", numbered(200))
     first, again, other = (load_problems("file", "train", path, seed=seed) for seed in (1, 1, 2))
@@ -255,12 +247,6 @@ def test_a_limit_takes_a_seeded_sample_of_a_test_split(tmp_path):
     assert sample == sorted(sample) != sorted(other) == other
     assert len(set(sample)) == 20
     assert max(sample) > 60
-
-
-def test_arithmetic():
-    train = load_problems("arithmetic", "train")
-    assert len(train) == 10_000
-    assert train[:20] == load_problems("arithmetic", "train", limit=20)
 
 
 def test_hub(monkeypatch):

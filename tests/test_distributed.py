@@ -147,26 +147,6 @@ def roll_out(policy, rank: int) -> list[list[int]]:
     return sampler.draw(prompts, 2).completion_ids.tolist()
 
 
-def talk() -> dict:
-    """What the small functions return on rank 0."""
-    refused = None
-    try:
-        dist.run_on_main(lambda: int("no"))
-    except (ValueError, SystemExit) as error:
-        refused = type(error).__name__
-    me = dist.rank()
-    return {
-        "refused": dist.gather_objects(refused),
-        "run on main": dist.gather_objects(dist.run_on_main(lambda: me)),
-        "highest": dist.max_over_ranks(3 * me),
-        "sum": dist.sum_over_ranks(torch.tensor([1, me])).tolist(),
-        "concatenated": dist.concat_over_ranks(torch.full((1 + me, 1), me)).flatten().tolist(),
-        "on main": dist.gather_on_main(me),
-        "padded": len(dist.pad_to_longest(["item"] * me, "filler")),
-        "shares": dist.gather_objects(dist.take_rank_share(list(range(8)), 2)),
-    }
-
-
 @pytest.fixture(scope="module")
 def cases(tiny_model, tmp_path_factory) -> dict[str, TrainConfig]:
     """CASES, their models in folders."""
@@ -188,7 +168,7 @@ def computed(cases, tmp_path_factory) -> dict:
 
     def work() -> None:
         dist.init("ddp", 60)
-        results = {"talk": talk()}
+        results = {}
         for strategy in STRATEGIES:
             for name, config in cases.items():
                 results[strategy, name] = step(replace(config, distributed=DistributedConfig(strategy)))
@@ -239,14 +219,6 @@ def test_a_sharded_model_is_exported_whole(computed):
     expected = load_policy(ModelConfig("tiny-base"), CPU)
     assert computed["exported"].keys() >= dict(expected.named_parameters()).keys()
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in computed["exported"].items())
-
-
-def test_ranks_talk(computed):
-    assert computed["talk"] == {
-        "refused": ["ValueError", "SystemExit"], "run on main": [0, 0], "highest": 3, "sum": [2, 1],
-        "concatenated": [0, 1, 1], "on main": [0, 1], "padded": 1,
-        "shares": [[0, 1, 4, 5], [2, 3, 6, 7]],
-    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

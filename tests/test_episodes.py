@@ -316,20 +316,6 @@ def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, samplin
             torch.testing.assert_close(logprobs[row, : len(completion)], plain, rtol=0, atol=2e-5)
 
 
-def test_greedy_turns_are_greedy_given_the_episode_so_far(policy, greedy, prompts):
-    """Every token that the model drew is the plain model's most likely one, after observations too."""
-    rollout = greedy.draw(prompts, 1)
-    for row in range(len(rollout)):
-        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
-        mask = rollout.completion_mask[row]
-        ids = torch.cat([prompt, rollout.completion_ids[row][mask]])
-        with torch.no_grad():
-            best = policy(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].argmax(dim=1)
-        drawn = rollout.sampled_mask[row][mask]
-        assert torch.equal(best[drawn], ids[len(prompt) :][drawn])
-        assert not torch.equal(best, ids[len(prompt) :])  # observations are not the model's own
-
-
 def test_rows_and_loss_mask_carry_the_observations(greedy, prompts):
     rollout = greedy.draw(prompts, 1)
     part = rollout.rows(torch.tensor([1]))

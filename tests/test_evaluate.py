@@ -172,34 +172,6 @@ def test_breakdowns_and_their_tables(scripted):
         assert re.search(f"^{row}$", text, re.MULTILINE), row
 
 
-def test_of_a_single_problem_there_is_no_interval_but_wilsons(scripted):
-    of = {}
-    for samples in (1, 2):
-        scripted(lambda i, sample: f"#### {100 - sample}")
-        of[samples] = evaluate(SCRIPTED, PROBLEMS.take([0]), RewardConfig(), samples=samples)
-    low, high = wilson(1, 1)
-    assert (low, high) == (pytest.approx(0.2065, abs=5e-5), 1)
-    assert of[1].record()["ci95"] == (low, high)
-    assert (of[2].record()["accuracy"], of[2].record()["ci95"]) == (0.5, None)
-    for samples, shown in ((1, r"accuracy +100\.0% \[20\.7, 100\.0\]"), (2, r"accuracy +50\.0%")):
-        head = {"model": "m", "data": "file", "split": "test", "n": 1, "samples": samples}
-        text = render(head | {"temperatures": {"0.6": of[samples].results()}})
-        assert text.startswith("m on 1 problems of file test\n")
-        assert re.search(f"^{shown}$", text, re.MULTILINE)
-
-
-def test_several_sets_have_a_line_each(scripted):
-    sources = ["a", "a", "a", "a", "b", "b", "b"]
-    problems = [replace(problem, source=source) for source, problem in zip(sources, PROBLEMS.problems, strict=True)]
-    scripted(lambda i, sample: f"#### {100 + i if i in (0, 4, 5) else 1}")
-    result = evaluate(SCRIPTED, Prompts(problems, PROBLEMS.ids), RewardConfig()).results()
-    assert result["accuracy"] == {"value": 3 / 7, "ci95": wilson(3, 7)}
-    temperatures = {"0": result}
-    text = render({"model": "m", "data": "a+b", "split": "test", "n": 7, "samples": 1, "temperatures": temperatures})
-    for row in (r"accuracy, source a \(4\) +25\.0% \[.*", r"accuracy, source b \(3\) +66\.7% \[.*"):
-        assert re.search(f"^{row}$", text, re.MULTILINE), row
-
-
 class Length(Reward):
     """0.25 per letter of the completion; unknown for an empty one."""
 
@@ -255,12 +227,6 @@ def test_chunks_hold_every_problem_once_within_the_budget(lengths, samples, limi
         assert len(part) * samples * (max(lengths[i] for i in part) + limit) <= max_tokens or len(part) == 1
     for part, after in itertools.pairwise(parts):  # none could have taken the next problem in, too
         assert (len(part) + 1) * samples * (lengths[after[0]] + limit) > max_tokens
-
-
-def test_chunks_of_known_lengths():
-    assert chunks([5, 2, 5, 2], 2, 3, 20) == [[1, 3], [0], [2]]
-    assert chunks([5, 2], 3, 3, 16) == [[1], [0]]
-    assert chunks([5, 2, 9, 2, 3], 1, 3, 10**6, max_rows=2) == [[1, 3], [4, 0], [2]]
 
 
 # --- real completions: resuming, seeds, ranks -------------------------------------------------------------------------
@@ -363,16 +329,6 @@ def test_a_seed_draws_the_same_completions_and_leaves_torch_alone(draw):
     assert texts(0) == first != texts(1)
     assert any(len(set(first[i : i + 3])) > 1 for i in range(0, len(first), 3))  # samples of one problem differ
     assert texts(0, temperature=0.0) == texts(1, temperature=0.0)
-
-
-def test_each_chunk_of_each_seed_draws_its_own_numbers(draw, monkeypatch):
-    seeds = []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
-    for seed in (0, 1, 2, 2**32 - 1):
-        draw(seed, rows=1)
-    assert seeds[::4] == [0, 1, 2, 2**32 - 1]
-    assert len(seeds) == len(set(seeds)) == 16  # 4 problems, one at a time
-    assert all(0 <= seed < 2**32 for seed in seeds)  # torch would drop higher bits
 
 
 def long_ones_fail(completions):

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.gpu.__main__ as gpu
-import pspo.train
 from benchmarks.gpu.common import Measurement, Options, row
-from benchmarks.gpu.correctness import SHORT
 from benchmarks.gpu.measurements import PARTS
 
 ROOT = Path(__file__).parents[1]
@@ -88,35 +86,6 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
     )  # new ones first; what works is not repeated
     assert "works  " not in said
     assert "rows" in read(tmp_path)["raises"]
-
-
-def test_an_unknown_name_is_refused(tmp_path, here, monkeypatch):
-    said = []
-    monkeypatch.setattr("argparse.ArgumentParser.error", lambda _, message: said.append(message) or sys.exit(2))
-    with pytest.raises(SystemExit, match="2"):
-        here(tmp_path, "--part", "fsdp", "--only", "decoders")
-    assert said == [f"--only decoders: choose from {', '.join(m.name for m in PARTS['fsdp'])}"]
-
-
-def test_names_are_those_of_one_measurement_each():
-    names = [measurement.name for part in PARTS.values() for measurement in part]
-    assert len({*names}) == len(names)
-    assert not any("/" in name or " " in name for name in names)
-
-
-@pytest.mark.nightly
-def test_a_run_out_of_time_is_saved_and_resumed(tmp_path, here):
-    def train(options):
-        pspo.train.main([*SHORT, "--run.max_steps=200", f"--run.output_dir={options.output / 'run'}"])
-        return [row("trained", True)]
-
-    options, seconds = Options(tmp_path, rehearse=True), 3
-    while "error" in (result := gpu.measure(Measurement("run", train), options, seconds)):
-        assert result["error"].startswith(f"stopped after {seconds} s: ")
-        seconds *= 2
-    assert seconds > 3
-    assert "resuming" in (tmp_path / "logs/run.log").read_text()
-    assert json.loads((tmp_path / "run/summary.json").read_text())["optimizer_steps"] == 200
 
 
 @pytest.mark.nightly

@@ -1,9 +1,8 @@
 """pspo from Python: the pages' own loop equals the command, and `train(...)` is the command."""
 
-import inspect
 import json
 import runpy
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,15 +95,6 @@ def test_one_call_equals_the_command(here):
     assert summary == read_json(Path("call/summary.json"))
 
 
-@pytest.mark.nightly
-def test_the_pages_one_call_learns(here, monkeypatch):
-    """As the page says it, in a process that has not imported the module `pspo.train`."""
-    monkeypatch.delattr(pspo, "train")
-    Path("one_call.py").write_text(dict(blocks("python"))["one_call.py"], encoding="utf-8")
-    found = runpy.run_path("one_call.py", run_name="__main__")["summary"]
-    assert [round(100 * found[when]["accuracy"]) for when in ("before", "after")] == [21, 36]
-
-
 def test_problems_and_functions_of_python(here, capsys):
     problems = [
         Problem(f"Tom has {n} pens and buys 5. How many now?", pspo.tasks.answers.Fraction(n + 5)) for n in range(9)
@@ -119,13 +109,6 @@ def test_problems_and_functions_of_python(here, capsys):
     again = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert again == json.loads(json.dumps(summary))
     assert "already finished" in capsys.readouterr().out
-
-
-def test_half_a_character_in_a_problem_is_named(here):
-    problems = [{"prompt": "p", "answer": 1}, {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1}]
-    with pytest.raises(ValueError, match=r"^data: test record 2 contains an unpaired surrogate"):
-        train(data={"train": problems[:1], "test": problems}, run={"output_dir": "half"})
-    assert not Path("half").exists()
 
 
 def test_of_a_list_of_problems_a_fifth_is_held_out(here):
@@ -199,20 +182,6 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
     algorithm = config.algorithm
     assert (algorithm.surrogate, algorithm.aggregation, algorithm.beta) == (Clip(0.2), "dr_grpo", 0.1)
     assert config.data.name == "gsm8k"
-
-
-@pytest.mark.parametrize("call", [{"model": "nowhere/at/all"}, {"data": {"name": "file", "path": "missing"}}])
-def test_an_error_of_the_preparation_has_a_short_traceback(here, call):
-    with pytest.raises(ValueError, match=r"there is no|is no folder") as error:
-        train(**call)
-    assert len(error.traceback) == 2  # the call here, and pspo.train
-
-
-def test_the_call_tells_its_arguments():
-    parameters = inspect.signature(train).parameters
-    sections = {part.name for part in fields(TrainConfig)}
-    assert set(parameters) - {"on_rollout", "config"} == sections
-    assert all(f"        {name}: " in train.__doc__ for name in parameters)
 
 
 @pytest.mark.parametrize(

@@ -278,35 +278,12 @@ def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp
     assert error < usual
 
 
-def test_evaluation_takes_adapters_and_the_merged_model(run, tmp_path):
-    pspo.run.export.main([f"--model.name_or_path={run / 'best'}", f"--output_dir={tmp_path / 'merged'}"])
-    results = []
-    for folder in (run / "best", tmp_path / "merged"):
-        out = tmp_path / f"{folder.name}-evaluation"
-        args = ["--data.limit=8", "--eval.max_completion_tokens=8", f"--run.output_dir={out}"]
-        pspo.evaluate.__main__.main([f"--model.name_or_path={folder}", *args])
-        results.append(json.loads((out / "results.json").read_text())["temperatures"])
-    assert results[0] == results[1]
-
-
 def test_a_peft_folder_can_be_trained_further(run, tmp_path):
     args = ["--model.lora.rank=0", f"--model.name_or_path={run / 'final'}", "--run.max_steps=2"]
     assert train(str(tmp_path / "more"), *args) == 0
     assert (tmp_path / "more/final/adapter_model.safetensors").exists()
     card = (run / "final/README.md").read_text()
     assert "library_name: peft" in card
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--model.lora.target_modules=[nowhere]"], "--model.lora.target_modules"),
-        (["--model.lora.rank=-1"], "--model.lora.rank must be at least 0"),
-    ],
-)
-def test_mistakes_name_their_switch(tmp_path, capsys, args, words):
-    assert train(str(tmp_path / "out"), *args) == 2
-    assert words in capsys.readouterr().err
 
 
 def with_adapters(change) -> Callable[[Path], None]:

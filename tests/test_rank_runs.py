@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +17,6 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
-from pspo.losses import NoClip
 from pspo.run.folders import checkpoints, find_damage
 
 if not torch.distributed.is_gloo_available():
@@ -65,17 +63,6 @@ def test_ranks_without_a_common_folder_are_told(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == (
         "pspo.train: error: --run.output_dir must be in a folder that all nodes share, got 'run'\n"
     )
-
-
-class OfRows(NoClip):
-    def __call__(self, logprobs, old_logprobs, advantages, mask):
-        return super().__call__(logprobs, old_logprobs, advantages, mask).sum(dim=1)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-def test_a_surrogate_s_wrong_shape_is_named_on_every_rank(tmp_path, capfd, strategy):
-    assert train(tmp_path / "run", strategy, "--algorithm.surrogate=test_rank_runs.OfRows") == [1, 1]
-    assert "surrogate OfRows returned a loss of shape (" in capfd.readouterr().err
 
 
 def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
@@ -192,13 +179,3 @@ def test_one_rank_says_what_is_wrong(tmp_path, capfd, switch):
     assert train(tmp_path / "run", "ddp", switch) == [2, 2]
     assert capfd.readouterr().err.count("rollout.prompts") == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_ends_with_its_exit_code_and_all_it_said(capfd, code):
-    def action() -> None:
-        print("said")
-        sys.exit(code)
-
-    assert ranks(action, number=1) == [code]
-    assert capfd.readouterr().out == "said\n"

@@ -91,15 +91,6 @@ def test_values_that_are_not_finite_are_left_out(here, fake):
     assert calls[1:] == [("log", {"reward": 0.5, "completions": []}, 3)]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_the_service_itself_takes_a_run(here, monkeypatch, name):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(here / "trackio"))
-    pytest.importorskip(name)
-    pspo.train.main([*ARGS, f"--run.tracker={name}"])
-    assert list(here.glob("out/wandb/*/*.wandb" if name == "wandb" else "trackio/pspo*"))
-
-
 @pytest.mark.parametrize("name", list(MODULES))
 def test_a_missing_package_is_named_before_anything_is_loaded(here, capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, MODULES[name], None)  # as Python marks what cannot be imported

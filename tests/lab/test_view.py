@@ -164,14 +164,6 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     assert len(texts[6]) < 20_100
 
 
-def test_a_folder_without_runs_is_said(tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(SystemExit, match="2"):
-            view([str(folder)])
-        assert capsys.readouterr().err.endswith(f"pspo view: error: nothing to report in {folder}\n")
-        assert not (folder / "view.html").exists()
-
-
 @pytest.mark.parametrize(
     "text", ["Clap", "Clip(epsilon=", "Clip(width=1)", "json.JSONDecoder", "no_such.Loss", "Clip(epsilon=-1)"]
 )

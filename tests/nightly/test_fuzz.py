@@ -87,21 +87,6 @@ def test_a_mutated_data_file_loads_or_is_named(tmp_path, name, suffix, edits):
     loads_or_names(name, path)
 
 
-@settings(fixtures, max_examples=500)
-@given(value=st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters(), max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["question", "answer", "prompt", "level", "x"]), inner, max_size=4),
-    max_leaves=12,
-))  # fmt: skip
-def test_any_json_loads_or_is_named(tmp_path, value):
-    for suffix in (".json", ".jsonl"):
-        path = tmp_path / f"test{suffix}"
-        path.write_text(json.dumps(value))
-        for name in ("file", "gsm8k"):
-            loads_or_names(name, path)
-
-
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 WRONG = (
@@ -186,14 +171,6 @@ def test_any_change_of_a_checkpoint_is_damage(saved, tmp_path, data):
     assert (find_damage(tmp_path / "step-000004") is None) == (after == before)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
-@pytest.mark.parametrize("content", ["a: [", "5", "\x00", "{", "[]", ""])
-def test_a_run_s_own_files_damaged(saved, capsys, name, content):
-    shutil.copytree(saved, "out")
-    (Path("out") / name).write_text(content)
-    assert f"out/{name} is damaged" in refused(capsys)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -242,9 +219,3 @@ def test_a_model_s_files_that_are_broken(capsys, model_folder, name, content):
         (folder / name).write_text(content)
     named = f"the chat template of {folder} " if name == "chat_template.jinja" else "--model.name_or_path"
     assert named in refused_model(capsys, folder)
-
-
-@pytest.mark.parametrize("template", [5, {"a": "b"}, [{"name": "a", "template": "x"}]], ids=["int", "dict", "list"])
-def test_chat_templates_that_are_no_text(capsys, model_folder, template):
-    folder = model_folder(tokenizer_config={"chat_template": template}, without=["chat_template.jinja"])
-    assert "--model.name_or_path" in refused_model(capsys, folder)
