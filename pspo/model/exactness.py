@@ -68,14 +68,20 @@ def measure_differences(
 
 
 def padded_logprobs(policy: PreTrainedModel, rows: list[Row]) -> Tensor:
-    """Log-probs (n,) of the completions' tokens, row after row, by `token_logprobs` of one padded batch."""
+    """Log-probs (n,) of the completions' tokens, row after row, by `token_logprobs` of one padded batch.
+
+    The padding is a word's token: a pad token's embedding may be 0, which hides that a model reads it.
+    """
+    filler = rows[0][0][0]
     prompts = [torch.tensor(prompt) for prompt, _ in rows]
     completions = [torch.tensor(completion) for _, completion in rows]
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
     completion_ids = pad_sequence(completions, batch_first=True, padding_value=-1).to(policy.device)
     prompt_mask = prompt_ids >= 0
     mask = completion_ids >= 0
-    return token_logprobs(policy, prompt_ids.clamp(min=0), prompt_mask, completion_ids.clamp(min=0), mask)[mask]
+    prompt_ids = prompt_ids.where(prompt_mask, filler)
+    completion_ids = completion_ids.where(mask, filler)
+    return token_logprobs(policy, prompt_ids, prompt_mask, completion_ids, mask)[mask]
 
 
 def single_row_logits(policy: PreTrainedModel, row: Row) -> Tensor:
