@@ -21,19 +21,11 @@ from pspo.run.step_metrics import Visit, step_metrics, token_columns
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
-    """Take the optimizer steps of one rollout: epochs x minibatches, each accumulated over microbatches and ranks.
+    """Take the optimizer steps of this rank's rows (B) of a rollout, with advantages (B,) or (B, T) float32.
 
-    The first minibatch needs no extra pass for old log-probs: its first forward pass precedes any step. A row
-    stays in its microbatch, because in bf16 old and new log-probs must come from identical shapes.
-
-    Args:
-        rollout: B rows, this rank's.
-        advantages: (B,) or (B, T) float32.
-
-    Returns:
-        The metrics of each step over all ranks' rows; ratios and the like are over tokens with A != 0.
-
-    Raises ValueError if all of --run.max_steps are taken, or the rollout lacks what --algorithm needs.
+    The first minibatch needs no extra pass for old log-probs: its first forward pass precedes any step. Returns the
+    metrics of each step over all ranks' rows. Raises ValueError if the rollout lacks what --algorithm needs, or all of
+    --run.max_steps are taken.
     """
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:

@@ -7,9 +7,9 @@ They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the
 * ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
 * ``ess_sequence``: the same of the n sequences' ratios, each the product over its tokens
 * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
-* ``tv``: total variation between old and new, the mean of |r - 1| / 2 over tokens with A != 0
+* ``tv``: total variation between old and new, the mean of |r - 1| / 2
 * ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
-* ``zero_weight_share``: share of the tokens with A != 0 whose weight is 0; ``..._positive`` and ``..._negative`` of
+* ``zero_weight_share``: share of the tokens whose weight is 0; ``..._positive`` and ``..._negative`` of
   those with A > 0 and A < 0
 * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
 """
@@ -35,46 +35,30 @@ def token_weights(
 
 @torch.no_grad()
 def diagnose(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    rows: Tensor | None = None,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, rows: Tensor
 ) -> dict[str, float]:
-    """The module's statistics over the unmasked tokens of one optimizer step; of none all are 0, ratios and sizes 1.
+    """The module's statistics of one optimizer step, over its N tokens with A != 0.
 
-    Args:
-        logprobs, old_logprobs, weights, mask: any one shape, e.g. (B, T) or (N,).
-        advantages: broadcastable to it.
-        rows: the same shape, a number of each token's sequence; None: the index in the first dimension.
+    All are (N,); ``rows`` numbers the tokens' sequences. Of no token ratios and sample sizes are 1, the others 0.
     """
+    if not len(logprobs):  # reads like one unchanged token
+        logprobs = old_logprobs = rows = logprobs.new_zeros(1)
+        advantages = weights = logprobs.new_ones(1)
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    if rows is None:
-        rows = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1)).expand_as(mask)
-    if mask.any():
-        _, rows = rows[mask].unique(return_inverse=True)
-        advantages = advantages.expand_as(logprobs)[mask]  # (N,) from here on
-        weights = weights[mask].to(dtype)
-        difference = logprobs[mask].to(dtype) - old_logprobs[mask].to(dtype)
-    else:  # an empty step reads like one unchanged token
-        rows = torch.zeros(1, dtype=torch.long, device=mask.device)
-        advantages = weights = difference = torch.zeros(1, dtype=dtype, device=mask.device)
+    difference = logprobs.to(dtype) - old_logprobs.to(dtype)
     log_r = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    statistics = _ratio_statistics(log_r, rows) | _weight_statistics(log_r.exp(), advantages, weights)
-    statistics["clamped_share"] = (difference.abs() > MAX_LOG_RATIO).to(dtype).mean()
-    values = torch.stack([value.to(dtype) for value in statistics.values()]).tolist()  # one wait for a GPU
-    return dict(zip(statistics, values, strict=True))
-
-
-def _ratio_statistics(log_r: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """Those of `diagnose` that follow from log-ratios (N,) and their rows (N,), numbered from 0, alone."""
     ratio = log_r.exp()
     ordered = ratio.sort().values  # torch.quantile refuses more than 2^24 values
     last = len(ordered) - 1
-    sequences = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)  # (n,)
-    sequence_ratio = (sequences - sequences.max()).exp()
-    return {
+    _, sequence = rows.unique(return_inverse=True)
+    sequence_log_r = log_r.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, log_r)  # (n,)
+    sequence_ratio = (sequence_log_r - sequence_log_r.max()).exp()
+    distance = (ratio - 1).abs()
+    slope = (weights.to(dtype) / (advantages * ratio)).abs()
+    is_zero = (weights == 0).to(dtype)
+    positive = advantages > 0
+    negative = advantages < 0
+    statistics = {
         "ratio_mean": ratio.mean(),
         "ratio_min": ratio.min(),
         "ratio_max": ratio.max(),
@@ -84,25 +68,15 @@ def _ratio_statistics(log_r: Tensor, rows: Tensor) -> dict[str, Tensor]:
         "ess": ratio.mean().square() / ratio.square().mean(),
         "ess_sequence": sequence_ratio.mean().square() / sequence_ratio.square().mean(),
         "kl_old_new": (torch.expm1(log_r) - log_r).mean(),
+        "tv": 0.5 * distance.mean(),
+        "tv_smoothed": 0.5 * (slope * distance).mean(),
+        "zero_weight_share": is_zero.mean(),
+        "zero_weight_share_positive": (is_zero * positive).sum() / positive.sum().clamp(min=1),
+        "zero_weight_share_negative": (is_zero * negative).sum() / negative.sum().clamp(min=1),
+        "clamped_share": (difference.abs() > MAX_LOG_RATIO).to(dtype).mean(),
     }
-
-
-def _weight_statistics(ratio: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Those of `diagnose` over tokens with A != 0, from ratios, advantages and weights (N,)."""
-    active = advantages != 0
-    positive = advantages > 0
-    negative = advantages < 0
-    n_active = active.sum().clamp(min=1).to(ratio.dtype)
-    distance = (ratio - 1).abs()[active]
-    slope = (weights[active] / (advantages[active] * ratio[active])).abs()
-    is_zero = weights == 0
-    return {
-        "tv": 0.5 * distance.sum() / n_active,
-        "tv_smoothed": 0.5 * (slope * distance).sum() / n_active,
-        "zero_weight_share": (is_zero & active).sum() / n_active,
-        "zero_weight_share_positive": (is_zero & positive).sum() / positive.sum().clamp(min=1).to(ratio.dtype),
-        "zero_weight_share_negative": (is_zero & negative).sum() / negative.sum().clamp(min=1).to(ratio.dtype),
-    }
+    values = torch.stack([value.to(dtype) for value in statistics.values()]).tolist()  # one wait for a GPU
+    return dict(zip(statistics, values, strict=True))
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.model.shared_prompts import hidden_states_of_shared_prompts
@@ -41,7 +41,7 @@ class Targets(NamedTuple):
 
 @dist.gathers_weights
 def token_logprobs(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     completion_ids: Tensor,
@@ -79,11 +79,7 @@ def token_logprobs(
 
 
 def hidden_states(
-    model: transformers.PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
+    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
 ) -> Tensor:
     """(B, T, H): the last hidden states, from which the model predicts each completion token."""
     ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
@@ -97,7 +93,7 @@ def hidden_states(
     return body.last_hidden_state[:, width - 1 :]
 
 
-def row_chunks(model: transformers.PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]]:
+def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]]:
     """Whole rows of a mask (B, T) whose logits are held at a time, and their places among the N unmasked tokens.
 
     A row whose own logits are too many stands alone; `head_logprobs` divides it.
@@ -115,7 +111,7 @@ def row_chunks(model: transformers.PreTrainedModel, mask: Tensor) -> list[tuple[
 
 
 def head_logprobs(
-    model: transformers.PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float, recompute: bool = False
+    model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float, recompute: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
 
@@ -192,7 +188,7 @@ def _cached_rows(logits: Tensor) -> list[slice]:
     return [slice(start, min(start + at_a_time, n)) for start in range(0, n, at_a_time)]
 
 
-def head_logits(model: transformers.PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
     """(..., H) hidden states to (..., V) logits, as the model's own forward does, divided by the temperature."""
     head = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -209,7 +205,7 @@ def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
     return mask
 
 
-def chunk_tokens(model: transformers.PreTrainedModel) -> int:
+def chunk_tokens(model: PreTrainedModel) -> int:
     """Number of tokens whose logits are held at a time."""
     return max(CHUNK_TOKENS, CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
 

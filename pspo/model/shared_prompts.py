@@ -6,16 +6,15 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
 
 def hidden_states_of_shared_prompts(
-    model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, width: int
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, width: int
 ) -> Tensor | None:
     """(B, T, H): last hidden states from the prompts' last column on; None if nothing can be shared.
 
@@ -56,9 +55,7 @@ def hidden_states_of_shared_prompts(
     return torch.cat([last[prompt_of_row], completions], dim=1)
 
 
-def _pass(
-    model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: PassCache
-) -> Tensor:
+def _pass(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: PassCache) -> Tensor:
     """(b, t, H) last hidden states of a pass on top of a cache."""
     body = model.base_model(
         input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
@@ -77,7 +74,7 @@ class PassCache(DynamicCache):
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
+        model: PreTrainedModel,
         below: PassCache | None = None,
         rows: Tensor | None = None,
         last: bool = False,
@@ -104,7 +101,7 @@ def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
     return aligned[0, : L if L >= MIN_PREFIX else 0]
 
 
-def attends_fully(model: transformers.PreTrainedModel) -> bool:
+def attends_fully(model: PreTrainedModel) -> bool:
     """True if every layer attends to everything before, wherever padding lies: windows and ALiBi count columns."""
     config = model.config.get_text_config()
     windows = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's, which its cache does not show
@@ -113,13 +110,13 @@ def attends_fully(model: transformers.PreTrainedModel) -> bool:
     return not windows and not alibi and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def has_plain_cache(model: transformers.PreTrainedModel) -> bool:
+def has_plain_cache(model: PreTrainedModel) -> bool:
     """True if every layer caches keys and values, which rows can share: no linear attention, no state spaces."""
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def shares_prompts(model: transformers.PreTrainedModel) -> bool:
+def shares_prompts(model: PreTrainedModel) -> bool:
     """True if a pass computes what rows have in common once; ranks of a sharded model must pass equally often."""
     is_sharded = hasattr(model, "set_reshard_after_forward")  # FSDP's
     return has_plain_cache(model) and not is_sharded

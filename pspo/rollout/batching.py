@@ -49,40 +49,36 @@ def split_minibatches(
     shares_prompts: bool = True,
     is_sharded: bool = False,
 ) -> list[Minibatch]:
-    """Assign rows to optimizer steps and to microbatches, once for all epochs of a rollout. Groups stay whole.
+    """Assign rows to optimizer steps and to microbatches of at most ``limit`` tokens, once for all epochs of a rollout.
 
-    Rows without a gradient are left out but counted: the denominators are the full minibatch's, so loss and gradient
-    stay the same. The groups of a minibatch are sorted by length, so that microbatches hold little padding.
+    Groups stay whole in a step, sorted by length there, so that microbatches hold little padding. Rows without a
+    gradient are left out but counted: loss and gradient stay the same.
     """
     if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    advantages = advantages.reshape(len(rollout.texts), -1)  # (B, 1) or (B, T)
-    whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
+    whole = Batch(rollout, advantages.reshape(len(rollout), -1), rollout.behaviour_logprobs)  # (B, 1) or (B, T)
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
     lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)
-    loss_tokens = rollout.loss_mask.sum(dim=1).tolist()
-    has_advantage = advantages.any(dim=1).tolist()
-    needs_advantage = config.algorithm.silent_at_zero_advantage
+    loss_tokens = rollout.loss_mask.sum(dim=1)
+    has_gradient = loss_tokens > 0
+    if config.algorithm.silent_at_zero_advantage:
+        has_gradient &= whole.advantages.any(dim=1)
     limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
 
     minibatches = []
-    for groups in np.array_split(np.arange(len(loss_tokens)).reshape(-1, group_size), config.algorithm.minibatches):
-        trained = []  # by group, its rows with a gradient
-        for group in groups.tolist():
-            trained.append([row for row in group if loss_tokens[row] and (has_advantage[row] or not needs_advantage)])
+    for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), config.algorithm.minibatches):
+        trained = [group[has_gradient[group]].tolist() for group in torch.from_numpy(groups)]
         trained = [rows for rows in trained if rows]
         trained.sort(key=lambda rows: -max(lengths.completions[row] for row in rows))
         if not trained:
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
-        batches = []
-        for rows in pack(trained, lengths, limit):
-            batches.append(whole.rows(torch.tensor(rows, device=advantages.device)))
+        batches = [whole.rows(torch.tensor(rows, device=advantages.device)) for rows in pack(trained, lengths, limit)]
         if is_sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
-        sizes = torch.tensor([sum(loss_tokens[row] for row in groups.flat), groups.size])
+        sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.size])
         if dist.world_size() > 1:
             sizes = dist.sum_over_ranks(sizes)
         counts = Counts(*sizes.tolist(), config.rollout.max_completion_tokens)

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
@@ -38,7 +37,7 @@ MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the 
 
 
 def make_sampling(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     algorithm: AlgorithmConfig | None = None,
@@ -69,7 +68,7 @@ def make_sampling(
     )
 
 
-def check_decoder(model: transformers.PreTrainedModel, decoder: Decoder) -> None:
+def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
     """Raise ValueError if the decoder does not support the model."""
     if decoder != "hf" and not has_plain_cache(model):
         raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
@@ -80,7 +79,7 @@ def check_decoder(model: transformers.PreTrainedModel, decoder: Decoder) -> None
 
 @torch.no_grad()
 def generate(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -88,31 +87,27 @@ def generate(
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    At most `Sampling.max_rows` rows are decoded at a time. If memory runs out all are drawn again, half as many at a
-    time: the same completions as with a smaller ``max_rows``.
+    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
     """
-    prompts = list(prompts)
     at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
     states = torch_states(model.device)
     while True:
         try:
-            rollouts = []
-            for start in range(0, len(prompts), at_a_time):
-                together = prompts[start : start + at_a_time]
-                rollouts.append(complete_prompts(model, tokenizer, together, sampling, group_size))
-            break
+            parts = []
+            for i in range(0, len(prompts), at_a_time):
+                parts.append(complete_prompts(model, tokenizer, prompts[i : i + at_a_time], sampling, group_size))
+            return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
         except RuntimeError as error:
             if at_a_time == 1 or not is_out_of_memory(error):
                 raise
-        rollouts.clear()  # outside the except block, whose error holds the tensors of the failed pass
+        parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
         at_a_time = math.ceil(at_a_time / 2)
         set_torch_states(states, model.device)
         warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
-    return rollouts[0] if len(rollouts) == 1 else join(rollouts, sampling.pad_id)
 
 
 def complete_prompts(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -120,12 +115,8 @@ def complete_prompts(
 ) -> Rollout:
     """Draw ``group_size`` completions of each of the prompts, all at once."""
     prompt_ids, prompt_mask = left_pad(prompts, sampling.pad_id, model.device)
-    if sampling.decoder == "hf":
-        ids = generate_by_library(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
-        completions = Completions(ids)
-    else:
-        stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
-        completions = decode(model, prompt_ids, prompt_mask, sampling, group_size, stop_strings)
+    draw = generate_by_library if sampling.decoder == "hf" else decode
+    completions = draw(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
     return make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling)
 
 
@@ -151,32 +142,26 @@ def make_rollout(
     Masks come from lengths, never from token values: a pad token may equal a stop token.
     """
     device = prompt_ids.device
-    completion_ids = completions.ids.to(device)
-    rows, width = completion_ids.shape
+    ids = completions.ids.to(device)
+    rows, width = ids.shape
     group_size = rows // len(prompt_ids)
     prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
-    is_stop = torch.isin(completion_ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
+    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
+    is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
     if sampling.stop_strings:
-        ends = StopStringCriteria(tokenizer, list(sampling.stop_strings))
-        is_stop |= torch.stack([ends(completion_ids[:, : t + 1], None) for t in range(width)], dim=1)
+        stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))
+        is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
-    completion_mask = torch.arange(width, device=device) < lengths[:, None]
-    tokens = [row[:length] for row, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
-    return Rollout(
-        prompt_ids,
-        prompt_mask.repeat_interleave(group_size, dim=0),
-        completion_ids,
-        completion_mask,
-        terminated,
-        texts=completion_texts(tokenizer, prompt_ids.tolist(), tokens),
-        sampler_logprobs=completions.logprobs.to(device).where(completion_mask, 0.0) if sampling.logprobs else None,
-        nucleus=completions.nucleus,
-    )
+    mask = torch.arange(width, device=device) < lengths[:, None]
+    tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
+    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens)
+    logprobs = completions.logprobs.to(device).where(mask, 0.0) if sampling.logprobs else None
+    return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, completions.nucleus)
 
 
 def decode_greedily(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
     prompts: Sequence[Sequence[int]],
@@ -238,21 +223,17 @@ class DecodeState:
 
 
 def decode(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     sampling: Sampling,
     group_size: int,
-    stop_strings: StopStringCriteria | None = None,
 ) -> Completions:
-    """Complete each prompt ``group_size`` times.
-
-    Args:
-        prompt_ids, prompt_mask: (N, P) int64 and bool, left-padded prompts.
-        stop_strings: finds the rows of token ids (b, t) that end with one of `Sampling.stop_strings`.
-    """
+    """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
     state = prefill(model, prompt_ids, prompt_mask, sampling, group_size)
     stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=prompt_ids.device)
+    stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     fixed_step = None
     if sampling.decoder == "graphs":
         fixed_step = FixedStep(state.cache, state.positions, state.attention_mask, state.prompt_length)
@@ -282,7 +263,7 @@ def decode(
 
 
 def prefill(
-    model: transformers.PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sampling, group_size: int
+    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sampling, group_size: int
 ) -> DecodeState:
     """Pass each prompt through the model once, and repeat what comes of it for the rows of its group."""
     limit = sampling.max_completion_tokens
@@ -314,19 +295,10 @@ def prefill(
     )
 
 
-def next_logits(
-    model: transformers.PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor
-) -> Tensor:
+def next_logits(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     """(b, V) logits of the token after ids (b, t), whose keys and values are added to the cache."""
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def sample(state: DecodeState, sampling: Sampling) -> None:
@@ -336,11 +308,12 @@ def sample(state: DecodeState, sampling: Sampling) -> None:
     if sampling.top_k > 0:
         least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
         allowed = scores.masked_fill(scores < least, -torch.inf)
-    top_p = sampling.top_p
     if state.nuclei is not None:
-        scores = allowed = state.nuclei.cut(allowed, top_p, state)
-        top_p = 1.0
-    tokens = sample_nucleus(allowed.softmax(dim=1), top_p) if sampling.temperature > 0 else allowed.argmax(dim=1)
+        scores = allowed = state.nuclei.cut(allowed, sampling.top_p, state)
+    if sampling.temperature > 0:
+        tokens = sample_nucleus(allowed.softmax(dim=1), sampling.top_p if state.nuclei is None else 1.0)
+    else:
+        tokens = allowed.argmax(dim=1)
     state.tokens = tokens.where(~state.ended, sampling.pad_id)
     state.completions[state.live, state.length] = state.tokens
     if state.logprobs is not None:

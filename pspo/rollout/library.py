@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from pspo.rollout.types import Sampling
+from pspo.rollout.types import Completions, Sampling
 
 
 def generate_by_library(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     sampling: Sampling,
     group_size: int,
-) -> Tensor:
-    """Complete prompts (N, P): (N * group_size, T) token ids.
+) -> Completions:
+    """Complete each of the left-padded prompts (N, P) ``group_size`` times.
 
     The model is in evaluation mode meanwhile, as a KV cache needs it, and its generation config is hidden: unset
     fields would be filled from it.
@@ -43,7 +48,7 @@ def generate_by_library(
     finally:
         model.train(training)
         model.generation_config = hidden_config
-    return rows[:, prompt_ids.shape[1] :]
+    return Completions(rows[:, prompt_ids.shape[1] :])
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:

@@ -71,7 +71,8 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
     logprobs = columns["logprob"]
     old_logprobs = columns["old_logprob"]
     is_active = columns["advantage"] != 0
-    metrics = diagnose(logprobs, old_logprobs, columns["advantage"], columns["weight"], is_active, columns["row"])
+    active = [columns[name][is_active] for name in ("logprob", "old_logprob", "advantage", "weight", "row")]
+    metrics = diagnose(*active)
     metrics["entropy"] = columns["entropy"].sum().item() / max(len(logprobs), 1)
     if algorithm.beta > 0:
         everywhere = torch.ones_like(is_active)
