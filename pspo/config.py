@@ -204,7 +204,7 @@ class RewardConfig(Section, name="reward"):
 
     functions: list[Reward | Callable] = field(default_factory=lambda: [MathReward()])
     weights: list[float] | None = None
-    timeout: float = number(0.0, at_least=0, below=2**31)
+    timeout: float = number(0.0, at_least=0, below=2_000_000)
     on_error: OnError = "raise"
     workers: int = number(0, at_least=0)
 

@@ -159,7 +159,7 @@ def test_weights_that_are_not_finite_are_not_saved():
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),
     "hangs": (
-        ("--reward.functions.how=hangs", "--reward.timeout=3"), "reward Bad took longer than --reward.timeout 3 seconds"
+        ("--reward.functions.how=hangs", "--reward.timeout=3"), "reward Bad took longer than 3 seconds"
     ),
     "exits": (("--reward.functions.how=exits",), "reward Bad called sys.exit(0)"),
     "in a validation": (

@@ -8,10 +8,6 @@ one message where the prompt is a chat.
 It returns one finite number per completion, as a list, tuple, array or tensor; None is "not mine": the function is left
 out of that completion's sum. ``async def`` functions are awaited. Values that it logs by TRL's ``log_metric`` and
 ``log_extra`` become columns of the batch.
-
-`total_rewards` adds up several rewards, by weights (None: all 1). Each function may take ``timeout`` seconds (0: no
-limit). With ``on_error`` "none" a completion for which a function fails gets NaN from it and as its total.
-Processes, as many as ``workers`` and one at least with a time limit, share the completions; 0 calls the functions here.
 """
 
 import asyncio
@@ -34,6 +30,7 @@ from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
+LOGGERS = ("log_metric", "log_extra")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 OnError = Literal["raise", "none"]
@@ -117,7 +114,7 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     if "completion_ids" in inputs:
         derived["completion_tokens"] = [len(ids) for ids in inputs["completion_ids"]]
     derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
-    return derived | {"log_metric": None, "log_extra": None} | inputs  # `call_reward` has the functions
+    return derived | dict.fromkeys(LOGGERS) | inputs  # `call_reward` makes the loggers
 
 
 def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -158,27 +155,26 @@ def reward_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def add_loggers(arguments: dict[str, Any], n: int) -> Columns:
-    """Put TRL's functions in place of ``log_metric`` and ``log_extra``; returns the columns that they will fill."""
-    logged: Columns = {}
+@dataclass
+class RewardLog:
+    """TRL's `log_metric` and `log_extra`: columns of one value for each of n completions."""
 
-    def log_metric(key: str, value: float) -> None:
-        logged[key] = [float(value)] * n
+    n: int
+    columns: Columns
 
-    def log_extra(key: str, values: Sequence[Any]) -> None:
+    def log_metric(self, name: str, value: float) -> None:
+        self.columns[name] = [float(value)] * self.n
+
+    def log_extra(self, name: str, values: Sequence[Any]) -> None:
         values = [value.item() if hasattr(value, "item") else value for value in values]
-        logged[key] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
-
-    for logger in (log_metric, log_extra):
-        if logger.__name__ in arguments:
-            arguments[logger.__name__] = logger
-    return logged
+        self.columns[name] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
     """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
     name = reward_name(function)
-    logged = add_loggers(arguments, n) if "log_metric" in arguments or "log_extra" in arguments else {}
+    log = RewardLog(n, {})
+    arguments = arguments | {logger: getattr(log, logger) for logger in LOGGERS if logger in arguments}
     try:
         with contextlib.chdir("."):  # a function's change of the current folder ends with it
             values = function(**arguments)
@@ -190,7 +186,7 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {name} returned {values!r}; it must return a list of numbers")
-    for what, column in {"returned": values, **logged}.items():
+    for what, column in {"returned": values, **log.columns}.items():
         if len(column) != n:
             raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
     numbers: list[float | None] = []
@@ -200,37 +196,25 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
             what = f"returned {value!r} for completion {i}; it must be a finite number or None"
             raise RewardError(f"reward {name} {what}")
         numbers.append(None if number is None else float(number))
-    return numbers, logged
+    return numbers, log.columns
 
 
-def call_in_parts(
-    function: Callable[..., Any], arguments: dict[str, Any], parts: Sequence[range], workers: int, timeout: float
-) -> list[Result | Exception]:
-    """`call_reward` for some rows at a time, in worker processes if there are any; what it raises in its place."""
-    calls = []
-    for part in parts:
-        rows = slice(part.start, part.stop)  # what is no list is for all
-        part_arguments = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-        calls.append((function, part_arguments, len(part)))
-    if workers:
-        late = TimeoutError(f"reward {reward_name(function)} took longer than --reward.timeout {timeout:g} seconds")
-        return worker_pool(workers).map(call_reward, calls, timeout, late)
-    results: list[Result | Exception] = []
-    for call in calls:
-        try:
-            results.append(call_reward(*call))
-        except Exception as error:  # a user's code may raise anything
-            results.append(error)
-    return results
+def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
+    """`call_reward`; what it raises in place of its result."""
+    try:
+        return call_reward(function, arguments, n)
+    except Exception as error:  # a user's code may raise anything
+        return error
 
 
 def guarded_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
 ) -> Result:
-    """Result of a reward with a time limit, with worker processes (a part of the n rows each), or that may fail.
+    """`call_reward` with a time limit, in worker processes (a part of the n rows each), or where it may fail.
 
     With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long.
     """
+    name = reward_name(function)
     if timeout:
         workers = max(workers, 1)  # what hangs can be killed in a process of its own only
     values: list[float | None] = [math.nan] * n
@@ -238,17 +222,27 @@ def guarded_values(
     ends = sorted({n * i // max(workers, 1) for i in range(max(workers, 1) + 1)})
     parts = [range(start, end) for start, end in pairwise(ends)]
     while parts:
+        calls = []
+        for part in parts:
+            rows = slice(part.start, part.stop)  # what is no list is for all
+            inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
+            calls.append((function, inputs, len(part)))
+        if workers:
+            results = worker_pool(workers).map(call_reward, calls, timeout)
+        else:
+            results = [attempt_reward(*call) for call in calls]
         retries: list[range] = []
-        for part, result in zip(parts, call_in_parts(function, arguments, parts, workers, timeout), strict=True):
+        for part, result in zip(parts, results, strict=True):
+            is_late = isinstance(result, TimeoutError)
             if not isinstance(result, Exception):
                 values[part.start : part.stop] = result[0]
                 for key, column in result[1].items():
                     logged.setdefault(key, [None] * n)[part.start : part.stop] = column
             elif on_error == "raise":
-                raise result
+                raise TimeoutError(f"reward {name} {result}") if is_late else result
             else:
-                report_failure(reward_name(function), result)
-                if len(part) > 1 and not isinstance(result, TimeoutError):
+                report_failure(name, result)
+                if len(part) > 1 and not is_late:
                     retries += [range(i, i + 1) for i in part]
         parts = retries
     return values, logged
@@ -263,34 +257,28 @@ def total_rewards(
     on_error: OnError = "raise",
     workers: int = 0,
     *,
-    completion_ids: list[list[int]] | None = None,
-    truncated: list[bool] | None = None,
-    step: int | None = None,
-    max_completion_tokens: int | None = None,
     environment_rewards: list[float] | None = None,
     logged: Columns | None = None,
+    **inputs: Any,
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Weighted sums of rewards (B,), and by function (`Name_2` if a name comes twice) its values (B,); NaN for none.
 
-    ``environment_rewards`` are one more function's; ``logged`` gets the columns that functions log.
+    Args:
+        weights: one for each function; None: all 1
+        timeout: seconds for each function, in a worker; 0: no limit
+        on_error: "none" gives a completion for which a function fails NaN from it and as its total
+        workers: processes that share the completions, at least one with a time limit; 0 calls the functions here
+        environment_rewards: one more function's
+        logged: gets the columns that functions log
+        inputs: what else functions may ask for by name: completion_ids, truncated, step, max_completion_tokens
     """
-    inputs = {
-        "completions": completions,
-        "problems": problems,
-        "completion_ids": completion_ids,
-        "truncated": truncated,
-        "step": step,
-        "max_completion_tokens": max_completion_tokens,
-    }
-    inputs = {name: value for name, value in inputs.items() if value is not None}
+    inputs = {"completions": completions, "problems": problems} | inputs
     weights = [1.0] * len(functions) if weights is None else list(weights)
+    names = [reward_name(function) for function in functions]
     values: dict[str, list[float | None]] = {}  # by function
-    names: list[str] = []
-    for function in functions:
-        name = reward_name(function)
-        names.append(name)
-        if name in values:
-            name = f"{name}_{names.count(name)}"
+    for i, function in enumerate(functions):
+        repeats = names[:i].count(names[i])
+        name = f"{names[i]}_{repeats + 1}" if repeats else names[i]
         arguments = reward_arguments(function, inputs)
         if workers or timeout or on_error == "none":
             result = guarded_values(function, arguments, len(problems), timeout, on_error, workers)

@@ -117,7 +117,7 @@ class MathVerifyReward(Reward):
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         answered = [i for i, problem in enumerate(problems) if problem.answer is not None]
         calls = [(after_thoughts(completions[i]), str(problems[i].answer)) for i in answered]
-        results = worker_pool(self.processes, WORKER_MEMORY).map(verify, calls, self.seconds, TimeoutError())
+        results = worker_pool(self.processes, WORKER_MEMORY).map(verify, calls, self.seconds)
         values: list[float | None] = [None] * len(completions)
         for i, result in zip(answered, results, strict=True):
             if result is not None:

@@ -4,18 +4,19 @@ By hand, because neither `multiprocessing.Pool` nor `concurrent.futures` kills t
 its memory, or starts processes without the trainer's memory and ``__main__`` (its "spawn" imports that again).
 """
 
+import contextlib
 import ctypes
 import inspect
-import math
 import os
 import resource
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from pspo.tasks.failures import WorkerError, end_forks, user_traceback
@@ -45,7 +46,7 @@ def start_python(module: str, *arguments: int, **variables: str) -> tuple[subpro
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends (Linux only)."""
+    """Have the kernel kill this process when the thread that started it ends, however that ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -57,24 +58,24 @@ def ignore_signals() -> None:
 
 
 class Worker:
-    """A Python process that answers calls, and the call that it is busy with."""
+    """A Python process that answers one call at a time."""
 
     def __init__(self, memory: int) -> None:
         self.process, self.connection = start_python(__name__, memory)
-        self.index = 0
-        self.deadline = math.inf
 
-    def receive(self, late: TimeoutError) -> tuple[str, Any]:
-        """Return "ended" with the call's result, "began", or "busy"; kill a worker that is late."""
-        if self.connection.poll():
-            try:
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:
+        """Result of ``function(*arguments)``, or WorkerError; TimeoutError if it is late, and its process is killed."""
+        try:
+            self.connection.send((function, arguments))
+            error = self.connection.recv()  # None once the function is imported: its time begins
+            if error is not None:
+                return error
+            if self.connection.poll(timeout or None):
                 return self.connection.recv()
-            except (EOFError, OSError):
-                return "ended", WorkerError(f"the worker process died (exit code {self.process.wait()})")
-        if time.monotonic() < self.deadline:
-            return "busy", None
+        except (EOFError, OSError):
+            return WorkerError(f"the worker process died (exit code {self.process.wait()})")
         self.kill()
-        return "ended", late
+        return TimeoutError(f"took longer than {timeout:g} seconds")
 
     def kill(self) -> None:
         self.process.kill()
@@ -82,50 +83,35 @@ class Worker:
 
 
 class Workers:
-    """Up to ``number`` worker processes, kept between calls; ``memory`` limits each one's address space, in bytes."""
+    """Worker processes, kept between calls, each with a thread that waits for it.
+
+    ``memory`` limits each process's address space, in bytes; 0 is no limit.
+    """
 
     def __init__(self, number: int, memory: int) -> None:
-        self.number = number
         self.memory = memory
-        self.idle: list[Worker] = []
+        self.threads = ThreadPoolExecutor(number)  # a process ends with its thread
+        self.by_thread: dict[int, Worker] = {}
 
-    def map(
-        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float, late: TimeoutError
-    ) -> list[Any]:
-        """Results of ``function(*call)``, in order; in place of one that failed, its WorkerError or ``late``.
+    def map(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
+        """Results of ``function(*call)``, in order; in place of one that failed, its WorkerError or TimeoutError.
 
         A call that takes longer than ``timeout`` seconds (0: no limit) is killed with its process.
         """
-        results: list[Any] = [None] * len(calls)
-        waiting = list(enumerate(calls))
-        busy: list[Worker] = []
-        try:
-            while waiting or busy:
-                while waiting and len(busy) < self.number:
-                    worker = self.take()
-                    busy.append(worker)
-                    worker.index, call = waiting.pop(0)
-                    worker.deadline = math.inf
-                    worker.connection.send((function, call))
-                nearest = min(worker.deadline for worker in busy)
-                wait([worker.connection for worker in busy], min(max(nearest - time.monotonic(), 0.0), 60.0))
-                for worker in list(busy):
-                    state, value = worker.receive(late)
-                    if state == "began" and timeout:
-                        worker.deadline = time.monotonic() + timeout
-                    elif state == "ended":
-                        results[worker.index] = value
-                        busy.remove(worker)
-                        self.idle.append(worker)
-        finally:
-            for worker in busy:
-                worker.kill()
-        return results
 
-    def take(self) -> Worker:
-        """A worker that waits, or a new one; those that have died are dropped."""
-        self.idle = [worker for worker in self.idle if worker.process.poll() is None]
-        return self.idle.pop() if self.idle else Worker(self.memory)
+        def call_worker(arguments: tuple[Any, ...]) -> Any:
+            thread = threading.get_ident()
+            worker = self.by_thread.get(thread)
+            if worker is None or worker.process.poll() is not None:
+                worker = self.by_thread[thread] = Worker(self.memory)
+            return worker.call(function, arguments, timeout)
+
+        try:
+            return list(self.threads.map(call_worker, calls))
+        except BaseException:  # the threads would wait for their calls
+            for worker in self.by_thread.values():
+                worker.kill()
+            raise
 
 
 @cache
@@ -137,18 +123,16 @@ def serve(connection: Connection, memory: int) -> None:
     """Answer calls until the other end is closed."""
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    while wait([connection]):
-        try:
-            function, call = connection.recv()  # imports the function's module
-            connection.send(("began", None))
-            with end_forks():
-                result = function(*call)
-        except Exception as error:  # a user's code may raise anything
-            result = WorkerError(user_traceback(error))
-        try:
-            connection.send(("ended", result))
-        except OSError:  # the trainer is gone
-            return
+    with contextlib.suppress(OSError):  # of `send`: the trainer is gone
+        while True:
+            try:
+                function, arguments = connection.recv()  # imports the function's module
+                connection.send(None)
+                with end_forks():
+                    result = function(*arguments)
+            except Exception as error:  # a user's code may raise anything
+                result = WorkerError(user_traceback(error))
+            connection.send(result)
 
 
 def check_importable(function: Callable[..., Any]) -> None:
