@@ -396,12 +396,7 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
         ("a.jsonl", '{"prompt": "p", "answer": "1e5000"}', ["1 test problems", "numeric"]),
         ("a.jsonl", "[" * 100_000, ["recursion"]),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),
-        (
-            "a.jsonl",
-            '{"prompt": "p", "answer": 1}\n{"prompt": "p \\ud800", "answer": 1}',
-            ["record 2", "unpaired surrogate"],
-        ),
-        ("a.json", '[{"prompt": [{"role": "user", "content": "\\udfff"}], "answer": 1}]', ["record 1", "unpaired"]),
+        ("a.jsonl", '{"prompt": "p \\ud800", "answer": 1}', ["'\\ud800'", "surrogates not allowed"]),
         ("a.json", "{", []),
         ("a.json", "[]", ["too few"]),
         ("a.json", "7", ["record 1", "int"]),

@@ -14,7 +14,6 @@ from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
-from pspo.tasks.files import check_characters
 
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 LISTS = (("reward", "functions"), ("algorithm", "terms"))
@@ -35,9 +34,6 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     if not problems:
         return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
 
-    for split, records in problems.items():
-        for number, record in enumerate(records, 1):
-            check_characters(record, f"data: {split} record {number}")
     data["name"] = "file"
     if list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
         data.setdefault("holdout", 0.2)

@@ -7,9 +7,8 @@ assistant   #### 784
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 from pspo.tasks.answers import after_thoughts
 from pspo.tasks.arithmetic import APPLY, WORDS, split_of, split_rng
@@ -23,8 +22,11 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed."""
     rng = split_rng(split, seed)
     while True:
-        op, a, b = rng.choice("+-"), rng.randint(200, 899), rng.randint(11, 99)
-        prompt, value = f"What is {a} {op} {b}?", APPLY[op](a, b)
+        op = rng.choice("+-")
+        a = rng.randint(200, 899)
+        b = rng.randint(11, 99)
+        prompt = f"What is {a} {op} {b}?"
+        value = APPLY[op](a, b)
         if split_of(prompt) == split:
             yield Problem(prompt, Fraction(value), source="sums", category=WORDS[op], solution=f"#### {value}")
 
@@ -40,23 +42,6 @@ class Calculator:
         if call is None:
             return "", 0.0, True
         return calculate(call[1]), 0.0, False  # the reward functions judge the last turn
-
-
-class ToolCalculator(Calculator):
-    """The same as a tool: called in the chat template's own format, or by `<calc>` where that has none for calls."""
-
-    role = "tool"
-
-    @property
-    def tools(self) -> list[Callable[..., str]]:
-        return [calculate]
-
-    def step(self, text: str, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, float, bool]:
-        if not calls:
-            return super().step(text)
-        name, arguments = calls[0]
-        expression = arguments.get("expression") if name == "calculate" else None
-        return calculate(expression) if isinstance(expression, str) else "error", 0.0, False
 
 
 def calculate(expression: str) -> str:
