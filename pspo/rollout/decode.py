@@ -89,13 +89,16 @@ def generate(
 
     At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
     """
+    draw = generate_by_library if sampling.decoder == "hf" else decode
     at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
     states = torch_states(model.device)
     while True:
         try:
             parts = []
             for i in range(0, len(prompts), at_a_time):
-                parts.append(complete_prompts(model, tokenizer, prompts[i : i + at_a_time], sampling, group_size))
+                prompt_ids, prompt_mask = left_pad(prompts[i : i + at_a_time], sampling.pad_id, model.device)
+                completions = draw(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+                parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
             return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
         except RuntimeError as error:
             if at_a_time == 1 or not is_out_of_memory(error):
@@ -106,22 +109,8 @@ def generate(
         warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
 
 
-def complete_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    group_size: int,
-) -> Rollout:
-    """Draw ``group_size`` completions of each of the prompts, all at once."""
-    prompt_ids, prompt_mask = left_pad(prompts, sampling.pad_id, model.device)
-    draw = generate_by_library if sampling.decoder == "hf" else decode
-    completions = draw(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
-    return make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling)
-
-
 def left_pad(
-    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device | None = None
+    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
     width = max(map(len, prompts))

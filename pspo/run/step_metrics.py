@@ -10,6 +10,8 @@ from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, LossInputs, corrected_tokens, diagnose, diagnose_correction, kl_estimate
 
+DIAGNOSED = ("logprob", "old_logprob", "advantage", "weight", "row")
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -56,28 +58,20 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Statistics of `diagnose` and `diagnose_correction` over all ranks' tokens with A != 0, and those over all tokens.
-
-    Args:
-        tokens: `token_columns` of this rank.
-        counts: of the whole minibatch.
-    """
-    names = [name for name in tokens if name != "position"]
-    columns = {name: tokens[name] for name in names}
+    """Statistics over all ranks' tokens, from this rank's `token_columns`: `diagnose`, entropy, and those of terms."""
     if dist.world_size() > 1:
-        columns["row"] = columns["row"] * dist.world_size() + dist.rank()  # numbers among all ranks' rows
-        values = dist.concat_over_ranks(torch.stack(list(columns.values()), dim=1))  # (N, m)
-        columns = dict(zip(names, values.unbind(dim=1), strict=True))
-    logprobs = columns["logprob"]
-    old_logprobs = columns["old_logprob"]
-    is_active = columns["advantage"] != 0
-    active = [columns[name][is_active] for name in ("logprob", "old_logprob", "advantage", "weight", "row")]
-    metrics = diagnose(*active)
-    metrics["entropy"] = columns["entropy"].sum().item() / max(len(logprobs), 1)
+        rows = tokens["row"] * dist.world_size() + dist.rank()  # numbers among all ranks' rows
+        columns = torch.stack(list((tokens | {"row": rows}).values()), dim=1)  # (n, m)
+        tokens = dict(zip(tokens, dist.concat_over_ranks(columns).unbind(dim=1), strict=True))
+    logprobs = tokens["logprob"]
+    old_logprobs = tokens["old_logprob"]
+    is_active = tokens["advantage"] != 0
+    metrics = diagnose(*(tokens[name][is_active] for name in DIAGNOSED))
+    metrics["entropy"] = tokens["entropy"].sum().item() / max(len(logprobs), 1)
     if algorithm.beta > 0:
         everywhere = torch.ones_like(is_active)
-        kl = kl_estimate(logprobs, columns["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
+        kl = kl_estimate(logprobs, tokens["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
     if algorithm.correction != "none":
-        metrics |= diagnose_correction(old_logprobs, columns["sampler_logprob"], columns["corrected"], is_active)
+        metrics |= diagnose_correction(old_logprobs, tokens["sampler_logprob"], tokens["corrected"], is_active)
     return metrics
