@@ -93,9 +93,3 @@ def test_the_evaluation_command_measures_the_runs_own_reward():
     assert parsed.data.chat_template == data.chat_template
     assert (parsed.eval.stop_strings, parsed.eval.stop_tokens) == (rollout.stop_strings, rollout.stop_tokens)
     assert parsed.eval.max_completion_tokens == 24
-
-
-def test_a_chat_templates_file_is_not_named_in_the_card():
-    data = DataConfig(chat_template="/home/me/my.jinja")
-    text = model_card(TrainConfig(data=data), 1, UNMEASURED)
-    assert "my.jinja" not in text

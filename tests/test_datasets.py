@@ -369,10 +369,8 @@ def test_chats_are_prompts(tmp_path, suffix):
     ("chat", "named"),
     [
         ([], "must end with a turn of role user or tool"),
-        ([*CHAT, {"role": "assistant", "content": "Hello"}], "must end with a turn of role user or tool"),
         (["Hi"], "turn 1 .*not 'Hi'"),
         ([{"role": "user"}], "turn 1 .*'role': 'user'"),
-        ([CHAT[0], {"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "turn 2 "),
     ],
 )
 def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
@@ -384,26 +382,15 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("a.jsonl", "", ["too few"]),
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
-        ("a.jsonl", '[{"prompt": "p", "answer": 1}]', ["record 1", "list"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
-        ("a.jsonl", '{"prompt": " ", "answer": 1}', ["record 1", "'prompt'", "empty"]),
         ("a.jsonl", '{"prompt": "p", "answer": null}', ["record 1", "'answer'", "empty"]),
-        ("a.jsonl", '{"prompt": "p", "answer": NaN}', ["record 1", "'answer'", "empty"]),
         ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
-        ("a.jsonl", '{"prompt": "p", "answer": "1e5000"}', ["1 test problems", "numeric"]),
-        ("a.jsonl", "[" * 100_000, ["recursion"]),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),
         ("a.jsonl", '{"prompt": "p \\ud800", "answer": 1}', ["'\\ud800'", "surrogates not allowed"]),
-        ("a.json", "{", []),
         ("a.json", "[]", ["too few"]),
-        ("a.json", "7", ["record 1", "int"]),
-        ("a.csv", "prompt,answer\n", ["too few"]),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
-        ("a.csv", "prompt,answer\np,1\nq\n", ["record 2", "'answer'", "empty"]),
-        ("a.csv", "question,answer\np,1\n", ["record 1", "'prompt'", "question, answer", "--data.columns"]),
         ("a.parquet", "not parquet", []),
         ("a.xml", "<Root><Problem>", []),
         ("a.txt", "p 1", [".txt", ".jsonl"]),
@@ -424,11 +411,8 @@ def test_malformed_folders_and_arguments(tmp_path):
     for arguments, named in [
         (("file", "test", tmp_path / "gone"), "gone .*--data.path"),
         (("file", "test", empty), "empty .*--data.path"),
-        (("file", "train", one), "one/train.jsonl.* too few"),
-        (("file", "test"), "--data.path"),
         (("gsm8k+math", "test", empty), "empty .*'gsm8k'"),
         (("mathe+gsm8k", "test", empty), "--data.name 'mathe'"),
-        (("gsm8k", "dev", empty), "'dev'"),
         (("arithmetic", "test", empty), "--data.name file"),
         (("gsm8k", "train", one), "one/train.jsonl record 1: .*'question'"),
     ]:

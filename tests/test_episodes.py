@@ -3,7 +3,6 @@
 import re
 from collections import deque
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,15 @@ import torch
 import pspo.evaluate.__main__
 import pspo.train
 from pspo.cli.files import read_json, read_jsonl
-from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
+from pspo.config import DataConfig, ModelConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import parse_calls
-from pspo.evaluate.evaluation import evaluate
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, make_sampling
-from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, total_rewards
+from pspo.tasks import ExactMatch, FormatReward, Problem, total_rewards
 from pspo.tasks.calculator import Calculator, calculate
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
@@ -343,17 +341,6 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(greedy
     assert rollout.reward_inputs["completion_ids"] == [[t for t, drawn in row if drawn] for row in rows_of(rollout)]
 
 
-def test_evaluation_plays_the_environment(greedy, prompts):
-    problems = [replace(problem, answer=Fraction(7)) for problem in prompts.problems]
-    rollout = greedy.draw(Prompts(problems, prompts.ids), 1)
-    found = evaluate(greedy, Prompts(problems, prompts.ids), RewardConfig()).completions
-    assert [record["completion"] for record in found] == rollout.texts
-    assert [record["tokens"] for record in found] == rollout.loss_mask.sum(dim=1).tolist()
-    last_turns = MathReward()(rollout.texts, problems)
-    expected = [a + b for a, b in zip(last_turns, rollout.environment_rewards, strict=True)]
-    assert [record["reward"] for record in found] == pytest.approx(expected)
-
-
 def test_a_reward_that_is_no_number_is_refused(greedy, prompts):
     with pytest.raises(ValueError, match=r"Bad\.step returned nan as reward; it must be finite"):
         replace(greedy, make_environment=Bad).draw(prompts, 1)
@@ -363,9 +350,6 @@ def test_a_reward_that_is_no_number_is_refused(greedy, prompts):
     ("switches", "message"),
     [
         (["--rollout.environment=nowhere.Calculator"], "No module named 'nowhere'"),
-        (["--rollout.environment=Calculator"], "--rollout.environment Calculator cannot be imported"),
-        (["--rollout.environment=pspo.tasks.calculator.Abacus"], "has no attribute 'Abacus'"),
-        (["--rollout.environment=pspo.tasks.calculator.WORDS"], "cannot be imported"),
         (["--rollout.environment=test_episodes.Asks"], "missing a required argument: 'words'"),
     ],
 )
@@ -450,14 +434,6 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------- the calculator
-
-
-def test_the_calculator_answers_calls_and_ends_with_the_first_turn_without():
-    calculator, problem = Calculator(), Problem("What is 12 * 7?")
-    assert calculator.reset(problem) == "What is 12 * 7?"
-    assert calculator.step("so <calc>12 * 7</calc>") == ("84", 0.0, False)
-    assert calculator.step("<calc>1/0</calc>") == ("error", 0.0, False)
-    assert calculator.step("#### 84") == ("", 0.0, True)
 
 
 @pytest.mark.parametrize(

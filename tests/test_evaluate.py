@@ -15,7 +15,6 @@ from processes import run_command
 
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
-from pspo import distributed as dist
 from pspo.cli.files import append_jsonl, read_jsonl
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
@@ -250,39 +249,6 @@ def draw(load, tokenizer):
     return run
 
 
-def note_draws(monkeypatch, drawn):
-    """Append the prompts of every draw."""
-    draw = Sampler.draw
-    monkeypatch.setattr(Sampler, "draw", lambda self, prompts, n: drawn.append(prompts.ids) or draw(self, prompts, n))
-
-
-@pytest.mark.parametrize(("stop", "torn"), [(1, False), (2, True), (3, True)])
-def test_a_resumed_evaluation_draws_what_is_missing_and_ends_the_same(draw, tmp_path, monkeypatch, stop, torn):
-    file, drawn = tmp_path / "completions.jsonl", []
-    note_draws(monkeypatch, drawn)
-    whole, everything = draw(), drawn.copy()
-    assert len(everything) == 4  # a chunk for each problem
-
-    def save_until_killed(records):
-        append_jsonl(file, *records)
-        if len(drawn) == stop:
-            if torn:  # in the last line, so that its chunk has to be drawn again
-                file.write_bytes(file.read_bytes()[:-7])
-            raise InterruptedError
-
-    drawn.clear()
-    with pytest.raises(InterruptedError):
-        draw(save=save_until_killed)
-    drawn.clear()
-    torch.rand(3)
-    saved = read_jsonl(file)
-    assert draw(done=saved, save=saved.extend) == whole
-    assert drawn == everything[stop - torn :]
-    drawn.clear()
-    assert draw(done=saved) == whole
-    assert drawn == []
-
-
 def test_a_last_line_that_was_cut_off_is_left_out_and_other_damage_is_named(tmp_path):
     file = tmp_path / "completions.jsonl"
     assert read_jsonl(file) == []
@@ -296,26 +262,6 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_other_damage_is_named(tmp_
     file.write_bytes(b"{]\n" + whole)
     with pytest.raises(ValueError, match=r"completions\.jsonl is damaged"):
         read_jsonl(file)
-
-
-def test_ranks_take_turns_and_have_the_results_of_one(draw, tmp_path, monkeypatch):
-    from processes import ranks  # which skips this test where there is a GPU
-
-    drawn, whole = [], draw()
-    note_draws(monkeypatch, drawn)
-
-    def of_rank():
-        dist.init("ddp", timeout=60)
-        result = draw(save=lambda records: append_jsonl(tmp_path / f"saved-{dist.rank()}", *records))
-        assert len(drawn) == 2  # of 4 chunks
-        assert (result is None) == (dist.rank() == 1)
-        if result:
-            append_jsonl(tmp_path / "completions", *result.completions)
-
-    assert ranks(of_rank) == [0, 0]
-    assert read_jsonl(tmp_path / "completions") == whole.completions
-    assert len(read_jsonl(tmp_path / "saved-0")) == 12
-    assert not (tmp_path / "saved-1").exists()
 
 
 def test_a_seed_draws_the_same_completions_and_leaves_torch_alone(draw):

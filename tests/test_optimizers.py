@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 import pspo.train
 from pspo.config import OptimizerConfig
-from pspo.run.learner import Learner
-from pspo.run.optimizers import check_optimizer, make_optimizer, make_scheduler
+from pspo.run.optimizers import check_optimizer, make_optimizer
 
 SMALL = (
     "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=20", "--run.test_limit=0",
@@ -71,28 +70,6 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
         else:
             moved = max(moved, float((ours - undecayed).detach().abs().max()))
     assert moved > 1e-3
-
-
-@pytest.mark.parametrize(("schedule", "rates"), [("constant", [0.1, 0.1]), ("linear", [0.1 * 6 / 8, 0.1 * 5 / 8])])
-def test_a_learner_is_restored_with_its_rate(tiny_model, schedule, rates):
-    def make_learner() -> Learner:
-        policy = tiny_model()
-        config = OptimizerConfig(name="sgd", lr=0.1, schedule=schedule, warmup_steps=2 if schedule == "linear" else 0)
-        optimizer = make_optimizer(policy, config)
-        return Learner(policy, optimizer, make_scheduler(optimizer, config, max_steps=10), steps=4)
-
-    learner = make_learner()
-    assert (learner.scheduler is None) == (schedule == "constant")
-    restored = make_learner()
-    restored.load_state_dict(learner.state_dict())
-    assert restored.steps == 4
-    found = []
-    for _ in rates:
-        found.append(restored.optimizer.param_groups[0]["lr"])
-        if restored.scheduler is not None:
-            restored.optimizer.step()
-            restored.scheduler.step()
-    assert found == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(

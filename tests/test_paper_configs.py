@@ -1,13 +1,11 @@
 """configs/paper against the paper's numbers: its setup, its table of shared settings and its two tables of methods."""
 
 import functools
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from processes import one_layer
 
 from pspo.cli.files import differences
 from pspo.cli.parse import parse
@@ -21,10 +19,7 @@ from pspo.config import (
     RunConfig,
     TrainConfig,
 )
-from pspo.evaluate.__main__ import main as evaluate
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
-from pspo.train import main
-from pspo_lab.report_command import main as report
 from pspo_lab.sweep_plan import SweepConfig, make_plan
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
@@ -127,44 +122,3 @@ def test_trls_defaults_are_a_file_over_a_configuration():
         optimizer=replace(config.optimizer, schedule="linear"),
         run=replace(config.run, max_steps=10_000),
     )
-
-
-def write_problems(data: Path, *splits: str) -> None:
-    """GSM8K and MATH in their makers' formats."""
-    lines = {
-        "gsm8k": [{"question": f"What is {n}+1?", "answer": f"It is #### {n + 1}"} for n in range(8)],
-        "math": [{"problem": f"What is {n}+1?", "solution": rf"\boxed{{{n + 1}}}", "type": "?"} for n in range(8)],
-    }
-    for name, problems in lines.items():
-        for split in splits:
-            file = data / name / f"{split}.jsonl"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-
-
-def test_a_stand_in_models_run_is_evaluated_and_stands_beside_the_paper(tmp_path, capsys):
-    write_problems(tmp_path / "data", "train", "validation", "test")
-    data, run = f"--data.path={tmp_path / 'data'}", str(tmp_path / "run")
-    args = ["--model.name_or_path=tiny-base", data, "--run.max_tokens=1", "--rollout.prompts=2", "--run.test_limit=0",
-            "--rollout.max_completion_tokens=16", "--run.validation_limit=2"]  # fmt: skip
-    main([*switches("clip"), *args, f"--run.output_dir={run}"])
-    for model in ("tiny-base", f"{run}/best"):
-        words = [f"--model.name_or_path={model}", "--data.name=gsm8k+math", data, "--data.limit=8"]
-        words.append("--eval.max_completion_tokens=16")
-        evaluate([*words, f"--run.output_dir={run}/evaluation-{Path(model).name}"])
-    report([run, "--against", "paper", "--output_dir", str(tmp_path / "report")])
-    rows = [line.split("|") for line in (tmp_path / "report/against-paper.md").read_text().splitlines()]
-    ours = [[cell.strip() for cell in row[1:5]] for row in rows if len(row) > 5 and "ours" in row[4]]
-    assert ours == [["tiny-base", "", "untrained", "ours"], ["tiny-base", "gsm8k+math", "Clip", "ours, 1 seed"]]
-    assert all("[" in row[5] and "[" in row[8] for row in rows if len(row) > 5 and "ours" in row[4])  # GSM8K and MATH
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_files_train_a_stand_in_model(method, tmp_path):
-    """One rollout of the embedded model on a few problems in the sources' own formats, all else as the files say."""
-    write_problems(tmp_path / "data", "train", "validation")
-    args = [f"--model.name_or_path={one_layer()}", f"--data.path={tmp_path / 'data'}", "--run.max_tokens=1",
-            "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
-    main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["optimizer_steps"] == METHODS[method][2]

@@ -16,11 +16,9 @@ import torch
 from processes import run_command
 
 import pspo.train
-from pspo.cli.files import read_jsonl, to_yaml
-from pspo.cli.parse import parse
-from pspo.config import RewardConfig, TrainConfig
+from pspo.cli.files import read_jsonl
 from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, SoftOverlong
-from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError, user_traceback
+from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.workers import worker_pool
@@ -64,9 +62,7 @@ def test_tolerance_is_the_decimal_as_written(tolerance):
     ("arguments", "message"),
     [
         ({"tolerance": "-1"}, "tolerance must be"), ({"tolerance": "tiny"}, "tiny"),
-        ({"tolerance": float("nan")}, "tolerance must be"), ({"tolerance": float("inf")}, "tolerance must be"),
-        ({"format_bonus": -0.1}, "format_bonus must"), ({"format_bonus": 1.1}, "format_bonus must"),
-        ({"format_bonus": float("nan")}, "format_bonus must"), ({"marker": "middle"}, "marker must"),
+        ({"format_bonus": 1.1}, "format_bonus must"), ({"marker": "middle"}, "marker must"),
     ],
 )  # fmt: skip
 def test_parameters_out_of_range(arguments, message):
@@ -179,14 +175,6 @@ def test_a_function_gets_what_it_names_and_nothing_else():
         "hint": ["add", None], "level": [3, None], "category": ["sum", ""], "max_completion_tokens": 16,
         "answer": [Fraction(2), "hello"], "absent": 7,
     }  # fmt: skip
-
-
-def test_a_class_gets_texts_by_any_order_of_names():
-    class Backwards(Reward):
-        def __call__(self, problems, completions):
-            return [len(completion) for completion in completions]
-
-    assert called_with(Backwards()) == {"Backwards": [6.0, 5.0]}
 
 
 def asks_for_typo(completions, hnit):
@@ -395,26 +383,6 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_async, "a", timeout=0.2)
 
 
-def test_workers_need_functions_that_can_be_imported():
-    with pytest.raises(ValueError, match=r"need functions that other processes can import: .*lambda"):
-        RewardConfig(functions=[lambda completions: []], workers=1)
-    assert RewardConfig(functions=[lambda completions: []]).workers == 0
-
-
-def test_functions_by_import_path_and_back_from_the_resolved_text(tmp_path):
-    functions = "test_rewards.token_count, {class_path: test_rewards.Returns, init_args: {value: [1.0]}}, MathReward, "
-    functions += "{class_path: SoftOverlong, init_args: {buffer: 8}}"
-    config, resolved = parse(TrainConfig, "pspo.train", [f"--reward.functions=[{functions}]"])
-    assert config.reward.functions == [token_count, Returns([1.0]), MathReward(), SoftOverlong(8)]
-    (tmp_path / "own.yaml").write_text(to_yaml(resolved))
-    assert parse(TrainConfig, "pspo.train", ["--config", str(tmp_path / "own.yaml")])[0].reward == config.reward
-
-
-def test_instances_are_rewards_not_classes():
-    with pytest.raises(ValueError, match=r"--reward.functions must be functions or instances, as MathReward\(\)"):
-        RewardConfig(functions=[MathReward])
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -431,16 +399,6 @@ def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
     assert err.count("reward divides failed (shown once)") == 1
     assert err.count("ZeroDivisionError") == 1
     assert FIRST_FAILURES == {"divides": "ZeroDivisionError: division by zero"}
-
-
-def test_user_traceback_holds_the_user_s_frames_and_where_a_library_raised():
-    try:
-        Fraction("x")
-    except ValueError as error:
-        text = user_traceback(error)
-    assert 'Fraction("x")' in text
-    assert re.search(r"raised in \S*fractions.py, line \d+\nValueError: Invalid literal for Fraction: 'x'$", text)
-    assert "raise ValueError" not in text
 
 
 # --- built in ---------------------------------------------------------------------------------------------------------

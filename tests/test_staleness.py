@@ -4,17 +4,15 @@ import copy
 import dataclasses
 import math
 import random
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from naive import G, make_config, make_learner, make_rollout, naive_row, run, weights
-from processes import assert_same, one_layer, plain, run_command, send
+from processes import one_layer, plain, run_command
 
 import pspo.rollout.types
 import pspo.train
-from pspo.cli.failures import EXIT_STOPPED
 from pspo.cli.files import read_jsonl
 from pspo.losses import GSPO, PSPO, NoClip
 from pspo.rollout import Experience, group_relative_advantages, refill
@@ -98,22 +96,6 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         left_out = [i for i in range(len(rollout)) if advantages[i] == 0]
         assert left_out
         assert not kept.behaviour_logprobs[left_out].any()
-
-
-def test_a_run_that_is_stopped_while_its_lag_fills_ends_as_if_nothing_had_happened(monkeypatch):
-    draw = pspo.train.draw
-    assert train("whole", "--rollout.lag=3") == 0
-
-    def stopped_after_a_rollout(run):
-        experience = draw(run)
-        send(signal.SIGTERM)
-        return experience
-
-    monkeypatch.setattr(pspo.train, "draw", stopped_after_a_rollout)
-    assert train("out", "--rollout.lag=3") == EXIT_STOPPED
-    monkeypatch.setattr(pspo.train, "draw", draw)
-    assert train("out", "--rollout.lag=3") == 0
-    assert_same(Path("whole"), Path("out"))
 
 
 def test_out_of_memory_while_log_probs_are_kept_is_remembered(tiny_model, monkeypatch):

@@ -1,6 +1,5 @@
 """Pictures of `pspo report` and of the documentation: colours, intervals, axes, text."""
 
-import importlib
 import math
 import re
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import reference
 from matplotlib.figure import Figure
 
 from pspo_lab import figures
@@ -24,29 +22,6 @@ def saved(monkeypatch):
     found = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (found.append(figure), Path(path).touch()))
     return found
-
-
-def drawn(method, r, A):
-    """J(r) - J(1) + A and dJ/dr of one token, J being minus the loss."""
-
-    def of(r):
-        if method == "TOPR":
-            return reference.topr(0, {0: math.log(r)}, [A], math.log(r), 0.0)
-        return reference.SCALAR[method](r, A, **({"alpha": 0.2} if method == "PSPO" else {}))
-
-    loss, slope = of(r)  # slope is dL/dlogprob
-    return of(1.0)[0] - loss + A, -slope / r
-
-
-def test_figure_1_is_drawn_from_the_losses(tmp_path, saved, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
-    importlib.import_module("draw_surrogates").draw_surrogates(tmp_path)
-    assert {path.stem for path in tmp_path.iterdir()} == {"surrogates", "others"}
-    for i, axes in enumerate(saved[0].axes):  # Figure 1: surrogate and gradient for A = 1, then for A = -1
-        for method, line in zip(("Clip", "NoClip", "P3O", "PSPO", "SAPO", "TOPR"), axes.get_lines(), strict=True):
-            x, y = line.get_data()
-            expected = [drawn(method, r, 1.0 if i < 2 else -1.0)[i % 2] for r in x.tolist()]
-            assert np.allclose(y, expected, rtol=1e-12, atol=1e-12)
 
 
 def curves(rows, seeds=3, method="PSPO"):

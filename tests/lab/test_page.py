@@ -104,22 +104,6 @@ def test_every_tab_fits_and_nothing_hostile_runs(page, width, scheme):
     assert browser.get_log("browser") == []
 
 
-def test_the_crosshair_reads_all_charts_at_one_step(page, run):
-    browser = page()
-    browser.execute_script(
-        "const over = document.querySelector('.u-over'), box = over.getBoundingClientRect();"
-        "const at = {clientX: box.left + box.width * .49, clientY: box.top + 20, bubbles: true};"
-        "over.dispatchEvent(new MouseEvent('mousemove', at))"
-    )
-    time.sleep(0.3)
-    steps = {element.text for element in browser.find_elements("css selector", ".keys .note") if element.text}
-    assert len(steps) == 1, steps
-    step = int(steps.pop().removeprefix("at "))
-    (line,) = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"] == step]
-    text = browser.find_element("css selector", ".chart .key").text
-    assert float(text.split()[-1]) == pytest.approx(line["reward"], rel=1e-3)
-
-
 def shown(browser, position):
     """The numbers under the mouse at a token."""
     from selenium.webdriver import ActionChains
@@ -154,16 +138,3 @@ def test_a_token_under_the_mouse_has_the_parquet_s_numbers(page, run):
     choose(browser, "minus", "PSPO")
     for position in (0, len(own) // 2):
         assert shown(browser, position)["weight"] == own.iloc[position]["difference"]
-
-
-def test_search_and_filters_leave_what_they_say(page, run):
-    browser = page()
-    click(browser, "groups")
-    browser.find_element("id", "mixed").click()
-    for card in browser.find_elements("css selector", ".card"):
-        facts = [one.text for one in card.find_elements("css selector", ".completion .facts")]
-        assert len({text.split("reward ")[1].split()[0] for text in facts}) > 1
-    browser.find_element("id", "mixed").click()
-    browser.execute_script("const field = document.getElementById('search'); field.value = 'onerror';"
-                           "field.dispatchEvent(new Event('change'))")  # fmt: skip
-    assert len(browser.find_elements("css selector", ".card")) == 1

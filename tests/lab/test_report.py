@@ -1,6 +1,5 @@
 """`pspo report` on run folders with known numbers."""
 
-import html
 import json
 import math
 import re
@@ -15,12 +14,11 @@ from matplotlib.figure import Figure
 from pandas.testing import assert_frame_equal
 from scipy.stats import ttest_1samp
 
-from pspo.cli.terminal import one_line
 from pspo_lab.paper import NOTE
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
 from pspo_lab.settings import LONG, labels, shared_sentence
-from pspo_lab.tables import NOTES, escape_markdown, markdown_table, smoothed
+from pspo_lab.tables import NOTES, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -263,21 +261,6 @@ def test_a_playground_of_experiments(make_run, report, saved):
     assert accuracy.index("accuracy") < accuracy.index("gold anywhere")
 
 
-def test_the_same_problems_from_python_are_one_task(make_run, make_evaluation, report):
-    for name, answer in (("a", 1), ("b", 1), ("c", 2)):
-        file = {"data.name": "file", "data.path": f"elsewhere/{name}/data", "optimizer.lr": 1e-5 * ord(name)}
-        folder = make_run(name, "Clip", after=0.5, **file)
-        (folder / "data").mkdir()
-        (folder / "data" / "train.jsonl").write_text(json.dumps({"prompt": "1?", "answer": answer}))
-    make_evaluation(folder / "evaluation", str(folder / "best"), 0.6, data="file")
-    (folder / "evaluation" / "config.yaml").write_text((folder / "config.yaml").read_text())
-    cells, _, _ = report()
-    tasks = {task.removeprefix("tiny on ") for task, *_ in cells}
-    assert len(tasks) == 2
-    assert all(task.startswith("problems ") for task in tasks)
-    assert {column.partition(" test")[0] for _, table, _, column in cells if table == "Accuracy"} == tasks
-
-
 def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_evaluation, report, tmp_path):
     folder, runs = make_run("a", "Clip", after=0.5), tmp_path / "runs"
     make_evaluation(folder / "evaluation", "moved/elsewhere/best", 0.6)
@@ -406,15 +389,9 @@ def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path, saved
 
 OTHERS_TEXT = [  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
     "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'",
-    "[here](javascript:alert(1)) ![](http://example.com/x.svg) [a]: http://example.com [x][a] <http://example.com>",
+    "# head\n> [here](javascript:alert(1)) ![](http://example.com/x.svg) [x][a] <http://example.com>",
     "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
     "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066",
-    "# head\n## head\n\n---\n| a | b |\n> quote\n1. one\n- two\n```\ncode",
-    "1. one",
-    "* **strong** __strong__ _em_ ~~gone~~ `code` \\*em*",
-    "![](up.svg)\n![x](../secret.svg)",
-    "../../up/../x - y - z",
-    "[not, a list",
 ]  # fmt: skip
 SVG = {"svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "title", "defs", "style", "g", "path",
        "use", "text", "tspan", "clipPath", "rect"}  # fmt: skip
@@ -443,7 +420,7 @@ def others_report(make_run, make_evaluation, tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("text", OTHERS_TEXT[:4])
+@pytest.mark.parametrize("text", OTHERS_TEXT)
 def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
     files, printed = others_report(text)
     pictures = [content for name, content in files.items() if name.endswith(".svg")]
@@ -469,19 +446,6 @@ def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
     for picture in pictures:
         kinds = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()}
         assert kinds <= SVG
-
-
-@pytest.mark.parametrize("text", OTHERS_TEXT)
-def test_a_page_with_text_of_others_has_the_elements_of_a_plain_one(text):
-    """By a parser of Markdown, in a cell, in a heading and in an item."""
-    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
-
-    def page(text):
-        table = markdown_table(pd.DataFrame([[text]], [text], [text]))
-        return parser.render(f"## {escape_markdown(text)}\n\n{table}\n\n* {escape_markdown(text)}\n")
-
-    assert re.findall(r"<[^>]*>", page(text)) == re.findall(r"<[^>]*>", page("plain"))
-    assert html.unescape(re.search("<h2>(.*)</h2>", page(text))[1]) == one_line(text)
 
 
 def test_a_spreadsheet_computes_no_name(make_run, report):

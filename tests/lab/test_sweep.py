@@ -150,16 +150,6 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     assert (sweep(), len(calls())) == (0, 13)  # finished runs are not run again
 
 
-def test_without_a_search_every_setting_runs_with_every_seed(here):
-    sapo = {"algorithm.surrogate": "SAPO", "algorithm.surrogate.tau_pos": 1, "algorithm.surrogate.tau_neg": [1, 2]}
-    pairs = [sapo, sapo | {"algorithm.surrogate.tau_pos": 2, "algorithm.surrogate.tau_neg": 2}]
-    sweep_file(methods={"sapo": pairs, "noclip": {"algorithm.surrogate": "NoClip"}}, seeds=[5, 7])
-    assert sweep("--workers", "3") == 0
-    settings = ("sapo-tau_pos=1-tau_neg=1", "sapo-tau_pos=1-tau_neg=2", "sapo-tau_pos=2-tau_neg=2", "noclip")
-    assert sorted(calls()) == sorted(f"e/{setting}/seed-{seed}" for seed in (5, 7) for setting in settings)
-    assert not list(Path("out").rglob("selection.json"))
-
-
 def test_a_search_s_switches_override_a_method_s_these_the_shared_ones_and_all_a_file(here):
     Path("base.yaml").write_text("run: {max_steps: 9, record_tokens: 5}\nalgorithm: {surrogate: SAPO}\n")
     own = {"algorithm.surrogate.epsilon": 0.3, "algorithm.surrogate": "Clip", "rollout.prompts": 7, "run.max_steps": 5}
@@ -257,13 +247,10 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     ({"sedes": [1]}, [], "sedes"),
     ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
     ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
-    ({"methods": {"both": {"algorithm.surrogate": ["PSPO", "Clip"]}}}, [], "experiments.e.methods.both must .* differ"),
-    ({"methods": {"pspo": {}}, "search": SEARCH | {"confirm_seeds": [42]}}, [], "must have settings and seeds that"),
     ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
     ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, [], "e, evaluate evaluation: error: .*tempratures"),
     ({}, ["--only", "[f]"], r"--only must name experiments \(e\), got 'f'"),
     ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
-    ({"shared": DDP[2]}, ["--processes", "3"], "rollout.prompts must be a multiple of"),
 ])  # fmt: skip
 def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experiment, args, message):
     sweep_file(**experiment)

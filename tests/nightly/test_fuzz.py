@@ -6,7 +6,6 @@ What a hostile folder holds (a broken run, a model, a chat template) never runs.
 import csv
 import io
 import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import Payload, run_command
+from processes import run_command
 
 import pspo.train
 from pspo.cli.parse import parse
@@ -178,23 +177,6 @@ def refused_model(capsys, folder: Path) -> str:
     line = refused(capsys, f"--model.name_or_path={folder}")
     assert not Path("out").exists()
     return line
-
-
-def test_remote_code_that_is_not_needed_is_not_run(model_folder):
-    folder = model_folder(config={"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}})
-    (folder / "custom_generate").mkdir()
-    for file in ("own.py", "custom_generate/generate.py"):
-        (folder / file).write_text("from pathlib import Path\nPath('executed').touch()\n")
-    assert run_command(pspo.train.main, *TINY, f"--model.name_or_path={folder}", "--run.max_steps=2") == 0
-    assert not Path("executed").exists()
-
-
-@pytest.mark.parametrize("content", [pickle.dumps(Payload()), b"junk", b""], ids=["a pickle", "text", "nothing"])
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_what_is_no_weights(capsys, model_folder, name, content):
-    folder = model_folder(without=["model.safetensors"])
-    (folder / name).write_bytes(content)
-    assert f"--model.name_or_path {folder}" in refused_model(capsys, folder)
 
 
 BROKEN = {
