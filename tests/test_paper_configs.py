@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from processes import one_layer
 
-from pspo.cli.files import differences
+from pspo.cli.files import differences, read_json
 from pspo.cli.parse import parse
 from pspo.config import (
     SYSTEM_PROMPT,
@@ -20,6 +21,7 @@ from pspo.config import (
     TrainConfig,
 )
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
+from pspo.train import main
 from pspo_lab.sweep_plan import SweepConfig, make_plan
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
@@ -122,3 +124,12 @@ def test_trls_defaults_are_a_file_over_a_configuration():
         optimizer=replace(config.optimizer, schedule="linear"),
         run=replace(config.run, max_steps=10_000),
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_files_train_a_stand_in_model(method, tmp_path):
+    """One rollout of the embedded model on generated problems, all else as the files say."""
+    args = [f"--model.name_or_path={one_layer()}", "--data.name=arithmetic", "--run.max_tokens=1",
+            "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
+    main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
+    assert read_json(tmp_path / "run/summary.json")["optimizer_steps"] == METHODS[method][2]
