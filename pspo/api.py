@@ -65,6 +65,6 @@ def train(
             return summary
         prepared = prepare(train_config, settings)
         prepared.on_rollout = on_rollout
-        return run_training(training_loop, train_config, prepared)
+        return run_training(training_loop, prepared)
     except (ValueError, OSError, Stopped, RunFailed) as error:
         raise error.with_traceback(None) from None  # frames of this package say nothing, and fill a notebook

@@ -9,7 +9,8 @@ from huggingface_hub import ModelCard
 import pspo.train
 from pspo.cli.files import read_json
 from pspo.cli.parse import parse
-from pspo.config import SYSTEM_PROMPT, DataConfig, EvaluateConfig, RewardConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.cli.python import config_from_python
+from pspo.config import SYSTEM_PROMPT, EvaluateConfig, TrainConfig
 from pspo.run.card import evaluate_command, model_card
 from pspo.tasks import ExactMatch
 
@@ -22,8 +23,7 @@ UNMEASURED = {"before": {}, "after": {}, "final": {}, "validation": {}, "best_st
 
 
 def card(*args: str) -> str:
-    config, _ = parse(TrainConfig, "pspo.train", args)
-    return model_card(config, 10, UNMEASURED)
+    return model_card(*parse(TrainConfig, "pspo.train", args), 10, UNMEASURED)
 
 
 def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, capsys):
@@ -79,17 +79,21 @@ def test_values_of_the_configuration_are_shown_and_do_nothing():
 
 
 def test_the_evaluation_command_measures_the_runs_own_reward():
-    reward = RewardConfig(functions=[ExactMatch(ignore_case=True), shlex.quote], weights=[1, 0.2])
-    rollout = RolloutConfig(stop_strings=["\n\n", "it's"], stop_tokens=["<|im_end|>"], max_completion_tokens=24)
-    data = DataConfig(name="letters", chat_template={"enable_thinking": False})
-    config = TrainConfig(reward=reward, data=data, rollout=rollout, run=RunConfig(test_limit=4))
-    card = model_card(config, 1, UNMEASURED)
+    config, settings = config_from_python(
+        reward={"functions": [ExactMatch(ignore_case=True), shlex.quote], "weights": [1, 0.2]},
+        rollout={
+            "stop_strings": ["\n\n", "it's"], "stop_tokens": ["<|im_end|>"], "max_completion_tokens": 24,
+        },
+        data={"name": "letters", "chat_template": {"enable_thinking": False}},
+        run={"test_limit": 4},
+    )  # fmt: skip
+    card = model_card(config, settings, 1, UNMEASURED)
     assert "apply_chat_template(messages, enable_thinking=False, add_generation_prompt=True" in card
-    words = shlex.split(evaluate_command(config, "runs/mine/best"))
+    words = shlex.split(evaluate_command(settings, "runs/mine/best"))
     assert words[:3] == ["python", "-m", "pspo.evaluate"]
     parsed, _ = parse(EvaluateConfig, "pspo.evaluate", words[3:])
     assert (parsed.model.name_or_path, parsed.data.name, parsed.data.limit) == ("runs/mine/best", "letters", 4)
-    assert parsed.reward == reward
-    assert parsed.data.chat_template == data.chat_template
-    assert (parsed.eval.stop_strings, parsed.eval.stop_tokens) == (rollout.stop_strings, rollout.stop_tokens)
+    assert parsed.reward == config.reward
+    assert parsed.data.chat_template == {"enable_thinking": False}
+    assert (parsed.eval.stop_strings, parsed.eval.stop_tokens) == (["\n\n", "it's"], ["<|im_end|>"])
     assert parsed.eval.max_completion_tokens == 24

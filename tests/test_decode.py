@@ -13,7 +13,7 @@ from pspo.config import SYSTEM_PROMPT, ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_sorted
-from pspo.run.save import save_model
+from pspo.run.folders import save_model
 from pspo.tasks import load_problems
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]

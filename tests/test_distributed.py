@@ -25,7 +25,7 @@ from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
 from pspo.rollout.sampler import Sampler, UnshardedSampler
 from pspo.rollout.types import Nucleus
-from pspo.run.prepare import make_learner
+from pspo.run.learner import make_learner
 from pspo.tasks import Problem
 from pspo.update import keep_logprobs, update
 

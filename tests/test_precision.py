@@ -6,7 +6,7 @@ from processes import one_layer, ranks
 
 import pspo.train
 import pspo.update
-from pspo.run.rounding import StochasticRounding, round_stochastically
+from pspo.run.optimizers import StochasticRounding, float32_copies, round_stochastically
 
 SMALL = (
     f"--model.name_or_path={one_layer()}", "--model.dtype=bfloat16", "--distributed.strategy=ddp",
@@ -37,7 +37,8 @@ def test_small_steps_add_up_in_bfloat16(name):
     def make(parameters):
         return torch.optim.AdamW(parameters, lr, weight_decay=0) if name == "adamw" else torch.optim.SGD(parameters, lr)
 
-    optimizer = StochasticRounding([weight], make)
+    copies = float32_copies([weight])
+    optimizer = StochasticRounding([weight], copies, make(copies))
     exact = torch.nn.Parameter(start.double())
     expected = make([exact])
     for _ in range(steps):

@@ -3,26 +3,23 @@
 import json
 import re
 import shlex
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.cli.files import argument_text
-from pspo.cli.python import import_spec
 from pspo.cli.terminal import one_line
-from pspo.config import EvalConfig, TrainConfig
+from pspo.cli.files import Settings, argument_text, flat
+from pspo.cli.parse import parse_settings
+from pspo.config import EvaluateConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
-from pspo.tasks.rewards import reward_name
 from pspo.tasks.sources import SOURCES
 
-SECTIONS = ("data", "reward", "rollout", "algorithm", "optimizer")
+SECTIONS = ("data.", "reward.", "rollout.", "algorithm.", "optimizer.")
 PRIVATE = ("data.path", "data.chat_template")  # may be paths of this machine
 
 
-def model_card(config: TrainConfig, step: int, summary: Record) -> str:
+def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> str:
     """The model after ``step`` optimizer steps: how it was trained, the run's tests and validations, and its use."""
     base = config.model.name_or_path
     is_on_hub = not Path(base).is_dir() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", base) is not None
@@ -40,7 +37,7 @@ def model_card(config: TrainConfig, step: int, summary: Record) -> str:
     messages = json.dumps([*system, {"role": "user", "content": "..."}], ensure_ascii=False)
     template = config.data.chat_template if isinstance(config.data.chat_template, dict) else {}
     arguments = "".join(f"{name}={value!r}, " for name, value in template.items())
-    settings = ", ".join(changed_settings(config))
+    changed = ", ".join(changed_switches(settings))
     return f"""---
 {front_matter.to_yaml()}
 ---
@@ -48,7 +45,7 @@ def model_card(config: TrainConfig, step: int, summary: Record) -> str:
 # {one_line(Path(base).name)}, trained with {method}
 
 {step:,} optimizer steps of {code_span(str(surrogate))} on {code_span(config.data.name)}, seed {config.run.seed}, by
-pspo {__version__}. Settings that differ from its defaults: {code_span(settings) if settings else "none"}.
+pspo {__version__}. Settings that differ from its defaults: {code_span(changed) if changed else "none"}.
 
 ## Evaluation
 
@@ -96,45 +93,32 @@ def code_span(text: str) -> str:
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
-def changed_settings(config: TrainConfig) -> list[str]:
+def changed_switches(settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
-    defaults = type(config)(model=config.model)  # whose learning rate is the model's
-    settings = []
-    for section_name in SECTIONS:
-        section = getattr(config, section_name)
-        for part in fields(section):
-            value = getattr(section, part.name)
-            switch = f"{section_name}.{part.name}"
-            is_default = value == getattr(getattr(defaults, section_name), part.name)
-            if not is_default and switch not in PRIVATE:
-                settings.append(f"{switch} {describe_value(value)}")
-    return settings
+    _, defaults = parse_settings(TrainConfig, {"model": settings["model"]})  # whose learning rate is the model's
+    default_values = flat(defaults)
+    changed = []
+    for switch, value in flat(settings).items():
+        is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE
+        if is_shown and value != default_values.get(switch):
+            name = switch.removesuffix(".class_path").replace(".init_args.", ".")
+            changed.append(f"{name} {argument_text(value)}")
+    return changed
 
 
-def describe_value(value: Any) -> str:
-    if isinstance(value, list):
-        return " + ".join(describe_value(item) for item in value)
-    if callable(value) and not is_dataclass(value):
-        return reward_name(value)
-    return str(value)
-
-
-def evaluate_command(config: TrainConfig, model: str) -> str:
+def evaluate_command(settings: Settings, model: str) -> str:
     """The command that evaluates a trained model on the same data, prompts and lengths."""
-    switches = {"model.name_or_path": model, "data.name": config.data.name}
-    for name, section in (("model", config.model), ("data", config.data), ("reward", config.reward)):
-        for part in fields(section):
-            value = getattr(section, part.name)
-            is_default = value == getattr(type(section)(), part.name)
-            if not is_default and part.name not in ("name_or_path", "revision", "lora", "limit"):
-                switches[f"{name}.{part.name}"] = value
-    if "reward.functions" in switches:
-        switches["reward.functions"] = [import_spec(function) for function in config.reward.functions]
+    values = flat({name: settings[name] for name in ("model", "data", "reward")})
     for name in ("max_completion_tokens", "environment", "stop_tokens", "stop_strings"):
-        if getattr(config.rollout, name) != getattr(EvalConfig(), name):
-            switches[f"eval.{name}"] = getattr(config.rollout, name)
-    if config.run.test_limit:
-        switches["data.limit"] = config.run.test_limit  # the held-out problems of the run itself
-    switches["run.output_dir"] = str(Path(model).parent / "evaluation")
-    words = [f"--{name} {shlex.quote(argument_text(value))}" for name, value in switches.items()]
-    return " ".join(["python -m pspo.evaluate", *words])
+        values[f"eval.{name}"] = settings["rollout"][name]
+    values["model.name_or_path"] = model
+    values["data.limit"] = settings["run"]["test_limit"] or None  # the held-out problems of the run itself
+    values["run.output_dir"] = str(Path(model).parent / "evaluation")
+    _, defaults = parse_settings(EvaluateConfig, {})
+    default_values = flat(defaults)
+    words = ["python", "-m", "pspo.evaluate"]
+    for switch, value in values.items():
+        is_first_model = switch == "model.revision" or switch.startswith("model.lora.")
+        if value != default_values[switch] and not is_first_model:
+            words += [f"--{switch}", shlex.quote(argument_text(value))]
+    return " ".join(words)

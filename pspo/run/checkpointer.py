@@ -29,14 +29,14 @@ class Checkpointer:
     """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
 
     Attributes:
-        parts: by name; one with ``per_rank = True`` has another state on each rank.
+        parts: those that have a ``state_dict``, by name; one with ``per_rank = True`` has another state on each rank.
         snapshot: the states between two rollouts, or before a validation: as what a run is saved that is stopped, or
             whose user's code raises.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
         self.config = config
-        self.parts = parts
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.output = output
         self.learner = parts["learner"]
         self.recorder = parts["recorder"]

@@ -15,7 +15,7 @@ from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16, is_out_of_memory
 from pspo.rollout import Prompts
 from pspo.rollout.engine import EngineError
-from pspo.run.card import changed_settings, describe_results, evaluate_command
+from pspo.run.card import changed_switches, describe_results, evaluate_command
 from pspo.run.folders import newest_checkpoint
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
@@ -37,7 +37,7 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
         with user_errors("pspo.train"):
             run = None if print_if_finished(config, settings) else prepare(config, settings)
         if run is not None:
-            run_training(train, config, run)
+            run_training(train, run)
     except Stopped:
         raise SystemExit(EXIT_STOPPED) from None
     except KeyboardInterrupt:
@@ -53,13 +53,13 @@ def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]
     summary = dist.run_on_main(lambda: finished_summary(config.run, settings))
     if summary:
         print(f"already finished: {Path(config.run.output_dir) / 'summary.json'}\n")
-        print_summary(config, summary)
+        print_summary(settings, summary)
     return summary
 
 
-def run_training(train: Callable[[Run], dict[str, Any]], config: TrainConfig, run: Run) -> dict[str, Any]:
+def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
     """Train, print the result, and return the summary; save a run that is stopped, or whose user's code raises."""
-    if not config.run.quiet:
+    if not run.config.run.quiet:
         print_header(run)
     if dist.is_main():
         warn_of_leaks(run.validator.prompts)
@@ -86,7 +86,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], config: TrainConfig, ru
                 raise
             saved = f"last checkpoint: {newest_checkpoint(run.output)}"
             raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error
-    print_summary(config, summary)
+    print_summary(run.settings, summary)
     return summary
 
 
@@ -108,9 +108,9 @@ data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" o
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g} ({source}), {config.optimizer.schedule}; {config.optimizer.name}""")
-    settings = changed_settings(config)
-    if settings:
-        print(f"changed {', '.join(settings)}")
+    changed = changed_switches(run.settings)
+    if changed:
+        print(f"changed {', '.join(changed)}")
 
 
 def warn_of_leaks(prompts: dict[str, Prompts]) -> None:
@@ -121,7 +121,7 @@ def warn_of_leaks(prompts: dict[str, Prompts]) -> None:
         print(f"WARNING: {len(train & held_out):,} training prompts are also in validation or test", file=sys.stderr)
 
 
-def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
+def print_summary(settings: Settings, summary: dict[str, Any]) -> None:
     """Print tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
@@ -130,4 +130,4 @@ def print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         print(results)
     print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {model}")
     print(f"look inside: pspo view {Path(model).parent}")
-    print(f"evaluate it: {printable(evaluate_command(config, model))}")
+    print(f"evaluate it: {printable(evaluate_command(settings, model))}")

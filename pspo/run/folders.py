@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo.cli.failures import RunFailed
+from pspo import distributed as dist
 from pspo.cli.files import lock, write_json
+from pspo.cli.failures import RunFailed
+from pspo.model.save import write_model
 
 
 def check_output(folder: Path) -> None:
@@ -95,6 +98,21 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def save_model(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, validation: Any = None
+) -> None:
+    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
+    weights = dist.full_state_dict(policy)
+
+    def save() -> None:
+        with whole_folder(folder) as temporary:
+            write_model(policy, tokenizer, temporary, weights)
+            if validation is not None:
+                write_json(temporary / "validation.json", validation)
+
+    dist.run_on_main(save)
 
 
 def numbered(folder: Path, suffix: str = "") -> list[Path]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import LambdaLR
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import StartingAdapters, has_adapters, load_policy, shares_prompts
-from pspo.run.optimizers import advance_scheduler, make_optimizer, make_scheduler
+from pspo.run.optimizers import make_optimizer, make_scheduler
 from pspo.run.tokens import TokenRecord
 
 
@@ -34,7 +35,7 @@ class Learner:
 
     policy: transformers.PreTrainedModel
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
+    scheduler: LambdaLR | None = None
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
     steps: int = 0
     microbatch_limit: int | None = None
@@ -69,7 +70,7 @@ class Learner:
         for group, made in zip(self.optimizer.param_groups, options, strict=True):
             group.update(made | {"lr": self.optimizer.defaults["lr"]})
         if self.scheduler is not None:
-            self.scheduler = advance_scheduler(self.scheduler, self.steps)
+            self.scheduler = LambdaLR(self.optimizer, self.scheduler.lr_lambdas[0], self.steps - 1)
 
 
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:

@@ -1,4 +1,4 @@
-"""Optimizers, of weights in float32 or bfloat16, with moments in float32 or 8 bits."""
+"""Optimizers, of weights in float32 or bfloat16, with moments in float32 or 8 bits; and their schedules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pspo.config import OptimizerConfig
-from pspo.run.rounding import StochasticRounding
 
 
 def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -20,20 +20,18 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     --optimizer.options may have a weight_decay, of matrices and embeddings; norms and biases have none.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-
-    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        groups = []
-        for is_matrix, decay in ((True, config.options.get("weight_decay", 0.0)), (False, 0.0)):
-            group = [
-                given for given, weight in zip(parameters, trained, strict=True) if (weight.dim() > 1) == is_matrix
-            ]
-            if group:
-                groups.append({"params": group, "weight_decay": decay})
-        return new_optimizer(groups, config)
-
-    if trained[0].dtype == torch.bfloat16:
-        return StochasticRounding(trained, make)
-    return make(trained)
+    is_bfloat16 = trained[0].dtype == torch.bfloat16
+    optimized = float32_copies(trained) if is_bfloat16 else trained
+    matrices = []
+    others = []
+    for weight, parameter in zip(trained, optimized, strict=True):
+        (matrices if weight.dim() > 1 else others).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": config.options.get("weight_decay", 0.0)},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = new_optimizer([group for group in groups if group["params"]], config)
+    return StochasticRounding(trained, optimized, optimizer) if is_bfloat16 else optimizer
 
 
 def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -53,15 +51,70 @@ def check_optimizer(config: OptimizerConfig) -> None:
     if "8bit" in config.name and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"--optimizer.name {config.name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")
     try:
-        new_optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}], config)
+        new_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--optimizer.options {config.options}: {error}") from error
+
+
+class StochasticRounding(torch.optim.Optimizer):
+    """Optimize bfloat16 weights by another optimizer, of their `float32_copies`, which hold one weight at a time.
+
+    A bfloat16 number has 8 significant bits: rounded to the nearest, a step below 1/512 of a weight would vanish.
+    Rounded up or down at random, steps are right on average. Every rank draws the same random numbers, so that
+    replicated weights stay the same.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], copies: list[nn.Parameter], inner: torch.optim.Optimizer):
+        self.weights = weights
+        self.copies = copies
+        self.inner = inner
+        self.defaults = inner.defaults
+        self.generator = torch.Generator(weights[0].device).manual_seed(0)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            if weight.grad is not None:
+                copy.data = weight.float()
+                copy.grad = weight.grad.float()
+                self.inner.step()  # moves this weight alone: the others have no gradient
+                is_exact = weight.dtype == torch.float32  # some architectures keep a few
+                weight.copy_(copy if is_exact else round_stochastically(copy, self.generator))
+                copy.data = copy.new_empty(0)
+                copy.grad = None
+
+    def zero_grad(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.inner.load_state_dict(saved["inner"])
+        self.generator.set_state(saved["generator"])
+
+
+def float32_copies(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    """A float32 parameter for each weight, empty but for its own step."""
+    return [nn.Parameter(torch.empty(0, device=weight.device)) for weight in weights]
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Finite float32 values to one of the two nearest in bfloat16, each as likely as the value is near to it."""
+    noise = torch.randint(2**16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
+    bits = values.view(torch.int32).add(noise).bitwise_and(-(2**16))  # bfloat16 is the upper half of the bits
+    return bits.view(torch.float32).bfloat16()
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR | None:
     """Learning rates: a linear warm-up from 0, then constant, or to 0 at ``max_steps`` in a line or half a cosine.
 
-    None for a rate that is constant from the first step.
+    None for a rate that is constant from the first step. They are transformers' schedules, whose import takes seconds.
     """
     if config.schedule == "constant" and config.warmup_steps == 0:
         return None
@@ -78,10 +131,3 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, ma
         return 1.0
 
     return LambdaLR(optimizer, factor)
-
-
-def advance_scheduler(scheduler: LambdaLR, steps: int) -> LambdaLR:
-    """The schedule after ``steps`` steps."""
-    for group in scheduler.optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return LambdaLR(scheduler.optimizer, scheduler.lr_lambdas[0], steps - 1)

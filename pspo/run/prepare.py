@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.failures import StopSignals
@@ -17,12 +18,11 @@ from pspo.environments import EnvironmentSampler
 from pspo.model import casts_to_bf16, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import token_ids
-from pspo.rollout import PromptStream, Sampler, UnshardedSampler, decode_greedily, make_sampling
+from pspo.rollout import Prompts, PromptStream, Sampler, UnshardedSampler, decode_greedily, make_sampling
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import Generators
-from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import check_output, lock_folder
 from pspo.run.learner import make_learner
 from pspo.run.optimizers import check_optimizer
@@ -44,82 +44,17 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         output, checkpoint, parent = dist.run_on_main(lambda: find_start(config, settings, resources))
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
-        check_tracker(config.run.tracker)
-        check_optimizer(config.optimizer)
-        engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
-        make_environment = load_environment(config.rollout.environment)
-        tokenizer = load_tokenizer(config.model, config.data)
-        token_ids(tokenizer, config.rollout.stop_tokens or ())
-        prompts = load_splits(config, tokenizer, make_environment)
-
-        device = dist.local_device()
-        generators = Generators(device, config.run.seed)
-        if device.type == "cpu":  # otherwise several threads add up gradients in any order
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
-        with generators.sampling():
-            learner = make_learner(config, device)
-        policy = learner.policy
-
-        signals = StopSignals()
-        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
-        casts = casts_to_bf16(config.model.autocast, device)
-        sampler = Sampler(policy, tokenizer, sampling, casts, generators.sampling, stop=signals)
-        with dist.unsharded(policy):
-            decode = partial(decode_greedily, policy, tokenizer, sampling)
-            check_exactness(policy, prompts["train"].ids, decode, config.model.autocast)
-        stream = PromptStream(prompts["train"], config)
-        engine_sampler = None
-        if engine is not None:
-            resources.callback(engine.close)
-            if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
-                resources.callback(torch.set_num_threads, torch.get_num_threads())
-                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-            sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts)
-        if make_environment is not None:
-            sampler = EnvironmentSampler(sampler, make_environment)
-        if dist.is_sharded(policy):
-            sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
-        delay = None
-        if config.rollout.lag > 0:
-            delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
-
-        recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-        validator = Validator(config, sampler, recorder, prompts)
-        parts = {
-            "stream": stream,
-            "learner": learner,
-            "validator": validator,
-            "recorder": recorder,
-            "generators": generators,
-            "delay": delay,
-            "algorithm.surrogate": config.algorithm.surrogate,
-        }
-        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(config.algorithm.terms)}
-        stateful_parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
-        checkpointer = Checkpointer(config, stateful_parts, output)
+        run = load_run(config, settings, output, resources)
         if checkpoint is not None:
-            resume(checkpointer, checkpoint)
-        dist.run_on_main(lambda: write_start(output, device, settings, resources))
+            resume(run.checkpointer, checkpoint)
+        dist.run_on_main(lambda: write_start(run))
         is_shared = all(dist.gather_objects(output.exists()))
-        dist.run_on_main(
-            lambda: require(is_shared, "run.output_dir", "must be in a folder that all nodes share", str(output))
-        )
+        rule = "must be in a folder that all nodes share"
+        dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
         if parent is not None:
-            fork(checkpointer, parent, settings)
-        return Run(
-            config=config,
-            stream=stream,
-            sampler=sampler,
-            delay=delay,
-            learner=learner,
-            validator=validator,
-            recorder=recorder,
-            checkpointer=checkpointer,
-            output=output,
-            resources=resources.pop_all(),
-            signals=signals,
-        )
+            fork(run.checkpointer, parent, settings)
+        run.resources = resources.pop_all()
+        return run
 
 
 def find_start(
@@ -137,11 +72,71 @@ def find_start(
     return output, None, find_parent(config.run.fork_from) if config.run.fork_from else None
 
 
-def write_start(output: Path, device: torch.device, settings: Settings, resources: contextlib.ExitStack) -> None:
+def load_run(config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> Run:
+    """Load data and model, and make the parts of a run; what can be refused without the model is refused before it."""
+    check_tracker(config.run.tracker)
+    check_optimizer(config.optimizer)
+    engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
+    make_environment = load_environment(config.rollout.environment)
+    tokenizer = load_tokenizer(config.model, config.data)
+    token_ids(tokenizer, config.rollout.stop_tokens or ())
+    prompts = load_splits(config, tokenizer, make_environment)
+
+    device = dist.local_device()
+    generators = Generators(device, config.run.seed)
+    if device.type == "cpu":  # otherwise several threads add up gradients in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    with generators.sampling():
+        learner = make_learner(config, device)
+    signals = StopSignals()
+    sampler = make_policy_sampler(config, learner.policy, tokenizer, prompts["train"], generators, signals)
+
+    engine_sampler = None
+    if engine is not None:
+        resources.callback(engine.close)
+        if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
+            resources.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts)
+    if make_environment is not None:
+        sampler = EnvironmentSampler(sampler, make_environment)
+    if dist.is_sharded(learner.policy):
+        sampler = UnshardedSampler(sampler, learner.policy, gathers=engine is None)
+    stream = PromptStream(prompts["train"], config)
+    delay = None
+    if config.rollout.lag > 0:
+        delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
+    recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
+    validator = Validator(config, sampler, recorder, prompts)
+    return Run(
+        config, settings, output, stream, sampler, delay, learner, validator, recorder, generators, signals, resources
+    )
+
+
+def make_policy_sampler(
+    config: TrainConfig,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    generators: Generators,
+    signals: StopSignals,
+) -> Sampler:
+    """The sampler of the policy itself; ValueError for a model that `check_exactness` refuses."""
+    sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+    with dist.unsharded(policy):
+        decode = partial(decode_greedily, policy, tokenizer, sampling)
+        check_exactness(policy, prompts.ids, decode, config.model.autocast)
+    casts = casts_to_bf16(config.model.autocast, policy.device)
+    return Sampler(policy, tokenizer, sampling, casts, generators.sampling, stop=signals)
+
+
+def write_start(run: Run) -> None:
     """Make and lock the folder of a new run; write config.yaml, and once for a run environment.json."""
+    output = run.output
     if not (output / "config.yaml").exists():
         output.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(lock_folder(output))
-    write_text(output / "config.yaml", to_yaml(settings))
+        run.resources.enter_context(lock_folder(output))
+    write_text(output / "config.yaml", to_yaml(run.settings))
     if not (output / "environment.json").exists():
-        write_json(output / "environment.json", environment(str(device), dist.world_size()))
+        write_json(output / "environment.json", environment(str(run.learner.policy.device), dist.world_size()))

@@ -4,24 +4,24 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.failures import RunFailed, Stopped, StopSignals, raise_together
-from pspo.cli.files import read_config, read_jsonl, write_json, write_text
+from pspo.cli.files import Settings, read_jsonl, write_json, write_text
+from pspo.cli.failures import Stopped, StopSignals
+from pspo.cli.failures import fail_together
 from pspo.config import TrainConfig
-from pspo.model import is_out_of_memory
 from pspo.model.device import peak_memory_gb
 from pspo.rollout import Experience, PromptStream, RolloutSampler
 from pspo.rollout.delay import Delay
+from pspo.rollout.sampler import Generators
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import write_errors
+from pspo.run.folders import save_model, write_errors
 from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
-from pspo.run.save import save_model
 from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.failures import FIRST_FAILURES
@@ -32,22 +32,37 @@ class Run:
     """The parts of a run, as `pspo.run.prepare.prepare` makes them, new or resumed.
 
     Attributes:
+        settings: the configuration as ``config.yaml`` has it.
         resources: the folder's lock and the engine, closed with the run.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
     """
 
     config: TrainConfig
+    settings: Settings
+    output: Path
     stream: PromptStream
     sampler: RolloutSampler
     delay: Delay | None  # with --rollout.lag
     learner: Learner
     validator: Validator
     recorder: Recorder
-    checkpointer: Checkpointer
-    output: Path
+    generators: Generators
+    signals: StopSignals
     resources: contextlib.ExitStack
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
-    signals: StopSignals = field(default_factory=StopSignals)
+
+    def __post_init__(self) -> None:
+        parts = {
+            "stream": self.stream,
+            "learner": self.learner,
+            "validator": self.validator,
+            "recorder": self.recorder,
+            "generators": self.generators,
+            "delay": self.delay,
+            "algorithm.surrogate": self.config.algorithm.surrogate,
+        }
+        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.terms)}
+        self.checkpointer = Checkpointer(self.config, parts, self.output)
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
@@ -55,7 +70,7 @@ class Run:
         tracker = None
         name = self.config.run.tracker
         if dist.is_main() and name != "none":
-            tracker = start_tracker(name, self.output, read_config(self.output / "config.yaml"), self.learner.steps)
+            tracker = start_tracker(name, self.output, self.settings, self.learner.steps)
         self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
@@ -75,14 +90,8 @@ class Run:
         """Time a phase; what stops a rank, or a user's code raises there, ends all of them, except in an update."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
-        try:
+        with contextlib.nullcontext() if name == "train" else fail_together():
             yield
-        except (Exception, Stopped) as error:  # a user's code may raise anything
-            if name == "train" or isinstance(error, RunFailed) or is_out_of_memory(error):
-                raise
-            raise_together(error)
-        if dist.world_size() > 1 and name != "train":
-            raise_together(None)
         self.recorder.seconds[name] = self.recorder.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
@@ -90,10 +99,9 @@ class Run:
         self.recorder.record(experience, steps)
         self.write_rollout()
         if self.on_rollout is not None:
-            generators = self.checkpointer.parts["generators"]
-            state = generators.state_dict()
+            state = self.generators.state_dict()
             self.on_rollout(experience, steps)
-            generators.load_state_dict(state)  # the run is bit for bit the same without it
+            self.generators.load_state_dict(state)  # the run is bit for bit the same without it
 
     def write_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
@@ -133,7 +141,9 @@ class Run:
             self.warn()
             with write_errors(f"cannot write into {self.output}", self.output):
                 for folder, step in {"final": self.learner.steps, best: validator.best_step}.items():
-                    write_text(self.output / folder / "README.md", model_card(self.config, step, summary))
+                    write_text(
+                        self.output / folder / "README.md", model_card(self.config, self.settings, step, summary)
+                    )
                 write_json(self.output / "summary.json", summary)
             if self.recorder.tracker is not None:
                 self.recorder.tracker.finish()

@@ -16,9 +16,8 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import Prompts, RolloutSampler
-from pspo.run.folders import write_errors
+from pspo.run.folders import save_model, write_errors
 from pspo.run.recorder import Recorder
-from pspo.run.save import save_model
 
 STATE = ("before", "untrained", "validated", "best", "best_trained")
 

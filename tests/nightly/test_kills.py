@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.run.folders import find_damage
+from pspo.run.folders import find_damage, save_model
 from pspo.run.prepare import prepare
 from pspo.run.resume import find_checkpoint
-from pspo.run.save import save_model
 
 pytestmark = pytest.mark.nightly
 
