@@ -211,7 +211,7 @@ def test_the_header_says_where_the_rate_is_from_and_quiet_prints_none(here, caps
     assert line["lr"] == read_config(here / "out/config.yaml")["optimizer"]["lr"] == 1e-6
     out = capsys.readouterr().out
     assert "\nmodel   tiny-base: 0.9M parameters, 0.9M trained, in float32, on 1 x cpu\n" in out
-    assert "rate    1e-06 (default for its size)" in out
+    assert "rate    1e-06, constant; adamw" in out
 
 
 def test_steps_and_tokens_end_a_run(here):

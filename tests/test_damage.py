@@ -113,7 +113,7 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd,
     assert steps == [2, 4]
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert "cannot save out/checkpoints/step-000004 (" in err.splitlines()[-1]
+    assert "cannot write out/checkpoints/step-000004 (" in err.splitlines()[-1]
     assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step-000002"]
     assert train("out") == 0
     assert_same(whole, Path("out"))
@@ -127,4 +127,4 @@ def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
     assert forked(action) == 1
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert "cannot write into out (" in err.splitlines()[-1]
+    assert "cannot write out/metrics.jsonl (" in err.splitlines()[-1]

@@ -146,11 +146,11 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
 def test_weights_that_are_not_finite_are_not_saved():
     run = prepare(*parse(TrainConfig, "", [*TINY, "--run.output_dir=out"]))
     run.start()
-    run.checkpointer.save(run.checkpointer.states())
+    run.checkpointer.save()
     next(run.learner.policy.parameters()).data[0, 0] = math.inf
     run.learner.steps = 2
     with pytest.raises(RunFailed, match="step 2"):
-        run.checkpointer.save(run.checkpointer.states())
+        run.checkpointer.save()
     assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000000"]
 
 

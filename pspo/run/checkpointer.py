@@ -42,19 +42,17 @@ class Checkpointer:
         self.recorder = parts["recorder"]
         self.snapshot: States = {}
 
-    def states(self) -> States:
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
     def take_snapshot(self) -> None:
-        self.snapshot = self.states()
+        self.snapshot = {name: part.state_dict() for name, part in self.parts.items()}
+
+    def save(self) -> None:
+        """Save a checkpoint of the run as it is."""
+        self.take_snapshot()
+        self.save_snapshot()
 
     def save_snapshot(self) -> None:
-        """Save the run as it was at its snapshot, of the same weights; nothing before the first step."""
-        if self.learner.steps:
-            self.save(self.snapshot)
-
-    def save(self, states: States) -> None:
-        """Save a checkpoint of the weights and these states, and remove older ones; RunFailed if it cannot."""
+        """Save a checkpoint of the weights and the snapshot, and remove older ones; RunFailed if it cannot."""
+        states = self.snapshot
         policy = self.learner.policy
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         is_finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in trained)
@@ -68,7 +66,7 @@ class Checkpointer:
         shared_states = {name: state for name, state in states.items() if name not in rank_names}
         shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
-            with write_errors(f"cannot save {folder}", folder.parent):
+            with write_errors(folder):
                 dist.save_shards(shards, policy, self.learner.optimizer)
 
         def write() -> None:

@@ -10,13 +10,13 @@ from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, Stopped
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.terminal import printable
-from pspo.config import TrainConfig, default_lr
+from pspo.config import TrainConfig
 from pspo.losses import SurrogateError
-from pspo.model import casts_to_bf16, is_out_of_memory
+from pspo.model import casts_to_bf16
 from pspo.rollout import Prompts
 from pspo.rollout.engine import EngineError
 from pspo.run.card import changed_switches, describe_results, evaluate_command
-from pspo.run.folders import newest_checkpoint
+from pspo.run.folders import describe_newest
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
@@ -69,7 +69,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
             summary = train(run)
         except (Stopped, KeyboardInterrupt) as error:
             run.recorder.bar.close()
-            if isinstance(error, Stopped):
+            if isinstance(error, Stopped) and run.learner.steps:
                 run.checkpointer.save_snapshot()
             if dist.is_main():
                 print(f"\nstopped; {resumes}", file=sys.stderr)
@@ -77,15 +77,14 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
         except EngineError as error:
             raise RunFailed(f"the engine failed: {error}; {resumes} from the last checkpoint") from error
         except UserCodeFailed as error:  # between two updates: the weights are the snapshot's
-            run.checkpointer.save_snapshot()
-            saved = f"last checkpoint: {newest_checkpoint(run.output)}; {resumes}"
-            raise UserCodeFailed(f"{error}\n\n{saved}") from error.__cause__
+            if run.learner.steps:
+                run.checkpointer.save_snapshot()
+            raise UserCodeFailed(f"{error}\n\n{describe_newest(run.output)}; {resumes}") from error.__cause__
         except Exception as error:  # a surrogate of the user's may raise anything
             is_users = type(error) is SurrogateError or user_frames(error)
-            if isinstance(error, RunFailed) or is_out_of_memory(error) or not is_users:
+            if isinstance(error, RunFailed) or not is_users:
                 raise
-            saved = f"last checkpoint: {newest_checkpoint(run.output)}"
-            raise UserCodeFailed(f"{user_traceback(error)}\n\n{saved}") from error
+            raise UserCodeFailed(f"{user_traceback(error)}\n\n{describe_newest(run.output)}") from error
     print_summary(run.settings, summary)
     return summary
 
@@ -100,14 +99,13 @@ def print_header(run: Run) -> None:
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
     stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
     stops += [repr(text) for text in run.sampler.sampling.stop_strings]
-    source = "default for its size" if config.optimizer.lr == default_lr(config.model) else "set"
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
 data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" or ".join(stops) or "their limit alone"}
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
-rate    {config.optimizer.lr:g} ({source}), {config.optimizer.schedule}; {config.optimizer.name}""")
+rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
     changed = changed_switches(run.settings)
     if changed:
         print(f"changed {', '.join(changed)}")

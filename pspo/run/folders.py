@@ -39,14 +39,14 @@ def lock_folder(run: Path) -> IO[Any]:
 
 
 @contextlib.contextmanager
-def write_errors(problem: str, folder: Path) -> Iterator[None]:
-    """Raise RunFailed if something in a folder cannot be written (disk full), and remove what is half there."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise RunFailed if a file or folder cannot be written (disk full), and remove what is half there."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
-        remove_leftovers(folder)
-        free = shutil.disk_usage(folder if folder.exists() else Path()).free / 2**30
-        raise RunFailed(f"{problem} ({free:.2f} GiB free): {error}") from error
+        remove_leftovers(path.parent)
+        free = shutil.disk_usage(path.parent if path.parent.exists() else Path()).free / 2**30
+        raise RunFailed(f"cannot write {path} ({free:.2f} GiB free): {error}") from error
 
 
 def temporary_path(folder: Path, suffix: str) -> Path:
@@ -70,7 +70,7 @@ def remove_leftovers(parent: Path) -> None:
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only."""
-    with write_errors(f"cannot save {folder}", folder.parent):
+    with write_errors(folder):
         temporary = temporary_path(folder, "new")
         replaced = temporary_path(folder, "old")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -125,9 +125,9 @@ def checkpoints(run: Path) -> list[Path]:
     return numbered(run / "checkpoints")
 
 
-def newest_checkpoint(run: Path) -> str:
-    """The newest checkpoint's path, for messages."""
-    return str(next(iter(checkpoints(run)), "none yet"))
+def describe_newest(run: Path) -> str:
+    """The newest checkpoint, for messages."""
+    return f"last checkpoint: {next(iter(checkpoints(run)), 'none yet')}"
 
 
 def step_of(checkpoint: Path) -> int:

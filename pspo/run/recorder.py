@@ -1,6 +1,7 @@
 """Recorder: counts what a run has used, and writes a line of metrics and a few samples for every rollout."""
 
 import math
+import sys
 import time
 from copy import copy
 from pathlib import Path
@@ -10,16 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.cli.files import append_text, to_jsonl
+from pspo.cli.files import append_text, read_jsonl, to_jsonl
 from pspo.cli.terminal import Bar
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.rollout import Experience, Prompts
-from pspo.run.folders import newest_checkpoint, write_errors
+from pspo.run.folders import describe_newest, write_errors
 from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens
 from pspo.run.trackers import Service, TensorBoard, log_rollout
+from pspo.tasks.failures import FIRST_FAILURES
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row
@@ -135,7 +137,7 @@ class Recorder:
             for row, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
                 values = {name: column[row] for name, column in rows.items()}
                 self.samples.append(sample_record(values, self.learner.steps, row % group_size, completion))
-            with write_errors(f"cannot write into {self.output}", self.output):
+            with write_errors(self.output / "tokens.parquet"):
                 write_tokens(self.output, self.learner.steps, visits)
 
     def write(self, best: dict[str, Any]) -> None:
@@ -143,7 +145,7 @@ class Recorder:
         for phase, spent in self.seconds.items():
             self.line[f"seconds/{phase}"] = round(spent, 4)
         if dist.is_main():
-            with write_errors(f"cannot write into {self.output}", self.output):
+            with write_errors(self.output / "metrics.jsonl"):
                 append_text(self.output / "metrics.jsonl", to_jsonl([self.line]))
                 append_text(self.output / "samples.jsonl", to_jsonl(self.samples))
             if self.tracker is not None:
@@ -156,8 +158,20 @@ class Recorder:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
                 bad = f"loss ({step['loss']}) or gradient norm ({step['grad_norm']}) were not finite"
-                saved = f"last checkpoint: {newest_checkpoint(self.output)}; lower --optimizer.lr"
-                raise RunFailed(f"{self.skipped} optimizer steps in a row were skipped: {bad}; {saved}")
+                advice = f"{describe_newest(self.output)}; lower --optimizer.lr"
+                raise RunFailed(f"{self.skipped} optimizer steps in a row were skipped: {bad}; {advice}")
+
+    def finish(self) -> None:
+        """Warn if completions had no reward, or no step had a gradient; close the tracker."""
+        lines = read_jsonl(self.output / "metrics.jsonl")
+        unknown = sum(line["reward_unknown_share"] for line in lines) / len(lines)
+        if unknown > 0:
+            reason = FIRST_FAILURES or "every function returned None"
+            print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
+        elif all(line["zero_advantage_share"] == 1 for line in lines):
+            print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)
+        if self.tracker is not None:
+            self.tracker.finish()
 
     def state_dict(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in STATE} | {"elapsed": self.elapsed}

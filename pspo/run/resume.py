@@ -105,9 +105,9 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
     for name in ("stream", "validator"):
         if states[name]["fingerprint"] != checkpointer.parts[name].fingerprint:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
-    best_step = states["validator"]["best"].get("step")
-    if best_step is not None and read_json(output / "best" / "validation.json")["step"] != best_step:
-        states["validator"]["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
+    validations = states["validator"]["validations"]
+    if validations["best"] and read_json(output / "best" / "validation.json") != validations["best"]:
+        validations["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
     if ranks != dist.world_size():
         print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
         checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
@@ -154,4 +154,4 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: Settings) -> None:
         if name in checkpointer.parts and not (name.startswith("algorithm.") and is_other_loss):
             checkpointer.parts[name].load_state_dict(state)
     print(f"forked from {parent}")
-    checkpointer.save(checkpointer.states())
+    checkpointer.save()

@@ -1,7 +1,6 @@
 """Run: the parts of a run together, and what happens at its ends."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, read_jsonl, write_json, write_text
-from pspo.cli.failures import Stopped, StopSignals
-from pspo.cli.failures import fail_together
+from pspo.cli.failures import Stopped, StopSignals, fail_together
+from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
 from pspo.rollout import Experience, PromptStream, RolloutSampler
@@ -19,7 +17,7 @@ from pspo.rollout.delay import Delay
 from pspo.rollout.sampler import Generators
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import save_model, write_errors
+from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
 from pspo.run.trackers import start_tracker
@@ -111,50 +109,23 @@ class Run:
                 self.recorder.line |= self.validator.validate()
         self.recorder.write(self.validator.best)
         if self.recorder.is_due(self.config.run.save_every):
-            self.checkpointer.save(self.checkpointer.states())
+            self.checkpointer.save()
 
     def finish(self) -> dict[str, Any]:
         """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""
         self.recorder.bar.close()
-        validator = self.validator
-        policy = self.learner.policy
-        save_model(policy, self.sampler.tokenizer, self.output / "final")
-        if validator.best_step == self.learner.steps:
-            after = final = validator.test(policy, "after")
-        else:
-            final = validator.test(policy, "final")
-            after = validator.test(validator.best_policy(), "after")
-        best = "best" if validator.best else "final"
-        summary = {
-            "before": validator.before,
-            "after": after,
-            "final": final,
-            "validation": validator.validations(),
+        steps = self.learner.steps
+        summary = self.validator.finish() | {
             "tokens": self.recorder.tokens,
-            "optimizer_steps": self.learner.steps,
+            "optimizer_steps": steps,
             "seconds": round(self.recorder.elapsed, 2),
-            "peak_memory_gb": round(peak_memory_gb(policy.device), 3),
-            "best_model": str(self.output / best),
-            "best_step": validator.best_step,
+            "peak_memory_gb": round(peak_memory_gb(self.learner.policy.device), 3),
         }
         if dist.is_main():
-            self.warn()
-            with write_errors(f"cannot write into {self.output}", self.output):
-                for folder, step in {"final": self.learner.steps, best: validator.best_step}.items():
-                    write_text(
-                        self.output / folder / "README.md", model_card(self.config, self.settings, step, summary)
-                    )
+            self.recorder.finish()
+            with write_errors(self.output / "summary.json"):
+                for model, step in ((self.output / "final", steps), (summary["best_model"], summary["best_step"])):
+                    card = model_card(self.config, self.settings, step, summary)
+                    write_text(Path(model) / "README.md", card)
                 write_json(self.output / "summary.json", summary)
-            if self.recorder.tracker is not None:
-                self.recorder.tracker.finish()
         return summary
-
-    def warn(self) -> None:
-        """Warn if completions had no reward, or no step had a gradient."""
-        lines = read_jsonl(self.output / "metrics.jsonl")
-        unknown = sum(line["reward_unknown_share"] for line in lines) / len(lines)
-        if unknown > 0:
-            reason = FIRST_FAILURES or "every function returned None"
-            print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
-        elif all(line["zero_advantage_share"] == 1 for line in lines):
-            print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)

@@ -19,19 +19,14 @@ from pspo.rollout import Prompts, RolloutSampler
 from pspo.run.folders import save_model, write_errors
 from pspo.run.recorder import Recorder
 
-STATE = ("before", "untrained", "validated", "best", "best_trained")
-
 
 class Validator:
     """Validates the policy when due, keeps the best model in ``best/``, and tests the first and the last one.
 
-    Validations are {"step", "tokens", "validation_reward", ...}, {} where there is none.
-
     Attributes:
         before: `Evaluation.record` of the model that the run starts with; {} if not tested, None until it is.
-        untrained, validated: validations of step 0, and the last one.
-        best: the best of all, whose model is in ``best/``.
-        best_trained: the best, excluding step 0.
+        validations: of step 0, the best of all, whose model is in ``best/``, the best without step 0, and the last one:
+            each {"step", "tokens", "validation_reward", ...}, {} where there is none.
     """
 
     def __init__(
@@ -45,10 +40,7 @@ class Validator:
         self.output = recorder.output
         self.fingerprint = {split: prompts[split].fingerprint() for split in prompts if split != "train"}
         self.before: dict[str, Any] | None = None
-        self.untrained: dict[str, Any] = {}
-        self.validated: dict[str, Any] = {}
-        self.best: dict[str, Any] = {}
-        self.best_trained: dict[str, Any] = {}
+        self.validations: dict[str, dict[str, Any]] = {"untrained": {}, "best": {}, "best_trained": {}, "final": {}}
 
     def start(self) -> None:
         """Test and validate the model that the run starts with, unless that is done."""
@@ -75,18 +67,18 @@ class Validator:
         """`measure` the policy, and save it if it is the best so far."""
         step = self.learner.steps
         validation = self.measure()
-        self.validated = {"step": step, "tokens": self.recorder.tokens} | validation
+        record = {"step": step, "tokens": self.recorder.tokens} | validation
+        self.validations["final"] = record
         if step == 0:
-            self.untrained = self.validated
-        elif is_better(self.validated, self.best_trained):
-            self.best_trained = self.validated
-        if is_better(self.validated, self.best):
-            self.best = self.validated
-            save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", self.best)
+            self.validations["untrained"] = record
+        elif is_better(record, self.validations["best_trained"]):
+            self.validations["best_trained"] = record
+        if is_better(record, self.best):
+            self.validations["best"] = record
+            save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", record)
         measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
-        print_timed(
-            f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet or not dist.is_main()
-        )
+        is_quiet = self.config.run.quiet or not dist.is_main()
+        print_timed(f"step {step}  {measures}  best at {self.best['step']}", is_quiet)
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
@@ -96,8 +88,9 @@ class Validator:
         evaluation = self.evaluate("test", self.sampler.greedy(policy), f"test {when}")
 
         def write() -> dict[str, Any]:
-            with write_errors(f"cannot write into {self.output}", self.output):
-                write_text(self.output / f"test-{when}.jsonl", to_jsonl(evaluation.completions))
+            path = self.output / f"test-{when}.jsonl"
+            with write_errors(path):
+                write_text(path, to_jsonl(evaluation.completions))
             return evaluation.record()
 
         return dist.run_on_main(write)
@@ -109,7 +102,28 @@ class Validator:
         rows = math.ceil(len(prompts) / dist.world_size())
         return evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
 
-    def best_policy(self) -> transformers.PreTrainedModel:
+    def finish(self) -> dict[str, Any]:
+        """Save the final model, and test it and the best one; returns the results of all tests and validations."""
+        policy = self.learner.policy
+        steps = self.learner.steps
+        save_model(policy, self.sampler.tokenizer, self.output / "final")
+        best_step = self.best.get("step", steps)
+        if best_step == steps:
+            final = self.test(policy, "after")
+            after = final
+        else:
+            final = self.test(policy, "final")
+            after = self.test(self.load_best(), "after")
+        return {
+            "before": self.before,
+            "after": after,
+            "final": final,
+            "validation": self.validations,
+            "best_model": str(self.output / ("best" if self.best else "final")),
+            "best_step": best_step,
+        }
+
+    def load_best(self) -> transformers.PreTrainedModel:
         """The best model by validation, in the policy's place if that has adapters."""
         policy = self.learner.policy
         best = replace(self.config.model, name_or_path=str(self.output / "best"))
@@ -119,21 +133,16 @@ class Validator:
         return policy
 
     @property
-    def best_step(self) -> int:
-        """The step of the model that the run returns: without validation the final one's."""
-        return self.best.get("step", self.learner.steps)
-
-    def validations(self) -> dict[str, dict[str, Any]]:
-        """The validations of a run that has ended by name, {} where there is none."""
-        final = self.validated if self.validated.get("step") == self.learner.steps else {}
-        return {"untrained": self.untrained, "best": self.best, "best_trained": self.best_trained, "final": final}
+    def best(self) -> dict[str, Any]:
+        """The best validation."""
+        return self.validations["best"]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("fingerprint", *STATE)}
+        return {"fingerprint": self.fingerprint, "before": self.before, "validations": dict(self.validations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in STATE:
-            setattr(self, name, state[name])
+        self.before = state["before"]
+        self.validations = state["validations"]
 
 
 def is_better(validation: dict[str, Any], best: dict[str, Any]) -> bool:

@@ -37,7 +37,7 @@ def test_killed_at_any_point_of_a_save_there_is_a_whole_checkpoint_and_a_whole_b
         """Weights, steps and validation all tell the step."""
         run.learner.steps = step
         embedding.data[0, 0] = step
-        run.checkpointer.save(run.checkpointer.states())
+        run.checkpointer.save()
         save_model(run.learner.policy, run.recorder.tokenizer, run.output / "best", {"step": step})
 
     def killed(n: int) -> None:

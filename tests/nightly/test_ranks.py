@@ -32,7 +32,7 @@ def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whol
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     full = train(output, "fsdp2", fault=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard)))
     assert full == [1, 1]
-    assert capfd.readouterr().err.count(f"cannot save {output / 'checkpoints/step-000002'}") == 1
+    assert capfd.readouterr().err.count(f"cannot write {output / 'checkpoints/step-000002'}") == 1
     assert list((output / "checkpoints").iterdir()) == []
     assert train(output, "fsdp2") == [0, 0]
     assert_same(whole, output)
