@@ -8,9 +8,9 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from pspo import __version__
-from pspo.cli.terminal import one_line
 from pspo.cli.files import Settings, argument_text, flat
-from pspo.cli.parse import parse_settings
+from pspo.cli.parse import make_config
+from pspo.cli.terminal import one_line
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.sources import SOURCES
@@ -95,7 +95,7 @@ def code_span(text: str) -> str:
 
 def changed_switches(settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
-    _, defaults = parse_settings(TrainConfig, {"model": settings["model"]})  # whose learning rate is the model's
+    _, defaults = make_config(TrainConfig, "pspo", [], {"model": settings["model"]})  # whose rate is the model's
     default_values = flat(defaults)
     changed = []
     for switch, value in flat(settings).items():
@@ -114,7 +114,7 @@ def evaluate_command(settings: Settings, model: str) -> str:
     values["model.name_or_path"] = model
     values["data.limit"] = settings["run"]["test_limit"] or None  # the held-out problems of the run itself
     values["run.output_dir"] = str(Path(model).parent / "evaluation")
-    _, defaults = parse_settings(EvaluateConfig, {})
+    _, defaults = make_config(EvaluateConfig, "pspo", [], {})
     default_values = flat(defaults)
     words = ["python", "-m", "pspo.evaluate"]
     for switch, value in values.items():

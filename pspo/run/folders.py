@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.files import lock, write_json
 from pspo.cli.failures import RunFailed
+from pspo.cli.files import lock, write_json
 from pspo.model.save import write_model
 
 
