@@ -62,10 +62,10 @@ def split_minibatches(
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
     lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)
-    loss_tokens = rollout.loss_mask.sum(dim=1)
+    loss_tokens = rollout.loss_mask.sum(dim=1).cpu()
     has_gradient = loss_tokens > 0
     if config.algorithm.silent_at_zero_advantage:
-        has_gradient &= whole.advantages.any(dim=1)
+        has_gradient &= whole.advantages.any(dim=1).cpu()
     limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
 
     minibatches = []
