@@ -289,7 +289,7 @@ def train(
 
 def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
     for file in sorted(folder.iterdir()):
         file.chmod(0o644)
         print(f"  {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}  {file.stat().st_size:>9,}  {file}")

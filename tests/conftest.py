@@ -60,7 +60,7 @@ def tiny_model():
 def model_folder(tmp_path):
     """Makes a copy of tiny-base with entries of its JSON files overwritten, or dropped where the value is None.
 
-    model_folder(generation_config={"top_k": 3}, without=["chat_template.jinja"]); with a model of one's own given,
+    model_folder(generation_config={"top_k": 3}, without=["tokenizer.json"]); with a model of one's own given,
     its weights and config replace tiny-base's.
     """
 

@@ -344,7 +344,7 @@ def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
 def bad_input(tmp_path_factory) -> Path:
     """A folder of models and data with something missing."""
     folder = tmp_path_factory.mktemp("bad")
-    for name, missing in (("cut", "none"), ("no-tokenizer", "tokenizer*"), ("no-template", "chat_template.jinja")):
+    for name, missing in (("cut", "none"), ("no-tokenizer", "tokenizer*")):
         shutil.copytree(ASSETS / "tiny-base", folder / name, ignore=shutil.ignore_patterns(missing))
     (folder / "cut/model.safetensors").write_bytes(b"half a file")
     (folder / "file").write_text("mine")
@@ -363,7 +363,6 @@ def bad_input(tmp_path_factory) -> Path:
         ("model.name_or_path=no-files", "--model.name_or_path"),
         ("model.name_or_path=./cut", "--model.name_or_path"),
         ("model.name_or_path=./no-tokenizer", "has no tokenizer"),
-        ("model.name_or_path=./no-template", "chat_template.jinja"),
         ("model.attn_implementation=nonsense", "attn_implementation"),
         ("data.name=file", "--data.path"),
         ("data.name=file data.path=columns", "--data.columns"),

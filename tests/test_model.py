@@ -146,7 +146,7 @@ def test_weights_of_other_shapes_are_refused_by_name(tiny_model, model_folder, l
 def test_tokenizers_that_lack_something(model_folder):
     plain = {"tokenizer_class": "PreTrainedTokenizerFast"}  # transformers gives a Qwen2Tokenizer the tokens it lacks
     llama = {"config": {"model_type": "llama"}}
-    no_template = model_folder(without=["chat_template.jinja"])
+    no_template = model_folder(tokenizer_config={"chat_template": None})
     no_eos = model_folder(tokenizer_config={"eos_token": None, **plain}, **llama)
     for folder, what in ((no_template, r"has no chat template.*chat_template\.jinja"), (no_eos, "has no eos token")):
         with refused(f"(?=.*{re.escape(str(folder))}).*{what}"):

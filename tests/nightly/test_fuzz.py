@@ -187,9 +187,8 @@ BROKEN = {
     "tokenizer_config.json": ("[]",),
     "generation_config.json": ("[]",),
     "chat_template.jinja": (
-        "{{ raise_exception('no') }}", "{% for %}", "{{ a.b.c }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}",
-        "{% include 'x' %}", "{% for i in range(10 ** 9) %}{% endfor %}", "{% if false %}x{% endif %}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+        "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
 }  # fmt: skip
 
 
