@@ -6,6 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.files import read_jsonl
@@ -83,12 +84,12 @@ def comparison(first: Path, second: Path) -> str:
             raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
         n = len(asked[0])
         a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
-        rows = [(f"T = {temperature:g}, {n:,} problems", "A", "B", "B - A [95%]", "p", "only A : only B")]
+        rows = {}
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
             if both.any():
-                rows.append(row(name, by_problem(a[name][both]), by_problem(b[name][both])))
-        parts.append(table(rows))
+                rows[label(name)] = row(name, by_problem(a[name][both]), by_problem(b[name][both]))
+        parts.append(table(f"T = {temperature:g}, {n:,} problems", pd.DataFrame.from_dict(rows, orient="index")))
         if len(pair[0]) == len(pair[1]) == n:
             parts.append(changes(*pair, 6, ("A", "B")))
     if len(parts) == 1:
@@ -96,18 +97,35 @@ def comparison(first: Path, second: Path) -> str:
     return "\n\n".join([*parts, NOTE])
 
 
-def row(name: str, a: np.ndarray, b: np.ndarray) -> tuple[str, ...]:
-    """The line of a measure with values (n,) of each problem."""
+def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
+    """The line of a measure with values (n,) of each problem, by column."""
     difference = b - a
-    worse, better, counts, p = int((difference < 0).sum()), int((difference > 0).sum()), "", 1.0
+    counts = "-"
+    p = 1.0
     if np.isin([a, b], (0, 1)).all():
-        p, counts = binomtest(better, worse + better).pvalue if worse + better else p, f"{worse} : {better}"
+        worse = int((difference < 0).sum())
+        better = int((difference > 0).sum())
+        counts = f"{worse} : {better}"
+        if worse + better:
+            p = binomtest(better, worse + better).pvalue
     elif len(difference) > 1:
-        how = {"permutation_type": "samples", "n_resamples": 9_999, "batch": 100, "rng": np.random.default_rng(0)}
-        p = permutation_test((difference,), np.mean, vectorized=True, **how).pvalue
-    means = [as_text(name, float(values.mean())) for values in (a, b)]
-    shift = as_text(name, float(difference.mean()), cluster_bootstrap(difference))
-    return label(name), *means, shift, f"{p:.2g}", counts
+        test = permutation_test(
+            (difference,),
+            np.mean,
+            vectorized=True,
+            permutation_type="samples",
+            n_resamples=9_999,
+            batch=100,
+            rng=np.random.default_rng(0),
+        )
+        p = test.pvalue
+    return {
+        "A": as_text(name, float(a.mean())),
+        "B": as_text(name, float(b.mean())),
+        "B - A [95%]": as_text(name, {"value": float(difference.mean()), "ci95": cluster_bootstrap(difference)}),
+        "p": f"{p:.2g}",
+        "only A : only B": counts,
+    }
 
 
 def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:

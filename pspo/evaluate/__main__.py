@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.results import Record, as_text, label, table
+from pspo.evaluate.results import as_text, label, table
 from pspo.model import casts_to_bf16, has_plain_cache, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts, token_ids
@@ -104,34 +104,21 @@ def write_first_files(output: Path, settings: files.Settings, hashes: dict[str, 
 
 def render(results: dict[str, Any]) -> str:
     """The contents of ``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
-    temperatures: dict[str, Record] = results["temperatures"]
-    first = next(iter(temperatures.values()))
-    header = ["mean [95%]"]
-    for temperature, numbers in temperatures.items():
+    columns = {}
+    for temperature, numbers in results["temperatures"].items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
-        header.append(f"T = {temperature}{samples}")
-    names = dict.fromkeys(name for numbers in temperatures.values() for name in numbers)
-    hidden = ("samples", "breakdown", "pass@1", "maj@1")
-    rows = [[label(name), *cells(name, temperatures.values())] for name in names if name not in hidden]
-    measure = "accuracy" if "accuracy" in first else "mean_reward"
-    for attribute, groups in first["breakdown"].items():
-        for kind, group in groups.items():
-            columns = [numbers["breakdown"][attribute][kind] for numbers in temperatures.values()]
-            rows.append([f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})", *cells(measure, columns)])
+        columns[f"T = {temperature}{samples}"] = cells = {}
+        for name, number in numbers.items():
+            if name not in ("samples", "breakdown", "pass@1", "maj@1"):
+                cells[label(name)] = as_text(name, number)
+        measure = "accuracy" if "accuracy" in numbers else "mean_reward"
+        for attribute, groups in numbers["breakdown"].items():
+            for kind, group in groups.items():
+                cells[f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})"] = as_text(
+                    measure, group[measure]
+                )
     title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
-    return f"{title}\n{table([header, *rows])}"
-
-
-def cells(name: str, columns: Iterable[Record]) -> list[str]:
-    """A measure at each temperature as text; "-" where it is not there."""
-    texts = []
-    for numbers in columns:
-        value = numbers.get(name)
-        if isinstance(value, dict):
-            texts.append(as_text(name, **value))
-        else:
-            texts.append("-" if value is None else as_text(name, value))
-    return texts
+    return f"{title}\n{table('mean [95%]', columns)}"
 
 
 @memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")

@@ -34,17 +34,13 @@ class Evaluation:
                 means[name] = float(problem_means.mean())
         return means
 
-    def plain_means(self) -> dict[str, float]:
-        """The means that have no interval."""
-        return {name: mean for name, mean in self.means().items() if name in MEANS}
-
     def record(self) -> Record:
         """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
         flat: Record = {"n": len(self.problems)}
-        for name, numbers in estimates(measures(self.completions, self.samples)).items():
-            for key, value in numbers.items():
+        for name, number in estimates(measures(self.completions, self.samples)).items():
+            for key, value in number.items() if isinstance(number, dict) else [("value", number)]:
                 flat[name if key == "value" else f"{name}_{key}".removeprefix("accuracy_")] = value
-        return flat | self.plain_means()
+        return flat
 
     def results(self) -> Record:
         """The numbers as in ``results.json``; what no completion has a value of is left out.
@@ -65,14 +61,15 @@ class Evaluation:
                 group = {name: values[name][rows] for name in ESTIMATES}
                 breakdown[attribute][str(kind)] = {"n": int(rows.sum())} | estimates(group)
         numbers = estimates(values | at_k(self.completions, self.samples))
-        return {"samples": self.samples} | numbers | self.plain_means() | {"breakdown": breakdown}
+        return {"samples": self.samples} | numbers | {"breakdown": breakdown}
 
 
 def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
     """Values (n, samples) of `ESTIMATES`, reward/<function> and `MEANS` by name; NaN where a record has none."""
-    columns = {name: [record[key] for record in completions] for name, key in (ESTIMATES | MEANS).items()}
+    columns = {name: [record[key] for record in completions] for name, key in ESTIMATES.items()}
     for name in completions[0]["rewards"]:
         columns[f"reward/{name}"] = [record["rewards"].get(name) for record in completions]
+    columns |= {name: [record[key] for record in completions] for name, key in MEANS.items()}
     return {name: np.array(column, dtype=float).reshape(-1, samples) for name, column in columns.items()}
 
 
@@ -112,14 +109,18 @@ def by_problem(values: np.ndarray) -> np.ndarray:
     return np.nanmean(values[~np.isnan(values).all(axis=1)], axis=1)
 
 
-def estimates(values: dict[str, np.ndarray]) -> dict[str, Record]:
-    """`estimate` of each measure (n, samples) but `MEANS`; with the number of values left out, if any are unknown."""
-    result: dict[str, Record] = {}
+def estimates(values: dict[str, np.ndarray]) -> Record:
+    """By measure (n, samples) its `estimate` and the number of values left out as unknown; of `MEANS` the mean."""
+    result: Record = {}
     for name, measure in values.items():
-        unknown = int(np.isnan(measure).sum())
-        if name in MEANS or unknown == measure.size:
+        problem_means = by_problem(measure)
+        if not len(problem_means):
             continue
-        result[name] = estimate(by_problem(measure))
+        if name in MEANS:
+            result[name] = float(problem_means.mean())
+            continue
+        result[name] = estimate(problem_means)
+        unknown = int(np.isnan(measure).sum())
         if unknown:
             result[name]["left_out"] = unknown
     return result
@@ -151,36 +152,37 @@ def cluster_bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float] 
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Rows as aligned text, the first one as the header; all but the first column right-aligned."""
-    rows = [[one_line(str(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        aligned = map(str.rjust, cells, widths[1:])
-        lines.append("  ".join([name.ljust(widths[0]), *aligned]).rstrip())
-    return "\n".join(lines)
+def table(corner: str, columns: Any) -> str:
+    """Texts by column and row, or a data frame, as an aligned table; "-" where a column has none."""
+    import pandas as pd  # slow to import
+
+    texts = pd.DataFrame(columns).fillna("-").rename(index=one_line, columns=one_line)
+    return texts.rename_axis(columns=corner).to_string()
 
 
-def as_text(name: str, value: float, ci95: tuple[float, float] | None = None, left_out: int | None = None) -> str:
+def as_text(name: str, number: Record | float) -> str:
     """A measure as "42.0% [37.7, 46.4]"; rewards as "0.420 [0.377, 0.464]"; lengths as "41.3"."""
     if name == "completion_tokens":
-        return f"{value:.1f}"
-    if "reward" in name:
-        text = f"{value:.3f}"
-        interval = f" [{ci95[0]:.3f}, {ci95[1]:.3f}]" if ci95 else ""
-    else:
-        text = f"{100 * value:.1f}%"
-        interval = f" [{100 * ci95[0]:.1f}, {100 * ci95[1]:.1f}]" if ci95 else ""
-    return text + interval + (f" ({left_out:,} left out)" if left_out else "")
+        return f"{number:.1f}"
+    if not isinstance(number, dict):
+        number = {"value": number}
+    factor, digits, unit = (1, 3, "") if "reward" in name else (100, 1, "%")
+    text = f"{factor * number['value']:.{digits}f}{unit}"
+    if number.get("ci95"):
+        low, high = number["ci95"]
+        text += f" [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
+    if number.get("left_out"):
+        text += f" ({number['left_out']:,} left out)"
+    return text
 
 
 def from_record(record: Record, name: str) -> str:
-    """A measure of `Evaluation.record` as text; "-" if it is not there."""
-    if name not in record:
-        return "-"
+    """A measure of `Evaluation.record` as text."""
+    if name in MEANS:
+        return as_text(name, record[name])
     prefix = f"{name}_".removeprefix("accuracy_")
-    return as_text(name, record[name], record.get(f"{prefix}ci95"), record.get(f"{prefix}left_out"))
+    keys = ("ci95", "left_out")
+    return as_text(name, {"value": record[name]} | {key: record.get(f"{prefix}{key}") for key in keys})
 
 
 def label(name: str) -> str:

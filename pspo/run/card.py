@@ -72,15 +72,18 @@ def describe_results(summary: Record) -> str:
     best_step = summary["best_step"]
     steps = summary["optimizer_steps"]
     names = [name for name in ("accuracy", "mean_reward", *MEANS) if name in summary["after"]]
-    rows = [["greedy, held-out", *(f"{label(name)} [95%]" if name in ESTIMATES else label(name) for name in names)]]
     models = {"before": "before", "after": f"after, step {best_step}"}
     if best_step != steps:
         models["final"] = f"final, step {steps}"
-    for test, model in models.items():
-        rows.append([model, *(from_record(summary[test], name) for name in names)])
+    columns = {}
+    for name in names:
+        header = f"{label(name)} [95%]" if name in ESTIMATES else label(name)
+        columns[header] = {
+            model: from_record(summary[test], name) for test, model in models.items() if name in summary[test]
+        }
     validations = {record["step"]: record["validation_reward"] for record in summary["validation"].values() if record}
     rewards = [f"{validations[step]:.3f} at step {step}" for step in sorted(validations)]
-    lines = [table(rows)] if names else []
+    lines = [table("greedy, held-out", columns)] if names else []
     if rewards:
         lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
     if best_step == 0:
