@@ -220,7 +220,7 @@ data.limit=0 data.max_prompt_tokens=0 data.holdout=-0.1 data.holdout=1 data.hold
 reward.functions=[] reward.weights=[1,1] reward.weights=[] reward.weights=[.nan] reward.timeout=-1 reward.timeout=.inf
 rollout.prompts=0 rollout.group_size=1 rollout.max_completion_tokens=0 rollout.temperature=0 rollout.temperature=.nan
 rollout.temperature=.inf rollout.top_p=0
-rollout.top_p=1.01 rollout.top_k=-1 rollout.max_rows=0 rollout.stop_strings=['']
+rollout.top_p=1.01 rollout.top_k=-1 rollout.max_rows=0
 algorithm.epochs=0 algorithm.minibatches=0 algorithm.minibatches=33 algorithm.beta=-0.1 algorithm.correction_cap=0
 algorithm.surrogate=math.exp
 optimizer.lr=0 optimizer.lr=-1e-6 optimizer.lr=.nan optimizer.lr=.inf optimizer.warmup_steps=-1
@@ -250,7 +250,6 @@ algorithm.correction=token_mask rollout.environment=my.World
 algorithm.correction=token_mask rollout.engine=my.Engine rollout.lag=1
 optimizer.name=adamw8bit distributed.strategy=fsdp2
 model.dtype=bfloat16 distributed.strategy=fsdp2
-reward.functions=MathReward data.answer_kind=text
 """
 
 

@@ -383,6 +383,11 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_async, "a", timeout=0.2)
 
 
+def test_answers_that_are_no_numbers_are_refused_before_a_model_is_loaded():
+    with pytest.raises(ValueError, match="MathReward needs numeric answers, not 'yes'; ExactMatch compares texts"):
+        check_rewards([MathReward()], [Problem("Is it?", "yes")])
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
-    """Raise RewardError if a reward asks for something that there is not.
+    """Raise RewardError if a reward asks for something that there is not, or cannot score these problems' answers.
 
     A column that only some of the problems have becomes None in the others, so that every batch has it.
     """
@@ -143,6 +143,8 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     inputs = dict.fromkeys(("completions", "truncated", "step", "max_completion_tokens"))
     inputs = all_inputs(inputs | {"problems": problems, "completion_ids": []})
     for function in functions:
+        if isinstance(function, MathReward):
+            function([""] * len(problems), problems)  # raises for an answer that is no number
         for name, parameter in inspect.signature(function).parameters.items():
             required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
             if required and name not in inputs:
