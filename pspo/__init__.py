@@ -12,7 +12,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pspo' has no attribute {name!r}")
     if name != "train":
         return importlib.import_module(f"pspo.{name}")
-    function = importlib.import_module("pspo.api").train
+    function = importlib.import_module("pspo.train").train_model
     globals()["train"] = function  # over the module pspo.train, which the import has put here
     return function
 

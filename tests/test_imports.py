@@ -28,7 +28,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"run"},
     {"update"},
     {"train"},
-    {"api", "__main__"},
+    {"__main__"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 

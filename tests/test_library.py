@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import pspo.train
-from pspo.api import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip, Surrogate
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem
+from pspo.train import train_model as train
 from pspo.update import Learner, update
 
 from test_docs import blocks  # isort: skip

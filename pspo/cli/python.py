@@ -16,7 +16,7 @@ from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
-LISTS = (("reward", "functions"), ("algorithm", "terms"))
+LISTS = ("functions", "terms")  # fields of which one item may stand alone
 ENOUGH_TO_HOLD_OUT = 50  # problems
 
 
@@ -40,9 +40,7 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     run = settings.setdefault("run", {})
     run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
     data.setdefault("path", "data")
-    config, _ = make_config(
-        TrainConfig, "pspo.train", words, plain_setting(settings)
-    )  # raises before anything is written
+    config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
     run.setdefault("output_dir", default_output(config))
     folder = Path(run["output_dir"]) / "data"
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,8 +68,8 @@ def section_settings(name: str, section: Any) -> Settings:
     if not isinstance(section, Mapping):
         raise ValueError(f"{name} must be a dict of fields, got {section!r}")
     settings = dict(section)
-    for list_section, field in LISTS:
-        if name == list_section and field in settings and not isinstance(settings[field], list | tuple):
+    for field in LISTS:
+        if field in settings and not isinstance(settings[field], list | tuple):
             settings[field] = [settings[field]]
     return settings
 

@@ -1,4 +1,4 @@
-"""The command ``python -m pspo.train`` around the training loop: what it prints, and how it ends."""
+"""The training loop as the command ``python -m pspo.train`` and from Python: what it prints, and how it ends."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,11 +9,12 @@ from pspo import distributed as dist
 from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, Stopped, UserCodeFailed
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.python import config_from_python
 from pspo.cli.terminal import printable
 from pspo.config import TrainConfig
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16
-from pspo.rollout import Prompts
+from pspo.rollout import Experience, Prompts
 from pspo.rollout.engine import EngineError
 from pspo.run.card import changed_switches, describe_results, evaluate_command
 from pspo.run.folders import describe_newest
@@ -46,6 +47,25 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
         if dist.is_main():
             print(f"\npspo.train: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def train_from_python(
+    train: Callable[[Run], dict[str, Any]],
+    file: str | Path | None,
+    sections: dict[str, Any],
+    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None,
+) -> dict[str, Any]:
+    """Train by a YAML file and sections of the configuration over it; returns the summary."""
+    try:
+        config, settings = config_from_python(file, **sections)
+        summary = print_if_finished(config, settings)
+        if summary:
+            return summary
+        run = prepare(config, settings)
+        run.on_rollout = on_rollout
+        return run_training(train, run)
+    except (ValueError, OSError, Stopped, RunFailed) as error:
+        raise error.with_traceback(None) from None  # frames of this package say nothing, and fill a notebook
 
 
 def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]:
