@@ -12,6 +12,7 @@ of GSM8K, otherwise 5% and at most 500.
 import hashlib
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,59 +20,56 @@ from typing import Any
 
 from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.files import READERS, Row, file_rows, plain
+from pspo.tasks.files import READERS, Row, plain, read_records
 from pspo.tasks.problem import AnswerKind, Problem
 from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, parse_gold, user_source
 
 SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
+Parts = dict[str, list[tuple[str, Iterable[dict[str, Any]]]]]  # of files and splits by name: places and their records
+
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 
 
-def group_by_split(names: list[str]) -> dict[str, list[str]]:
+def group_by_split(names: Iterable[str]) -> dict[str, list[str]]:
     """Group names of files or splits by the one split that each says; all are test if none says one."""
     groups: dict[str, list[str]] = {}
     for name in names:
         splits = {SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLIT_WORDS}
         if len(splits) == 1:
             groups.setdefault(splits.pop(), []).append(name)
-    return groups or {"test": names}
+    return groups or {"test": list(names)}
 
 
-def file_names(path: Path, skip: str) -> list[str]:
-    """The data files below a folder, hidden ones and those with ``skip`` in their path left out."""
-    names = []
+def local_parts(path: Path, skip: str) -> Parts:
+    """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out."""
+    if path.is_file() and path.suffix in READERS:
+        return {path.name: [(str(path), read_records(path))]}
+    parts: Parts = {}
     for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         hidden = any(part.startswith(".") for part in place.parts)
         if file.suffix in READERS and not hidden and not (skip and skip in str(place)):
-            names.append(str(place))
-    if not names:
+            parts[str(place)] = [(str(file), read_records(file))]
+    if not parts:
         raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
-    return names
+    return parts
 
 
-def load_hub(source: Source) -> dict[str | None, Any]:
-    """Load a data set of the hub: by configuration, its splits by their names."""
+def hub_parts(source: Source) -> Parts:
+    """Splits of a data set of the hub, all its configurations together."""
     import datasets  # slow to import
 
-    try:
-        return {
-            config: datasets.load_dataset(source.hub_id, config, revision=source.revision) for config in source.configs
-        }
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        fix = "check --data.name and --data.hub, or load local files with --data.path"
-        raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
-
-
-def hub_rows(source: Source, tables: dict[str | None, Any], split: str) -> list[Row]:
-    """Rows of one of the hub's splits, of all configurations."""
-    rows = []
-    for config, table in tables.items():
-        if split not in table:
-            raise ValueError(f"{source.hub_id} has no {split} split, only {', '.join(table)}; check --data.hub")
-        place = " ".join(filter(None, (source.hub_id, config, split)))
-        rows += [Row(f"{place} record {number}", record) for number, record in enumerate(table[split], 1)]
-    return rows
+    parts: Parts = {}
+    for config in source.configs:
+        try:
+            tables = datasets.load_dataset(source.hub_id, config, revision=source.revision)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            fix = "check --data.name and --data.hub, or load local files with --data.path"
+            raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
+        for split, table in tables.items():
+            place = " ".join(filter(None, (source.hub_id, config, split)))
+            parts.setdefault(split, []).append((place, table))
+    return parts
 
 
 def is_held_out(problem: Problem, seed: int, share: float) -> bool:
@@ -103,16 +101,11 @@ def read_split(
 
     A single split is divided by ``holdout``, and train into train and validation where no split is validation.
     """
-    place = path or source.hub_id  # for messages
-    if path is None:
-        tables = load_hub(source)
-        named = source.splits or {}
-        groups = {ours: [theirs] for ours, theirs in named.items()} or group_by_split(list(next(iter(tables.values()))))
-    elif path.is_file():
-        groups = group_by_split([path.name])
-        path = path.parent
+    parts = hub_parts(source) if path is None else local_parts(path, source.skip)
+    if path is None and source.splits:
+        groups = {ours: [theirs] for ours, theirs in source.splits.items() if theirs in parts}
     else:
-        groups = group_by_split(file_names(path, source.skip))
+        groups = group_by_split(parts)
     divided = len(groups) == 1 and holdout > 0
     splits = ["test", "train"] if divided else sorted(groups)
     published = "train" if split == "validation" and split not in splits else split
@@ -121,14 +114,16 @@ def read_split(
         fix += ", or divide a single split with --data.holdout 0.3"
         if split == "test":
             fix += "; --run.test_limit 0 trains without a test"
-        raise ValueError(f"{place} has no {split} split, only {' and '.join(splits)}; {fix}")
+        raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(splits)}; {fix}")
 
     drafts = []
     for part in next(iter(groups.values())) if divided else groups[published]:
-        for row in hub_rows(source, tables, part) if path is None else file_rows(path / part):
-            gold, attributes = source.read_gold(row, kind)
-            fields = {column: plain(value) for column, value in row.record.items() if column not in source.prompt}
-            drafts.append(Problem(row.prompt(source.prompt), gold.strip(), fields, name, **attributes))
+        for place, records in parts[part]:
+            for number, record in enumerate(records, 1):
+                row = Row(f"{place} record {number}", record)
+                gold, attributes = source.read_gold(row, kind)
+                fields = {column: plain(value) for column, value in record.items() if column not in source.prompt}
+                drafts.append(Problem(row.prompt(source.prompt), gold.strip(), fields, name, **attributes))
     if divided:
         drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
     if published != "train":
@@ -140,20 +135,6 @@ def read_split(
     if source.train_size and len(drafts) > source.train_size:
         held_out = len(drafts) - source.train_size
     return drafts[:-held_out] if split == "train" else drafts[-held_out:]
-
-
-def find_path(name: str, path: str | Path | None, mixture: bool) -> Path | None:
-    """Return the local file or folder of one source; None for the hub's."""
-    if path is None:
-        if name == "file":
-            raise ValueError("data name 'file' needs --data.path: your .jsonl, .json, .parquet or .csv file or folder")
-        return None
-    path = Path(path).expanduser()
-    if not path.exists() or (path.is_file() and path.suffix not in READERS):
-        raise ValueError(f"{path} is no folder and no {', '.join(READERS)} file; check --data.path")
-    if mixture and not (path / name).is_dir():
-        raise ValueError(f"{path} has no folder {name!r}; a mixture's --data.path holds one folder per source")
-    return path / name if (path / name).is_dir() else path
 
 
 def load_problems(
@@ -206,7 +187,13 @@ def load_problems(
         else:
             source = SOURCES.get(part) or user_source(part, columns, hub, on_hub=path is None)
             source = replace(source, revision=hub.get("revision", source.revision))
-            source_path = find_path(part, path, mixture=len(names) > 1)
+            if path is None and part == "file":
+                raise ValueError(
+                    "--data.name file needs --data.path: your .jsonl, .json, .parquet or .csv file or folder"
+                )
+            source_path = None if path is None else Path(path).expanduser()
+            if source_path and (len(names) > 1 or (source_path / part).is_dir()):
+                source_path = source_path / part
             place = source_path or source.hub_id
             drafts = read_split(source, part, kind, split, source_path, seed, holdout)
         if not drafts:

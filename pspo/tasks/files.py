@@ -63,18 +63,16 @@ def plain(value: Any) -> Any:
     return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def file_rows(path: Path) -> list[Row]:
-    """Read all records of a file; ValueError names the file, and the line or record, that is wrong."""
-    rows = []
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield all records of a file; ValueError names the file, and the line or record, that is wrong."""
     try:
         for number, record in enumerate(READERS[path.suffix](path), 1):
             if not isinstance(record, dict):
                 raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
             json.dumps(record, ensure_ascii=False, default=str).encode()  # a lone surrogate is refused
-            rows.append(Row(f"{path} record {number}", record))
+            yield record
     except (ValueError, InvalidOperation, OSError, RecursionError, csv.Error, ElementTree.ParseError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return rows
 
 
 def _parse_json(text: str) -> Any:
