@@ -384,7 +384,8 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
     [
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
-        ("a.jsonl", '{"prompt": "p", "answer": null}', ["record 1", "'answer'", "empty"]),
+        ("a.jsonl", '{"prompt": " ", "answer": 1}', ["record 1", "'prompt'", "empty"]),
+        ("a.jsonl", '{"prompt": "p", "answer": null}', ["1 test problems", "numeric"]),
         ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),

@@ -1,8 +1,5 @@
 """Load problems: from the Hugging Face hub, from local files, or generated.
 
-`pspo.tasks.sources` has the published data sets and those made here; `file` is your own, and `organisation/name` any
-data set of the hub; `gsm8k+math` mixes sources.
-
 The split of a local file or a hub set's split is the one word of train, validation (valid, val, dev) or test in its
 name, for a file the path below the given folder. Those without such a word are test if no other has one, and ignored
 otherwise: nothing is trained on by accident. If no split is named validation, part of train is held out: all but 7,000
@@ -155,15 +152,13 @@ def load_problems(
     order, a mixture's test split one source after the other. The parameters are `pspo.config.DataConfig`'s. Besides:
 
     Args:
-        split: train, validation or test.
-        path: in a source's own format; mixtures need a folder with one folder per source.
-        limit: of a generated source, how many problems to generate; None for 10,000 of train, 500 of the others. Of a
-            test split it takes a sample by the seed.
-        columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. `category` and `level` are read
-            besides, if present. Prompts are text or lists of turns {"role": ..., "content": ...}. All other columns are
-            `Problem.fields`.
-        hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours.
-        holdout: share of a single split that becomes test; problems of the same words are on one side.
+        split: train, validation or test
+        path: in a source's own format; mixtures need a folder with one folder per source
+        limit: of a test split, a sample by the seed; None for all, of a generated source 10,000 of train or 500
+        columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. Prompts are text or lists of
+            turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
+        hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours
+        holdout: share of a single split that becomes test; problems of the same words are on one side
     """
     columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
     hub = hub or {}
@@ -185,12 +180,10 @@ def load_problems(
                 "or join some by +; for a local file or folder set --data.name file and --data.path"
             )
         else:
-            source = SOURCES.get(part) or user_source(part, columns, hub, on_hub=path is None)
+            source = SOURCES.get(part) or user_source(part, columns, hub)
             source = replace(source, revision=hub.get("revision", source.revision))
             if path is None and part == "file":
-                raise ValueError(
-                    "--data.name file needs --data.path: your .jsonl, .json, .parquet or .csv file or folder"
-                )
+                raise ValueError("--data.name file needs --data.path: a file or folder of yours")
             source_path = None if path is None else Path(path).expanduser()
             if source_path and (len(names) > 1 or (source_path / part).is_dir()):
                 source_path = source_path / part

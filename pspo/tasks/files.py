@@ -24,18 +24,15 @@ class Row:
     where: str
     record: dict[str, Any]
 
-    def text(self, column: str, required: bool = True) -> str:
-        """Return a column as text; ValueError if it is missing, empty (unless not required), or no text or number."""
+    def text(self, column: str) -> str:
+        """Return a column as text, "" if it is empty; ValueError if it is missing, or no text or number."""
         if column not in self.record:
             names = ", ".join(map(str, self.record))
             raise ValueError(f"{self.where}: no column {column!r}, only {names}; check --data.name and --data.columns")
         value = self.record[column]
         if not isinstance(value, str | int | float | Decimal | None):
             raise ValueError(f"{self.where}: column {column!r} is a {type(value).__name__}, not text or a number")
-        text = self.optional(column)
-        if required and not text:
-            raise ValueError(f"{self.where}: column {column!r} is empty; fill in or remove this record")
-        return text
+        return self.optional(column)
 
     def optional(self, column: str) -> str:
         """Return a column as text, "" if it is missing or empty."""
@@ -46,7 +43,10 @@ class Row:
         """Return columns as one text; or the chat that a single column holds as a list."""
         value = self.record.get(columns[0])
         if not isinstance(value, list):
-            return " ".join(map(self.text, columns))
+            text = " ".join(map(self.text, columns))
+            if not text:
+                raise ValueError(f"{self.where}: column {columns[0]!r} is empty; fill in or remove this record")
+            return text
         try:
             check_chat(value)
         except ValueError as error:

@@ -31,7 +31,6 @@ from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
 LOGGERS = ("log_metric", "log_extra")
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 OnError = Literal["raise", "none"]
 Columns = dict[str, list[Any]]  # what rewards log, by name
@@ -82,8 +81,6 @@ class MathReward(Reward):
             raise ValueError(f"tolerance must be a number of at least 0 such as 1e-6, not {self.tolerance!r}")
         if not 0 <= self.format_bonus <= 1:
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
-        if self.marker not in ("last", "first"):
-            raise ValueError(f"marker must be 'last' or 'first', not {self.marker!r}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
@@ -140,16 +137,16 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     for problem in problems:
         problem.fields.update(columns | problem.fields)
-    inputs = dict.fromkeys(("completions", "truncated", "step", "max_completion_tokens"))
-    inputs = all_inputs(inputs | {"problems": problems, "completion_ids": []})
+    inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
+    inputs |= dict.fromkeys(("truncated", "step", "max_completion_tokens"))
     for function in functions:
         if isinstance(function, MathReward):
             function([""] * len(problems), problems)  # raises for an answer that is no number
-        for name, parameter in inspect.signature(function).parameters.items():
-            required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
-            if required and name not in inputs:
-                names = ", ".join(sorted(inputs))
-                raise RewardError(f"reward {reward_name(function)} asks for {name!r}; there is only {names}")
+        try:
+            inspect.signature(function).bind(**reward_arguments(function, inputs))
+        except TypeError as error:
+            names = ", ".join(sorted(all_inputs(inputs)))
+            raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
 
 
 def reward_name(function: Callable[..., Any]) -> str:

@@ -83,12 +83,11 @@ def _asdiv(row: Row, kind: AnswerKind) -> Gold:
     return answer, {"category": row.optional("solution_type"), "level": row.optional("grade")}
 
 
-def user_source(name: str, columns: dict[str, str], hub: dict[str, Any], on_hub: bool) -> Source:
+def user_source(name: str, columns: dict[str, str], hub: dict[str, Any]) -> Source:
     """A user's own file, or a data set of the hub that `SOURCES` does not name."""
 
     def read_gold(row: Row, kind: AnswerKind) -> Gold:
-        required = kind == "number" and not on_hub  # a record of a file can be mended, one of the hub is left out
-        gold = "" if kind == "none" else row.text(columns["answer"], required)
+        gold = "" if kind == "none" else row.text(columns["answer"])
         return gold, {"category": row.optional("category"), "level": row.optional("level")}
 
     return Source((columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits"))

@@ -27,10 +27,8 @@ class ExactMatch(Reward):
         for completion, problem in zip(completions, problems, strict=True):
             text = extract_text(completion)
             gold = " ".join(str(problem.answer).split())
-            if self.ignore_case:
-                text = text.casefold()
-                gold = gold.casefold()
-            values.append(None if problem.answer is None else float(text == gold))
+            is_equal = text.casefold() == gold.casefold() if self.ignore_case else text == gold
+            values.append(None if problem.answer is None else float(is_equal))
         return values
 
 
@@ -120,6 +118,5 @@ class MathVerifyReward(Reward):
         results = worker_pool(self.processes, WORKER_MEMORY).map(verify, calls, self.seconds)
         values: list[float | None] = [None] * len(completions)
         for i, result in zip(answered, results, strict=True):
-            if result is not None:
-                values[i] = float(result is True)  # not an error
+            values[i] = None if result is None else float(result is True)  # not an error
         return values
