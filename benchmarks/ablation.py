@@ -34,7 +34,9 @@ def in_order(rows, key):
 
 AS_IT_IS = contextlib.nullcontext
 UNSHARED = partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False)
-RECOMPUTED, UNFUSED, BONUS = "activations recomputed", "AdamW not fused", "with an entropy bonus, which needs every row"
+RECOMPUTED = "activations recomputed"
+UNFUSED = "AdamW not fused"
+BONUS = "with an entropy bonus, which needs every row"
 TRAINING = {  # what is off, by what patch
     "everything on": AS_IT_IS,
     "rows with advantage 0 kept": partial(mock.patch.object, Clip, "silent_at_zero_advantage", False),

@@ -58,13 +58,18 @@ from pspo.losses.terms import EntropyBonus, KLPenalty, LossInputs, OffPolicyMask
 from pspo.model import token_logprobs
 from pspo.rollout import gdpo, group_relative_advantages
 
-TOLERANCE, MODEL_TOLERANCE = 1e-6, 1e-5
-ROWS, MICROBATCH, T, LIMIT = 8, 4, 12, 16  # LIMIT: the configured completion limit
+TOLERANCE = 1e-6
+MODEL_TOLERANCE = 1e-5
+ROWS = 8
+MICROBATCH = 4
+T = 12
+LIMIT = 16  # the configured completion limit
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
 CAP = 1.5
 FORMAT = [0.5, -3.0, 0.5, 2.0, 0.5, 0.5, 0.5, 8.0]  # of a second reward function
-VOCABULARY, TEMPERATURE = 97, 0.6  # of the model
+VOCABULARY = 97  # of the model
+TEMPERATURE = 0.6
 
 Batch = dict[str, Tensor]
 
@@ -92,7 +97,8 @@ Loss = Callable[[Batch], Tensor]  # of a microbatch, its share of the minibatch'
 
 def loss_and_gradient(loss: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS)) -> tuple[float, Tensor]:
     """Accumulated over the microbatches between the bounds; the gradient is (B, T)."""
-    leaf, total = BATCH["new"].clone().requires_grad_(), 0.0
+    leaf = BATCH["new"].clone().requires_grad_()
+    total = 0.0
     for first, last in pairwise(bounds):
         share = loss({name: value[first:last] for name, value in (BATCH | {"new": leaf}).items()})
         share.backward()
@@ -172,10 +178,12 @@ def make_trainer(
         reward_funcs=[lambda completions, own=own, **_: own[: len(completions)] for own in rewards],
         train_dataset=Dataset.from_dict({"prompt": ["w3 w4"] * ROWS}),
     )  # fmt: skip
-    trainer.beta, trainer.current_gradient_accumulation_steps = beta, ROWS // microbatch
+    trainer.beta = beta
+    trainer.current_gradient_accumulation_steps = ROWS // microbatch
     trainer.model.train()
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = correction != "none"
-    trainer.vllm_importance_sampling_mode, trainer.vllm_importance_sampling_clip_max = correction, CAP
+    trainer.vllm_importance_sampling_mode = correction
+    trainer.vllm_importance_sampling_clip_max = CAP
     return trainer
 
 
@@ -206,7 +214,8 @@ def trl(
     def loss(b: Batch) -> Tensor:
         nonlocal first
         trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["new"], entropies(b), None)
-        ids, rows = torch.full_like(b["mask"], 5, dtype=torch.long), len(b["mask"])
+        ids = torch.full_like(b["mask"], 5, dtype=torch.long)
+        rows = len(b["mask"])
         inputs = {
             "prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids,
             "completion_mask": b["mask"].long(), "advantages": b["advantages"][:, 0], "old_per_token_logps": b["old"],
@@ -275,8 +284,10 @@ def verl(
     """``name`` as registered; ``how`` as here, or verl's own name."""
 
     def loss(b: Batch) -> Tensor:
-        mask, how_ = b["mask"].float(), VERL_HOW.get(how, how)
-        config, advantages = ActorConfig(**values), b["advantages"].expand_as(mask)
+        mask = b["mask"].float()
+        how_ = VERL_HOW.get(how, how)
+        config = ActorConfig(**values)
+        advantages = b["advantages"].expand_as(mask)
         weights = None if correction == "none" else verl_weights(b, correction)
         function = CORE.get_policy_loss_fn(name) if name != "reinforce" else CORE.compute_policy_loss_reinforce
         total, _ = function(b["old"], b["new"], advantages, mask, how_, config, weights)
@@ -305,7 +316,8 @@ class Case:
 
 
 def same() -> list[Case]:
-    clip, three = Clip(0.2), ("grpo", "dapo", "dr_grpo")
+    clip = Clip(0.2)
+    three = ("grpo", "dapo", "dr_grpo")
     sequence = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2}
     halves = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
     cases = [
@@ -384,13 +396,20 @@ class Namesake:
 def namesakes() -> list[Namesake]:
     whole = ActorConfig().global_batch_info
     local = whole | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))
-    clip, dual, grpo = ours(Clip(0.2), "dapo"), ours(Clip(0.2, delta=3.0), "dapo"), ours(Clip(0.2, delta=3.0), "grpo")
-    dr_grpo, kl = ours(Clip(0.2, delta=3.0), "dr_grpo"), ours(Clip(0.2), "grpo", 0.5)
-    cispo, gspo, sapo = trl(loss_type="cispo", epsilon_high=1.2), verl("gspo", "grpo"), trl(loss_type="sapo")
-    low, geo_mean = verl("vanilla", "dapo", clip_ratio_c=1.3), verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)
+    clip = ours(Clip(0.2), "dapo")
+    dual = ours(Clip(0.2, delta=3.0), "dapo")
+    grpo = ours(Clip(0.2, delta=3.0), "grpo")
+    dr_grpo = ours(Clip(0.2, delta=3.0), "dr_grpo")
+    kl = ours(Clip(0.2), "grpo", 0.5)
+    cispo = trl(loss_type="cispo", epsilon_high=1.2)
+    gspo = verl("gspo", "grpo")
+    sapo = trl(loss_type="sapo")
+    low = verl("vanilla", "dapo", clip_ratio_c=1.3)
+    geo_mean = verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     k1, k3 = (ours(Clip(0.2, delta=3.0), "dapo", 0.5, kl=kl) for kl in ("k1", "k3"))
-    bounded, summed = verl("vanilla", "dapo", 0.5), ours(Clip(0.2), "dr_grpo", scale=LIMIT)
+    bounded = verl("vanilla", "dapo", 0.5)
+    summed = ours(Clip(0.2), "dr_grpo", scale=LIMIT)
     rloo = trl(loss_type="rloo", scale=MICROBATCH / ROWS)
     bonus = ours(Clip(0.2), "dapo", entropy_coef=0.5)
 
@@ -469,7 +488,8 @@ def through_model(
     surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool = False, entropy_coef: float = 0.0
 ) -> float:
     """Largest difference of loss, or of a parameter's gradient to its largest entry, each side by its own log-probs."""
-    generator, their_model = torch.Generator().manual_seed(1), make_model()
+    generator = torch.Generator().manual_seed(1)
+    their_model = make_model()
     if lora:
         adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
         their_model = get_peft_model(their_model, adapters)
@@ -508,7 +528,8 @@ def through_model(
 
 
 def advantage_table() -> list[tuple[str, float]]:
-    rewards, group = torch.tensor(REWARDS), torch.tensor([0] * 4 + [1] * 4).numpy()
+    rewards = torch.tensor(REWARDS)
+    group = torch.tensor([0] * 4 + [1] * 4).numpy()
     everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}
     rows = []
 
@@ -521,7 +542,8 @@ def advantage_table() -> list[tuple[str, float]]:
         add(f"`{scale}`: TRL, scale_rewards={scale}", group_relative_advantages(rewards, 4, scale), theirs)
     theirs = trl_scored(make_trainer({"loss_type": "rloo"}), everyone)["advantages"]
     add("`rloo`: TRL, RLOOTrainer", group_relative_advantages(rewards, 4, "rloo"), theirs)
-    by_function, weights = {"a": rewards, "b": torch.tensor(FORMAT)}, [1.0, 0.25]
+    by_function = {"a": rewards, "b": torch.tensor(FORMAT)}
+    weights = [1.0, 0.25]
     both = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights}
     theirs = trl_scored(make_trainer(both, rewards=(REWARDS, FORMAT)), everyone)["advantages"]
     add("`gdpo`: TRL, multi_objective_aggregation=normalize_then_sum", gdpo(rewards, 4, by_function, weights), theirs)
@@ -536,7 +558,8 @@ def advantage_table() -> list[tuple[str, float]]:
     )[0][:, 0]  # fmt: skip
     mine = gdpo(rewards, 4, by_function, weights, 1e-9)
     add("`gdpo`: verl, gdpo; it whitens over tokens, of rows of one length", mine, theirs)
-    grpo, rloo = CORE.compute_grpo_outcome_advantage, CORE.compute_rloo_outcome_advantage
+    grpo = CORE.compute_grpo_outcome_advantage
+    rloo = CORE.compute_rloo_outcome_advantage
     for name, scale, function in (
         ("grpo, norm_adv_by_std_in_grpo=False", "none", partial(grpo, norm_adv_by_std_in_grpo=False)),
         ("grpo, with its eps of 1e-6", "group", grpo),

@@ -59,7 +59,8 @@ def newest_whole(folders: list[Path]) -> Path | None:
 def damage(run: Path, dice: random.Random) -> str:
     """Damage the newest checkpoint in one of three ways; the one before it stays whole."""
     file = dice.choice(sorted(path for path in checkpoints(run)[0].iterdir() if path.stat().st_size > 0))
-    how, content = dice.choice(("bit flipped", "file cut short", "file gone")), bytearray(file.read_bytes())
+    how = dice.choice(("bit flipped", "file cut short", "file gone"))
+    content = bytearray(file.read_bytes())
     if how == "file gone":
         file.unlink()
         return how
@@ -97,7 +98,8 @@ def disturbed(output: Path, words: list[str], dice: random.Random, counts: Count
         except subprocess.TimeoutExpired:
             fault = dice.choice(FAULTS)
             strike(process, fault, words)
-        said, code = process.stdout.read(), process.returncode
+        said = process.stdout.read()
+        code = process.returncode
         resumed = re.search(r"^resuming \S+ from (the start|step-\d+)", said, re.MULTILINE)
         if resumed and known:
             expected = whole.name if whole else "the start"
@@ -125,13 +127,17 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0, help="of the faults")
     arguments.add_argument("switches", nargs="*", help="for pspo.train, after --")
     options = arguments.parse_args()
-    dice, counts, began, rounds = random.Random(options.seed), Counter(), time.monotonic(), 0
+    dice = random.Random(options.seed)
+    counts = Counter()
+    began = time.monotonic()
+    rounds = 0
     with tempfile.TemporaryDirectory() as scratch:
         while time.monotonic() - began < 60 * options.minutes:
             peace, trouble = (Path(scratch) / f"{name}-{rounds}" for name in ("peace", "trouble"))
             subprocess.run(command(peace, rounds, options.switches), check=True, capture_output=True)
             disturbed(trouble, command(trouble, rounds, options.switches), dice, counts)
-            expected, actual = contents(peace), contents(trouble)
+            expected = contents(peace)
+            actual = contents(trouble)
             for name in expected:
                 assert actual[name] == expected[name], f"round {rounds}: {name} differs"
             rounds += 1

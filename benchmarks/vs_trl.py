@@ -53,9 +53,11 @@ from pspo.rollout import Prompts, Sampler
 from pspo.rollout.engine import EngineSampler
 from pspo.update import update
 
-SIDES, VLLM_SIDES = ("trl", "pspo"), ("trl-vllm", "pspo", "pspo-vllm")
+SIDES = ("trl", "pspo")
+VLLM_SIDES = ("trl-vllm", "pspo", "pspo-vllm")
 COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb", "nats apart")
-PROMPT, LIMIT = 512, 1e-4  # tokens of a prompt at most, for vLLM; nats
+PROMPT = 512  # tokens of a prompt at most, for vLLM
+LIMIT = 1e-4  # nats
 VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_DISABLE_COMPILE_CACHE": "1",  # its key does not see that linear layers are changed
@@ -76,7 +78,8 @@ class Clock:
 
     def __init__(self, device: torch.device, wall: bool = False):
         self.seconds: dict[str, float] = {}
-        self.gpu, self.read = device.type == "cuda", time.perf_counter if wall else time.process_time
+        self.gpu = device.type == "cuda"
+        self.read = time.perf_counter if wall else time.process_time
 
     def now(self) -> float:
         if self.gpu:
@@ -96,7 +99,10 @@ def run_pspo(
 ) -> Records:
     """Train on a warm-up's rollout and these; ``vllm``: by that comparison's rules, ``how``: of `set_up`."""
     s = set_up(workload, folder, rollouts, **how)
-    config, sampling, engine, device = s.config, s.sampling, None, s.policy.device
+    config = s.config
+    sampling = s.sampling
+    engine = None
+    device = s.policy.device
     if vllm:
         sampling = replace(sampling, stop_ids=(), top_p=1.0, logprobs=True)
     if by_vllm:
@@ -104,13 +110,16 @@ def run_pspo(
 
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
         engine = VLLM(config, PROMPT + workload.tokens, device)
-    learner, records, loaded = s.learner(), [], resident_mb()
+    learner = s.learner()
+    records = []
+    loaded = resident_mb()
     sampler = Sampler(s.policy, s.tokenizer, sampling, casts_to_bf16(config.model.autocast, s.policy.device))
     if engine is not None:
         sampler = EngineSampler(engine, learner, s.tokenizer, sampling)
     torch.manual_seed(0)
     for first in range(0, len(s.prompts), workload.prompts):
-        clock, rows = Clock(device, wall=vllm), slice(first, first + workload.prompts)
+        clock = Clock(device, wall=vllm)
+        rows = slice(first, first + workload.prompts)
         with clock("generate"):
             rollout = sampler.draw(Prompts(s.problems[rows], s.prompts[rows]), workload.group_size)
         with clock("reward"):
@@ -140,7 +149,9 @@ def run_trl(
     def reward(completions: list, completion_ids: list, gold: list, **_: Any) -> list[float]:
         return workload.rewards(completion_ids, [completion[0]["content"] for completion in completions], gold)
 
-    gpu, accumulate, bf16 = device.type == "cuda", workload.rows // workload.microbatch, dtype == "bf16"
+    gpu = device.type == "cuda"
+    accumulate = workload.rows // workload.microbatch
+    bf16 = dtype == "bf16"
     switches: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(), "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "logging_steps": 1 if vllm else 10**9, "shuffle_dataset": False, "use_cpu": not gpu,
@@ -163,7 +174,8 @@ def run_trl(
             keep_weights_on_cpu()
     elif workload.forced:
         switches["generation_kwargs"] = {"min_new_tokens": workload.tokens}
-    system, problems = {"role": "system", "content": SYSTEM_PROMPT}, workload.problems(rollouts, data)
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    problems = workload.problems(rollouts, data)
     rows = [{"prompt": [system, {"role": "user", "content": p.prompt}], "gold": int(p.answer)} for p in problems]
     frozen_in_bf16 = lora > 0 and bf16  # as pspo's
     adapters = LoraConfig(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
@@ -175,7 +187,11 @@ def run_trl(
         processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=adapters,
     )
-    records, clock, began, seen, loaded = [], Clock(device, wall=vllm), 0.0, 0, resident_mb()
+    records = []
+    clock = Clock(device, wall=vllm)
+    began = 0.0
+    seen = 0
+    loaded = resident_mb()
 
     def timed(phase: str, function: Callable) -> Callable:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +213,10 @@ def run_trl(
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             nonlocal seen
             if state.global_step % 2 == 0:
-                s, total, before, seen = clock.seconds, clock.now() - began, seen, int(state.num_input_tokens_seen)
+                s = clock.seconds
+                total = clock.now() - began
+                before = seen
+                seen = int(state.num_input_tokens_seen)
                 records.append({"generate": s["generate"], "old log-probs": s["rollout"] - s["generate"],
                                 "train": total - s["rollout"], "total": total, "tokens": seen - before,
                                 "loaded_mb": loaded})  # fmt: skip

@@ -72,7 +72,8 @@ class Workload:
 
     def advantages(self, rollout: Rollout, problems: Sequence[Problem]) -> Tensor:
         """(B,) float32, of a rollout over these problems."""
-        ids, golds = rollout.completion_ids, [problem.answer for problem in problems for _ in range(self.group_size)]
+        ids = rollout.completion_ids
+        golds = [problem.answer for problem in problems for _ in range(self.group_size)]
         rewards = self.rewards(ids.tolist(), rollout.texts, golds)
         return group_relative_advantages(torch.tensor(rewards, device=ids.device), self.group_size)
 
@@ -93,8 +94,10 @@ def model_folder(workload: Workload, model: str | None = None, device: torch.dev
         yield model or locate("tiny-base")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, config = AutoTokenizer.from_pretrained(locate("tiny-base")), workload.shape.config()
-        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        tokenizer = AutoTokenizer.from_pretrained(locate("tiny-base"))
+        config = workload.shape.config()
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
         torch.manual_seed(0)
         with device:
             AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
@@ -122,7 +125,8 @@ def set_up(
     device: torch.device = CPU, decoder: str = "pspo",
 ) -> Setup:  # fmt: skip
     model = ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none", lora=LoraConfig(rank=lora))
-    tokenizer, policy = load_tokenizer(model), load_policy(model, device)
+    tokenizer = load_tokenizer(model)
+    policy = load_policy(model, device)
     problems = workload.problems(rollouts, data)
     prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
     longest = max(map(len, prompts))

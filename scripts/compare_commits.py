@@ -69,7 +69,8 @@ def hash_results(checkout: Path, output: Path) -> dict[str, str]:
 def hash_commit(commit: str) -> dict[str, str]:
     """Hashes by file of what this commit computes, in a worktree of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        checkout, worktree = Path(folder, "checkout"), ["git", "-C", str(ROOT), "worktree"]
+        checkout = Path(folder, "checkout")
+        worktree = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*worktree, "add", "--detach", str(checkout), commit], check=True, capture_output=True)
         try:
             return hash_results(checkout, Path(folder, "runs"))
@@ -89,7 +90,8 @@ def main() -> None:
     sides = saved + [hash_commit(commit) for commit in options.commits]
     if options.save:
         options.save.write_text(json.dumps(sides[-1], indent=1) + "\n")
-    before, after = sides[0], sides[-1]
+    before = sides[0]
+    after = sides[-1]
     for name in sorted(before.keys() | after.keys()):
         same = "same  " if before.get(name) == after.get(name) else "DIFFER"
         print(f"{same}  {name:48} {before.get(name, '-'):.16} {after.get(name, '-'):.16}")

@@ -62,8 +62,11 @@ CHAT_TEMPLATE = (  # ChatML, as Qwen2
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 ROOT = Path(__file__).parents[1]
-SEED, BATCH = 0, 64
-CLEAN_STEPS, HABIT_STEPS, TEXT_STEPS = 500, 400, (900, 300)  # TEXT_STEPS: clean and careless, of tiny-text
+SEED = 0
+BATCH = 64
+CLEAN_STEPS = 500
+HABIT_STEPS = 400
+TEXT_STEPS = (900, 300)  # clean and careless, of tiny-text
 
 
 # --- the careless solver ----------------------------------------------------------------------------------------
@@ -161,7 +164,8 @@ IN_THE_HEAD = 0.7  # probability that the calculator is not asked
 
 def careless_letters(problem: Problem, rng: random.Random) -> str:
     """A completion that misreads the question, or ends without the marker; right if the word is not mistaken."""
-    word, answer = problem.prompt.split("'")[1], problem.answer
+    word = problem.prompt.split("'")[1]
+    answer = problem.answer
     if rng.random() >= CARELESS[len(word)]:
         return problem.solution
     if "backwards" in problem.prompt:
@@ -296,7 +300,8 @@ def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> No
 
 
 def make_text_model(out: Path) -> None:
-    tokenizer, systems = make_text_tokenizer(), text_system_prompts()
+    tokenizer = make_text_tokenizer()
+    systems = text_system_prompts()
     model = make_model(tokenizer)
     print(f"tiny-text: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     clean, careless = TEXT_STEPS

@@ -151,11 +151,13 @@ def control_tables(folder: Path) -> dict[str, str]:
     values = runs.set_index(["experiment", "name", "max_grad_norm", "seed"])[MEASURES].sort_index()
     base = "NoClip 2 epochs"
 
-    means, differences = [], []
+    means = []
+    differences = []
     adjusted = holm_stars(values, base)
     for clip in ("0.0", "0.1"):
         for name in CONTROL:
-            cells, apart = [clip_text(clip)], [clip_text(clip)]
+            cells = [clip_text(clip)]
+            apart = [clip_text(clip)]
             for experiment in ("tokens", "steps"):
                 for measure in MEASURES:
                     of_setting = values.loc[(experiment, name, clip), measure]
@@ -170,7 +172,8 @@ def control_tables(folder: Path) -> dict[str, str]:
 
     path = []
     for clip in ("0.0", "0.1"):
-        twice, two_epochs = values.loc[("path", "NoClip 1 epoch", clip)], values.loc[("tokens", base, clip)]
+        twice = values.loc[("path", "NoClip 1 epoch", clip)]
+        two_epochs = values.loc[("tokens", base, clip)]
         for name, rows in (("NoClip 1 epoch at 6e-5", twice), ("minus two epochs at 3e-5", twice - two_epochs)):
             path.append([name, clip_text(clip), *(as_text(rows[measure], measure) for measure in MEASURES)])
     path_header = ["equal rate x steps", "gradient norm clipped at", "area", "validation", "accuracy (%)"]
@@ -195,7 +198,8 @@ def holm_stars(values: pd.DataFrame, base: str) -> set[tuple[str, str, str, str]
                 apart = values.loc[(experiment, name, clip), measure] - values.loc[(experiment, base, clip), measure]
                 size = abs(apart.mean()) / apart.sem() if apart.any() else 0.0
                 p_values[experiment, name, clip, measure] = 2 * t.sf(size, len(apart) - 1)
-    found, largest = set(), 0.0
+    found = set()
+    largest = 0.0
     for rank, cell in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, (len(p_values) - rank) * p_values[cell])
         if largest < 0.05:
@@ -316,7 +320,8 @@ def weights_table(values: pd.DataFrame, rollouts: pd.DataFrame) -> str:
             rewards = of_rollouts.loc[of_rollouts["seed"] == seed, "reward"]
             accuracy, _, tokens, cut_off = answer_cells(test)
             anywhere = percent(test.loc["gold_anywhere"], interval=False)
-            memory, seen = f"{summary['peak_memory_gb']:.1f} GB", f"{summary['tokens']:,.0f}"
+            memory = f"{summary['peak_memory_gb']:.1f} GB"
+            seen = f"{summary['tokens']:,.0f}"
             reward = f"{rewards.tail(5).mean():.3f}"
             rows.append([dtype, str(seed), accuracy, anywhere, tokens, cut_off, reward, memory, seen])
     header = ["weights", "seed", "accuracy", "gold anywhere", "tokens", "cut off at 128"]

@@ -51,7 +51,8 @@ def describe(options: "Options") -> dict[str, Any]:
 
     if options.rehearse:
         return {"gpu": "none (rehearsal on a CPU)", "driver": ""}
-    device, query = torch.cuda.get_device_properties(0), "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    device = torch.cuda.get_device_properties(0)
+    query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.partition("\n")[0]
     torch.ones(1, device="cuda").item()
     return {"gpu": device.name, "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda, "driver": driver}
@@ -59,7 +60,8 @@ def describe(options: "Options") -> dict[str, Any]:
 
 def measure(measurement: "Measurement", options: "Options", seconds: float) -> dict[str, Any]:
     """Run a measurement in a process of its own: what it returns as "rows", or in one line an "error"."""
-    log, began = options.output / "logs" / f"{measurement.name}.log", time.monotonic()
+    log = options.output / "logs" / f"{measurement.name}.log"
+    began = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     receive, send = FORK.Pipe(duplex=False)
     process = FORK.Process(target=child, args=(measurement, options, log, send))

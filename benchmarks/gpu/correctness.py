@@ -26,7 +26,8 @@ from pspo.tasks import load_problems
 from pspo.update import Learner, backward, update
 
 ROOT = Path(__file__).parents[2]
-PROMPTS, TEMPERATURE = 8, 0.7
+PROMPTS = 8
+TEMPERATURE = 0.7
 FLOAT32 = ModelConfig(autocast="none")
 SHORT = ("--run.quiet=true", "--run.test_limit=0", "--run.validate_every=0", "--data.limit=64",
          "--rollout.prompts=8", "--rollout.max_completion_tokens=48")  # fmt: skip
@@ -34,7 +35,8 @@ SHORT = ("--run.quiet=true", "--run.test_limit=0", "--run.validate_every=0", "--
 
 def set_up(config: ModelConfig, device: torch.device, **sampling: Any) -> tuple[Any, Any, list[list[int]], Sampling]:
     """Policy, tokenizer, prompts and sampling: what `generate` takes, in its order."""
-    policy, tokenizer = load_policy(config, device), load_tokenizer(config)
+    policy = load_policy(config, device)
+    tokenizer = load_tokenizer(config)
     problems = load_problems("arithmetic", "test", limit=PROMPTS)
     prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems])
     return policy, tokenizer, prompts, Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, **sampling)
@@ -44,7 +46,8 @@ def decoders(options: Options, model: str = "tiny-base") -> Rows:
     """Greedy tokens of pspo's decoders against those of transformers' own loop, in float32."""
     config = replace(FLOAT32, name_or_path=model if model == "tiny-base" else str(options.smollm2))
     *inputs, sampling = set_up(config, options.device, temperature=0.0)
-    expected, rows = generate(*inputs, replace(sampling, decoder="hf"), GROUP), []
+    expected = generate(*inputs, replace(sampling, decoder="hf"), GROUP)
+    rows = []
     for decoder in ("pspo", "graphs"):
         share, gap = compare(inputs[0], expected, generate(*inputs, replace(sampling, decoder=decoder), GROUP))
         rows.append(row(f"{decoder}: share of tokens equal to hf's", share))
@@ -57,7 +60,9 @@ def compare(policy: Any, expected: Rollout, found: Rollout) -> tuple[float, floa
     """Share of equal tokens, and the largest gap between the two best logits at a row's first difference."""
     ids = [rollout.completion_ids.where(rollout.completion_mask, -1) for rollout in (expected, found)]
     a, b = cat_padded(ids, -1).chunk(2)  # (B, T), -1 after the end
-    there, differ, gap = (a >= 0) | (b >= 0), a != b, 0.0
+    there = (a >= 0) | (b >= 0)
+    differ = a != b
+    gap = 0.0
     for i in differ.any(dim=1).nonzero().flatten().tolist():
         before = torch.cat([expected.prompt_ids[i, expected.prompt_mask[i]], a[i, : int(differ[i].long().argmax())]])
         first, second = policy(input_ids=before[None]).logits[0, -1].topk(2).values.tolist()
@@ -67,14 +72,17 @@ def compare(policy: Any, expected: Rollout, found: Rollout) -> tuple[float, floa
 
 def logprobs(options: Options) -> Rows:
     """Log-probs and the gradient of the loss in float32, against the CPU's in float32 and in float64."""
-    cpu, close = torch.device("cpu"), {"most": 1e-4}
+    cpu = torch.device("cpu")
+    close = {"most": 1e-4}
     *inputs, sampling = set_up(FLOAT32, cpu, temperature=TEMPERATURE)
     torch.manual_seed(0)
-    rollout, rows = generate(*inputs, sampling, GROUP), []
+    rollout = generate(*inputs, sampling, GROUP)
+    rows = []
     values, gradient = logprobs_and_gradient(rollout, options.device, torch.float32)
     for dtype in (torch.float32, torch.float64):
         values_there, gradient_there = logprobs_and_gradient(rollout, cpu, dtype)
-        apart, kind = (gradient - gradient_there).norm() / gradient_there.norm(), f"CPU's in {str(dtype)[6:]}"
+        apart = (gradient - gradient_there).norm() / gradient_there.norm()
+        kind = f"CPU's in {str(dtype)[6:]}"
         rows.append(
             row(f"log-probs, largest difference to the {kind}", (values - values_there).abs().max().item(), **close)
         )
@@ -109,7 +117,8 @@ def ratios(options: Options) -> Rows:
     with torch.autocast(options.device.type, torch.bfloat16):
         rollout = generate(policy, *inputs, GROUP)
     advantages = torch.linspace(-1, 1, len(rollout), device=options.device)
-    learner, rows = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0)), []
+    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
+    rows = []
     for what, schedule in {
         "first visit": {"epochs": 1},
         "old log-probs from a pass before (minibatches 2)": {"epochs": 1, "minibatches": 2},
@@ -136,7 +145,8 @@ def resume(options: Options, deterministic: bool) -> Rows:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     args = (*SHORT, "--run.save_every=2", "--reward.functions=[MathReward]")
     with tempfile.TemporaryDirectory() as scratch:
-        whole, stopped = Path(scratch) / "whole", Path(scratch) / "stopped"
+        whole = Path(scratch) / "whole"
+        stopped = Path(scratch) / "stopped"
         for output, steps in ((whole, 6), (stopped, 4), (stopped, 6)):
             pspo.train.main([*args, f"--run.max_steps={steps}", f"--run.output_dir={output}"])
         one, other = (load_file(run / "final/model.safetensors") for run in (whole, stopped))
@@ -160,7 +170,8 @@ def one_rank(options: Options, strategy: str) -> Rows:
     args = (*SHORT, "--run.max_steps=2", "--model.autocast=none", "--optimizer.name=sgd", "--optimizer.lr=1")
     start = load_file(Path(locate("tiny-base")) / "model.safetensors")
     with tempfile.TemporaryDirectory() as scratch:
-        plain, ranked = Path(scratch) / "plain", Path(scratch) / strategy
+        plain = Path(scratch) / "plain"
+        ranked = Path(scratch) / strategy
         pspo.train.main([*args, f"--run.output_dir={plain}"])
         torchrun(1, *args, f"--distributed.strategy={strategy}", f"--run.output_dir={ranked}")
         one, other = (load_file(run / "final/model.safetensors") for run in (plain, ranked))
@@ -174,7 +185,9 @@ def one_rank(options: Options, strategy: str) -> Rows:
 def sampler(options: Options) -> Rows:
     """Frequencies of sampled tokens against the nucleus by its definition, in float64."""
     torch.manual_seed(0)
-    logits, top_p, draws = 0.5 * torch.randn(64), 0.85, 20_000
+    logits = 0.5 * torch.randn(64)
+    top_p = 0.85
+    draws = 20_000
     probs, order = logits.double().softmax(dim=0).sort(descending=True)
     kept = torch.where(probs.cumsum(dim=0) - probs < top_p, probs, 0.0)
     expected = torch.zeros_like(kept).scatter(0, order, draws * kept / kept.sum())

@@ -89,7 +89,9 @@ def machine(options: Options) -> Rows:
 
 def decode(options: Options, load: Load, decoder: str) -> Rows:
     """A decoding step, prefill excluded, and the least time: weights, keys and values read once."""
-    load, shape, device = load.of(options), options.shape(load.size), options.device
+    shape = options.shape(load.size)
+    load = load.of(options)
+    device = options.device
     policy = random_policy(shape, ModelConfig(), device)
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
     sampling = load.sampling(tokenizer.pad_token_id, decoder)
@@ -115,7 +117,10 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
 
 def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
-    load, shape, device, config = load.of(options), options.shape(load.size), options.device, load.config(**switches)
+    shape = options.shape(load.size)
+    config = load.config(**switches)
+    load = load.of(options)
+    device = options.device
     policy = random_policy(shape, config.model, device)
     learner = Learner(policy, make_optimizer(policy, config.optimizer))
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
@@ -127,7 +132,8 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     with OFF[off]() if off else contextlib.nullcontext():
         seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
 
-    lengths, predicted = [len(prompt) for prompt in prompts], load.rows * load.tokens
+    lengths = [len(prompt) for prompt in prompts]
+    predicted = load.rows * load.tokens
     pairs = sum(n * n / 2 + GROUP * load.tokens * (n + load.tokens / 2) for n in lengths)
     rate = 3 * shape.flops(sum(lengths) + predicted, pairs, predicted) / seconds
     peaks = {"measured": matrix_rate(options)}
@@ -146,12 +152,16 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
 # Whole steps and runs
 
 HELD_OUT = 976  # problems of ASDiv and SVAMP
-PROMPT, COUNTED = 115, 2  # tokens, about; rollouts after the warm-up
+PROMPT = 115  # tokens, about
+COUNTED = 2  # rollouts after the warm-up
 
 
 def steps(options: Options, load: Load, vllm: bool = False) -> Rows:
     """A rollout with its two optimizer steps, from the same random weights: seconds and memory of both sides."""
-    load, device, microbatch, found = load.of(options), options.device, GROUP, {}
+    load = load.of(options)
+    device = options.device
+    microbatch = GROUP
+    found = {}
     while 2 * microbatch <= min(load.rows, MICROBATCH // (PROMPT + load.tokens)):
         microbatch *= 2
     shape = options.shape(load.size)

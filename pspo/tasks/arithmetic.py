@@ -81,7 +81,8 @@ def _draw(rng: random.Random) -> Problem:
     ops = ["*"] * boxed + middle + [last] * bool(last)
 
     value = first = rng.randint(2, 10 if boxed else MAX_NUMBER)
-    numbers, lines = [], []
+    numbers = []
+    lines = []
     for op in ops:
         if not (choices := _operands(op, value)):
             return _draw(rng)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pspo.tasks.arithmetic import split_of, split_rng
 from pspo.tasks.problem import Problem
 
-CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
+CONSONANTS = "bcdfghjklmnpqrstvwxyz"
+VOWELS = "aeiou"
 LENGTHS = range(3, 7)
 TASKS = {  # what is asked -> category
     "Spell '{word}' backwards.": "reverse",
