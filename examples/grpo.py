@@ -8,7 +8,7 @@ and the problems, decodes, and computes log-probs without holding all logits.
     python -m pspo.train --algorithm.surrogate Clip --algorithm.advantages group --algorithm.aggregation grpo \
         --rollout.prompts 16 --run.validate_every 0
 
-ends with the same weights, bit for bit on one thread of a CPU (tests/test_examples.py).
+ends with the same weights, bit for bit on one thread of a CPU (tests/test_library.py).
 """
 
 from itertools import islice

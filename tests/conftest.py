@@ -56,6 +56,12 @@ def tiny_model():
     return make
 
 
+@pytest.fixture(scope="session")
+def policy(tiny_model):
+    """One layer in float64, for the comparisons with the naive trainer."""
+    return tiny_model(dtype=torch.float64, num_hidden_layers=1)
+
+
 @pytest.fixture
 def model_folder(tmp_path):
     """Makes a copy of tiny-base with entries of its JSON files overwritten, or dropped where the value is None.

@@ -15,7 +15,7 @@ from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
 from pspo.model import ASSETS
 from pspo.model.chat import encode, encode_marked, render_prompts
 from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
-from pspo.rollout import Prompts, encode_prompts, load_prompts
+from pspo.rollout import Prompts, encode_prompts, load_prompts, prompt_order
 from pspo.tasks import Problem
 
 
@@ -282,3 +282,17 @@ def test_room_beside_a_completion(tmp_path):
             room_for_prompts(ModelConfig(), limit, switch)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))  # no positions
     assert room_for_prompts(ModelConfig(name_or_path=str(tmp_path)), 9999, switch) == math.inf
+
+
+def test_prompt_order_is_a_permutation_an_epoch():
+    def first(n, seed, length):
+        order = prompt_order(n, seed)
+        return [next(order) for _ in range(length)]
+
+    chosen = first(10, 3, 40)
+    epochs = [chosen[start : start + 10] for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 4
+    assert first(10, 3, 40) == chosen
+    assert first(10, 4, 40) != chosen
+    assert first(1, 0, 3) == [0, 0, 0]

@@ -2,25 +2,78 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
+import socket
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from processes import assert_same, before, contents, one_layer, ranks, run_command
-from rank_runs import STRATEGIES, die_in_second, torchrun, train
+from processes import (
+    assert_same,
+    at_call,
+    before,
+    contents,
+    kill_at_file_event,
+    one_layer,
+    ranks,
+    run_command,
+    send,
+    states,
+)
 
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
+from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints, find_damage
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
+
+STRATEGIES = ("ddp", "fsdp2")
+SMALL = (
+    f"--model.name_or_path={one_layer()}",
+    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=6", "--run.validate_every=4",
+    "--run.validation_limit=4", "--run.test_limit=3", "--run.save_every=2", "--data.limit=9", "--run.keep=9",
+    "--optimizer.lr=1e-4", "--rollout.temperature=1",
+    "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=8",  # any model's lengths differ
+)  # fmt: skip
+
+
+def train(output: Path, strategy: str, *args: str, number: int = 2, fault: Callable[[], None] = lambda: None):
+    """Exit codes of a run's ranks, each of which first prepares its fault."""
+    switches = [*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}", *args]
+
+    def rank() -> None:
+        fault()
+        pspo.train.main(switches)
+
+    return ranks(rank, number)
+
+
+def torchrun(output: Path, strategy: str, *options: str) -> dict[str, Any]:
+    """How `subprocess` starts such a run by torchrun."""
+    switches = [*SMALL, f"--distributed.strategy={strategy}", f"--run.output_dir={output}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "pspo.train", *switches]
+    path = str(Path(__file__).parents[1])
+    return {"args": command, "env": os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
+
+
+def die_in_second(function: str, rank: int, number: signal.Signals) -> Callable[[], None]:
+    def fault() -> None:
+        if os.environ["RANK"] == str(rank):
+            before(function, at_call(2, lambda: send(number)))
+
+    return fault
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +232,72 @@ def test_one_rank_says_what_is_wrong(tmp_path, capfd, switch):
     assert train(tmp_path / "run", "ddp", switch) == [2, 2]
     assert capfd.readouterr().err.count("rollout.prompts") == 1
     assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- faults in the middle of a save; two launchers
+
+
+@pytest.mark.nightly
+def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whole, tmp_path, capfd):
+    """Room for what rank 0 writes before, not for a rank's shards: files may have 1.5 MB."""
+    output = tmp_path / "run"
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    full = train(output, "fsdp2", fault=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard)))
+    assert full == [1, 1]
+    assert capfd.readouterr().err.count(f"cannot write {output / 'checkpoints/step-000002'}") == 1
+    assert list((output / "checkpoints").iterdir()) == []
+    assert train(output, "fsdp2") == [0, 0]
+    assert_same(whole["fsdp2"], output)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("rank", "n"), [(0, 3), (0, 40), (1, 3)])
+def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactly(whole, tmp_path, rank, n):
+    """At its n-th file event: while the shards are written, or after."""
+
+    def fault() -> None:
+        if os.environ["RANK"] == str(rank):
+            before("save", at_call(2, lambda: kill_at_file_event(n)), Checkpointer)
+
+    codes = train(tmp_path / "run", "fsdp2", fault=fault)
+    assert codes[rank] == -signal.SIGKILL
+    assert train(tmp_path / "run", "fsdp2") == [0, 0]
+    assert_same(whole["fsdp2"], tmp_path / "run")
+
+
+@pytest.mark.nightly
+def test_another_number_of_ranks_draws_anew_what_waited(tmp_path):
+    """What waits under a lag is a rank's share of a rollout: one rank cannot train on it."""
+    lag, prompts = "--rollout.lag=1", {}
+    assert train(tmp_path / "two", "ddp", lag, "--run.max_steps=4") == [0, 0]
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    for name, number in (("two", 2), ("one", 1)):
+        assert train(tmp_path / name, "ddp", lag, number=number) == [0] * number
+        parts = states(tmp_path / name / "checkpoints/step-000006/parts.pt")
+        prompts[name] = parts["stream"]["position"]
+    assert prompts["one"] == prompts["two"] + 2  # one rollout's
+
+
+@pytest.mark.nightly
+def test_two_launchers_are_one_job(whole, tmp_path):
+    """As on two nodes: they meet at an address; one is killed in the middle, and the job is started again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    output = tmp_path / "run"
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job")
+    command = torchrun(output, "fsdp2", *options, "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}")
+
+    def launch() -> list[subprocess.Popen]:
+        return [subprocess.Popen(**command) for _ in range(2)]
+
+    job, end = launch(), time.monotonic() + 240
+    while not (output / "checkpoints/step-000002").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    children = ["ps", "-o", "pid=", "--ppid", str(job[1].pid)]
+    listed = subprocess.run(children, capture_output=True, text=True, check=True)
+    for process in [*map(int, listed.stdout.split()), job[1].pid]:  # a node that is gone
+        os.kill(process, signal.SIGKILL)
+    assert all(node.wait(timeout=120) != 0 for node in job)
+    assert [node.wait(timeout=240) for node in launch()] == [0, 0]
+    assert_same(whole["fsdp2"], output)

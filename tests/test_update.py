@@ -45,11 +45,6 @@ from pspo.rollout.batching import split_minibatches
 from pspo.tasks import load_problems
 
 
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    return tiny_model(dtype=torch.float64, num_hidden_layers=1)
-
-
 @pytest.mark.parametrize(
     ("surrogate", "aggregation", "switches"),
     [

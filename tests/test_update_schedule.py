@@ -9,6 +9,7 @@ import pytest
 import torch
 from naive import (
     OFF_POLICY,
+    T_MAX,
     G,
     assert_equals_naive,
     make_config,
@@ -24,14 +25,10 @@ from processes import one_layer
 import pspo.rollout.types
 import pspo.update
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from pspo.losses import GSPO, PSPO, TOPR, Surrogate, log_ratio
+from pspo.losses import GSPO, P3O, PSPO, TOPR, NoClip, Surrogate, log_ratio
+from pspo.rollout.batching import split_minibatches
 from pspo.run.prepare import prepare
 from pspo.update import update
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    return tiny_model(dtype=torch.float64, num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16"])
@@ -209,3 +206,81 @@ def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
         expected.append(peak * (step / warmup if step < warmup else after[schedule]))
     assert used == pytest.approx(expected, rel=1e-9, abs=1e-15)
     assert [step["lr"] for step in metrics] == used
+
+
+# ---------------------------------------------------------------- rows to optimizer steps and microbatches
+
+
+@dataclass(frozen=True)
+class Kept(NoClip):
+    """NoClip that does not say that it is silent where A = 0."""
+
+    silent_at_zero_advantage = False
+
+
+def padded_tokens(batch, group_size=G):
+    """What a microbatch costs: each prompt once, at the width of the longest, and all completions likewise."""
+    prompts = {int(text) // group_size for text in batch.rollout.texts}
+    return len(prompts) * batch.rollout.prompt_ids.shape[1] + batch.rollout.completion_ids.numel()
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 60, 100, 10**6])
+@pytest.mark.parametrize(
+    ("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)]
+)
+def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes, tokens):
+    rollout, advantages = make_rollout(groups)
+    config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_tokens": tokens})
+    minibatch_list = split_minibatches(rollout, advantages, config)
+    start = 0
+    for size, minibatch in zip(sizes, minibatch_list, strict=True):
+        counts, batches = minibatch.counts, minibatch.batches
+        rows = range(start, start + size * G)
+        seen = [int(text) for batch in batches for text in batch.rollout.texts]
+        assert sorted(seen) == list(rows)
+        assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[seen, None])
+        assert (counts.sequences, counts.max_completion_tokens) == (size * G, T_MAX)
+        assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
+        for batch in batches:
+            assert padded_tokens(batch) <= tokens or len(batch.rollout) == 1
+        longest = [max(int(rollout.completion_mask[i].sum()) for i in seen[k : k + G]) for k in range(0, len(seen), G)]
+        assert longest == sorted(longest, reverse=True)
+        if tokens == 10**6:
+            assert len(batches) == 1
+        if tokens == 1:
+            assert len(batches) == size * G
+        start = rows.stop
+    assert start == len(rollout)
+
+
+def test_sorting_by_length_saves_padding():
+    """16 groups of long and short completions in turns: in their own order every microbatch would be as wide as T."""
+    rollout, advantages = make_rollout(16)
+    lengths = torch.where(torch.arange(len(rollout)) // G % 2 == 0, 8, 2)
+    rollout = dataclasses.replace(rollout, completion_mask=torch.arange(8) < lengths[:, None])
+    config = make_config(Kept(), optimizer={"microbatch_tokens": 160})
+    (minibatch,) = split_minibatches(rollout, advantages, config)
+    assert sum(batch.rollout.completion_ids.numel() for batch in minibatch.batches) <= 1.15 * int(lengths.sum())
+
+
+def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
+    """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
+    rollout, advantages = make_rollout(8)
+    config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
+    plain = split_minibatches(rollout, advantages, config)[0].batches
+    assert all(padded_tokens(batch) == batch.padded_tokens() for batch in plain)
+    unshared = split_minibatches(rollout, advantages, config, shares_prompts=False)[0].batches
+    assert len(unshared) > len(plain)
+    assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
+    assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
+
+
+def test_rows_left_out_are_counted():
+    rollout, advantages = make_rollout()
+    for surrogate in (NoClip(), P3O(), P3O(kl_coef=0.5)):
+        (minibatch,) = split_minibatches(rollout, advantages, make_config(surrogate))
+        counts, batches = minibatch.counts, minibatch.batches
+        assert counts.tokens == int(rollout.completion_mask.sum())
+        assert counts.sequences == 16
+        kept = sorted(int(text) for batch in batches for text in batch.rollout.texts)
+        assert kept == [i for i in range(16) if advantages[i] != 0 or not surrogate.silent_at_zero_advantage]
