@@ -1,8 +1,7 @@
 """Several ranks, one per GPU: ``torchrun --nproc-per-node 8 -m pspo.train --distributed.strategy fsdp2 ...``.
 
 Every rank generates, scores and trains on its own prompts, whole groups. Gradients are summed over the ranks, and so
-are the counts that a loss is divided by: ranks, microbatches and gradient accumulation are interchangeable. In a single
-process every function here returns what it was given.
+are the counts that a loss is divided by. In a single process every function here returns what it was given.
 
 * ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
 * fsdp2: weights, gradients and optimizer state are sharded over the ranks by FSDP2 (`fully_shard`). Layers are gathered
@@ -13,6 +12,7 @@ process every function here returns what it was given.
 import atexit
 import contextlib
 import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from pspo.tasks.workers import end_with_parent as end_with_parent
+from pspo.tasks.workers import end_with_parent
 
 TIMEOUT = 600.0  # seconds that ranks wait for each other
 T = TypeVar("T")
@@ -51,10 +51,7 @@ def visible_gpus() -> list[str]:
 
 
 def init(strategy: str, timeout: float = TIMEOUT) -> None:
-    """Join the other ranks, if torchrun started this one; ``timeout`` is how many seconds they wait for each other.
-
-    Raises ValueError if strategy and launcher do not fit, or there are too few GPUs.
-    """
+    """Join the other ranks, if torchrun started this one; ValueError if strategy and launcher do not fit."""
     if not launched_by_torchrun():
         if strategy != "none":
             raise ValueError(f"--distributed.strategy {strategy} needs torchrun --nproc-per-node N -m pspo.train ...")
@@ -62,11 +59,7 @@ def init(strategy: str, timeout: float = TIMEOUT) -> None:
     if strategy == "none" and int(os.environ["WORLD_SIZE"]) > 1:
         raise ValueError("--distributed.strategy none under torchrun: choose ddp, or fsdp2 if a GPU is too small")
     backend = "gloo"
-    gpus = torch.cuda.device_count()
-    if gpus > 0:
-        processes = int(os.environ["LOCAL_WORLD_SIZE"])
-        if processes > gpus:
-            raise ValueError(f"--nproc-per-node {processes}: this machine has {gpus} GPUs")
+    if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
         backend = "cpu:gloo,cuda:nccl"
     torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -122,16 +115,15 @@ def run_on_main(function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with code 2."""
     if world_size() == 1:
         return function()
-    outcome: list[Any] = [None, False]  # result, and whether there is one
+    results: list[Any] = []
     try:
         if is_main():
-            outcome = [function(), True]
+            results = [function()]
     finally:
-        torch_dist.broadcast_object_list(outcome)
-    result, succeeded = outcome
-    if not succeeded:
+        results = gather_objects(results)[0]
+    if not results:
         raise SystemExit(2)  # rank 0 prints why
-    return result
+    return results[0]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -192,12 +184,8 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         fully_shard(module, mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo divides otherwise
-    policy.call_with_weights = call
+    policy.call_with_weights = operator.call  # of a function without arguments
     register_fsdp_forward_method(policy, "call_with_weights")  # FSDP gathers weights for it, as for `forward`
-
-
-def call(function: Callable[[], T]) -> T:
-    return function()
 
 
 def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:

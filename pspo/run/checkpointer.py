@@ -7,6 +7,7 @@ A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, o
 
 import io
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,10 @@ class Checkpointer:
 
         dist.run_on_main(write)
 
-    def load(self, folder: Path) -> tuple[States, int]:
-        """Load a checkpoint's weights; return its states, and the number of ranks that saved it.
+    def load(self, folder: Path) -> States:
+        """Load a checkpoint's weights, and return its states.
 
-        On another number of ranks the states that differ by rank are left out.
+        On another number of ranks those that differ by rank are left out, and the generators are seeded anew.
         """
         policy = self.learner.policy
         if dist.is_sharded(policy):
@@ -105,4 +106,7 @@ class Checkpointer:
             with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
                 file = folder / f"rank-{dist.rank()}.pt"
                 states |= torch.load(file, map_location=policy.device, weights_only=True)
-        return states, ranks
+        else:
+            print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
+            self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
+        return states

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.cli.files import append_text, read_jsonl, to_jsonl
+from pspo.cli.files import Settings, append_text, read_jsonl, to_jsonl
 from pspo.cli.terminal import Bar
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
@@ -20,7 +20,7 @@ from pspo.run.folders import describe_newest, write_errors
 from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens
-from pspo.run.trackers import Service, TensorBoard, log_rollout
+from pspo.run.trackers import log_rollout, start_tracker
 from pspo.tasks.failures import FIRST_FAILURES
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
@@ -64,9 +64,11 @@ class Recorder:
         self.steps: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
 
-    def start(self, tracker: TensorBoard | Service | None) -> Bar:
+    def start(self, settings: Settings) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
-        self.tracker = tracker
+        self.tracker = None
+        if dist.is_main() and self.config.run.tracker != "none":
+            self.tracker = start_tracker(self.config.run.tracker, self.output, settings, self.learner.steps)
         quiet = self.config.run.quiet or not dist.is_main()
         first = self.first_step if self.line else self.learner.steps
         self.bar = Bar(desc="step", unit="step", quiet=quiet, total=self.config.run.max_steps, initial=first)

@@ -59,13 +59,13 @@ def check_same(run: Path, settings: Settings) -> set[str]:
 
 
 def find_checkpoint(run: Path) -> Path | None:
-    """The run's newest undamaged checkpoint after step 0; if none was saved, None, and its records are removed.
+    """The run's newest undamaged checkpoint; if none was saved, None, and its records are removed.
 
     Finishes or undoes what interrupted saves left. Raises ValueError if only damaged ones are left.
     """
     for folder in (run, run / "checkpoints"):
         remove_leftovers(folder)
-    saved = [folder for folder in checkpoints(run) if step_of(folder) > 0]
+    saved = checkpoints(run)
     checkpoint = first_undamaged(saved)
     if checkpoint is None and (saved or (run / "summary.json").exists()):
         raise ValueError(f"--run.output_dir {run}: no checkpoint to resume from is left; choose another folder")
@@ -101,16 +101,13 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
     """Restore parts and folder of a run to its checkpoint. Raises ValueError if the run has other problems now."""
     output = checkpointer.output
     print(f"resuming {output} from {checkpoint.name}")
-    states, ranks = checkpointer.load(checkpoint)
+    states = checkpointer.load(checkpoint)
     for name in ("stream", "validator"):
         if states[name]["fingerprint"] != checkpointer.parts[name].fingerprint:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
     validations = states["validator"]["validations"]
     if validations["best"] and read_json(output / "best" / "validation.json") != validations["best"]:
         validations["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
-    if ranks != dist.world_size():
-        print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
-        checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
     for name, state in states.items():
         checkpointer.parts[name].load_state_dict(state)
     dist.run_on_main(lambda: cut_back(checkpointer))
@@ -138,20 +135,20 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: Settings) -> None:
 
     Its validations, and rollouts that wait, are its own; of the parent's parts it loads those that fit.
     """
-    states, ranks = checkpointer.load(parent)
-    changes = set(differences(read_config(parent / "config.yaml"), settings))
-    del states["validator"]
-    states.pop("delay", None)
-    if changes & {"optimizer.name", "model.dtype"}:  # other moments
+    states = checkpointer.load(parent)
+    changes = differences(read_config(parent / "config.yaml"), settings)
+    left_out = {"validator", "delay"}
+    if changes.keys() & {"optimizer.name", "model.dtype"}:  # other moments
         states["learner"]["optimizer"] = None
     if states["stream"]["fingerprint"] != checkpointer.parts["stream"].fingerprint:
-        del states["stream"]
-    if "run.seed" in changes or ranks != dist.world_size():
-        states.pop("generators", None)
+        left_out.add("stream")
+    if "run.seed" in changes:
+        left_out.add("generators")
         checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
+    if any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes):
+        left_out |= {name for name in states if name.startswith("algorithm.")}
     for name, state in states.items():
-        is_other_loss = any(change.startswith(("algorithm.surrogate", "algorithm.terms")) for change in changes)
-        if name in checkpointer.parts and not (name.startswith("algorithm.") and is_other_loss):
+        if name in checkpointer.parts and name not in left_out:
             checkpointer.parts[name].load_state_dict(state)
     print(f"forked from {parent}")
     checkpointer.save()

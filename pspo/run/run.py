@@ -20,7 +20,6 @@ from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
-from pspo.run.trackers import start_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.failures import FIRST_FAILURES
 
@@ -50,26 +49,16 @@ class Run:
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
 
     def __post_init__(self) -> None:
-        parts = {
-            "stream": self.stream,
-            "learner": self.learner,
-            "validator": self.validator,
-            "recorder": self.recorder,
-            "generators": self.generators,
-            "delay": self.delay,
-            "algorithm.surrogate": self.config.algorithm.surrogate,
-        }
+        names = ("stream", "learner", "validator", "recorder", "generators", "delay")
+        parts = {name: getattr(self, name) for name in names}
+        parts["algorithm.surrogate"] = self.config.algorithm.surrogate
         parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.terms)}
         self.checkpointer = Checkpointer(self.config, parts, self.output)
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
         FIRST_FAILURES.clear()  # of an earlier run in this process
-        tracker = None
-        name = self.config.run.tracker
-        if dist.is_main() and name != "none":
-            tracker = start_tracker(name, self.output, self.settings, self.learner.steps)
-        self.resources.enter_context(self.recorder.start(tracker))  # the bar: closed before an error is printed
+        self.resources.enter_context(self.recorder.start(self.settings))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
         del self.recorder.seconds["test"]  # no part of a rollout
