@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 
 from pspo.cli.parse import parse, user_errors
@@ -39,15 +39,12 @@ class ExportConfig:
 def export(config: ExportConfig) -> None:
     """Merge, save and print where; raises ValueError for a model without adapters, or adapters that do not fit it."""
     model = config.model.resolved()
-    source = model.lora.name_or_path
     output = Path(config.output_dir)
-    if source is None:
+    if model.lora.name_or_path is None:
         raise ValueError("--model.name_or_path must be a PEFT folder: other models are whole")
     if output.exists():
         raise ValueError(f"--output_dir {output} must not exist yet")
-    adapters = Path(source).expanduser()
-    if not adapters.is_dir():
-        adapters = Path(snapshot_download(source, allow_patterns=["*.safetensors", "README.md"]))
+    adapters = Path(model.lora.name_or_path)
     tokenizer = load_tokenizer(config.model)
     dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
     adapted = load_policy(replace(model, dtype=dtype), CPU).float()  # rounded as in the run; the sum is not
@@ -70,7 +67,7 @@ def base_dtype(adapters: Path) -> str:
 def merged_card(adapters: Path, summary: str) -> ModelCard:
     """The adapters' card, if they have one, as the merged model's."""
     file = adapters / "README.md"
-    card = ModelCard(file.read_text(encoding="utf-8") if file.is_file() else "---\n{}\n---\n# Merged model\n")
+    card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n# Merged model\n")
     card.data.library_name = "transformers"
     card.text += f"\n## Merged\n\n{summary.capitalize()}.\n"
     return card

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -19,14 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
 from pspo.cli.files import lock, write_json
+from pspo.cli.terminal import one_line
 from pspo.model.save import write_model
-
-
-def check_output(folder: Path) -> None:
-    """Raise ValueError if the folder cannot be made, before anything expensive happens."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"--run.output_dir {folder} cannot be made: {existing} is no folder that can be written to")
 
 
 def lock_folder(run: Path) -> IO[Any]:
@@ -162,4 +157,14 @@ def find_damage(folder: Path) -> str | None:
     for name, saved in files.items():
         if not (folder / name).is_file() or describe_file(folder / name) != saved:
             return f"{folder} is damaged: {name} is missing, or not what was saved (size, SHA-256)"
+    return None
+
+
+def first_undamaged(folders: list[Path]) -> Path | None:
+    """The first undamaged checkpoint; damaged ones before it are named."""
+    for folder in folders:
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        print(f"{one_line(damage)}; skipped", file=sys.stderr)
     return None

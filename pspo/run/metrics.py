@@ -61,17 +61,11 @@ def mean_of_known(values: list[float]) -> float:
 def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:
     """A rollout's line in a few numbers for the progress bar or a log, and the best validation so far."""
     seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
-    parts = [
-        f"reward {line['reward']:.3f}",
-        f"loss {line['loss']:.4f}",
-        f"kl {line['kl_old_new']:.2g}",
-        f"grad {line['grad_norm']:.2g}",
-        f"entropy {line['entropy']:.2g}",
-        f"tokens {line['completion_tokens']:.0f}",
-        f"truncated {line['truncated_share']:.0%}",
-        f"skipped {line['steps_skipped']:.0f}",
-        f"{seconds / steps:.1f} s/step",
-    ]
+    text = (
+        f"reward {line['reward']:.3f}  loss {line['loss']:.4f}  kl {line['kl_old_new']:.2g}  "
+        f"grad {line['grad_norm']:.2g}  entropy {line['entropy']:.2g}  tokens {line['completion_tokens']:.0f}  "
+        f"truncated {line['truncated_share']:.0%}  skipped {line['steps_skipped']:.0f}  {seconds / steps:.1f} s/step"
+    )
     if best:
-        parts.append(f"best {best['validation_reward']:.3f} at {best['step']}")
-    return "  ".join(parts)
+        text += f"  best {best['validation_reward']:.3f} at {best['step']}"
+    return text

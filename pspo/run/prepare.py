@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.failures import StopSignals
 from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
-from pspo.cli.python import default_output
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import casts_to_bf16, load_tokenizer
@@ -23,11 +22,11 @@ from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import Generators
-from pspo.run.folders import check_output, lock_folder
+from pspo.run.folders import lock_folder
 from pspo.run.learner import make_learner
 from pspo.run.optimizers import check_optimizer
 from pspo.run.recorder import Recorder
-from pspo.run.resume import check_same, find_checkpoint, find_parent, fork, holds_run, resume
+from pspo.run.resume import find_start, fork, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
@@ -55,21 +54,6 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             fork(run.checkpointer, parent, settings)
         run.resources = resources.pop_all()
         return run
-
-
-def find_start(
-    config: TrainConfig, settings: Settings, resources: contextlib.ExitStack
-) -> tuple[Path, Path | None, Path | None]:
-    """The run's folder, locked if it is there; its checkpoint to resume from; or the checkpoint of a run to fork."""
-    output = Path(config.run.output_dir or default_output(config))
-    check_output(output)
-    if holds_run(output):
-        resources.enter_context(lock_folder(output))
-        checkpoint = find_checkpoint(output)
-        if checkpoint is not None:
-            check_same(output, settings)
-            return output, checkpoint, None
-    return output, None, find_parent(config.run.fork_from) if config.run.fork_from else None
 
 
 def load_run(config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> Run:

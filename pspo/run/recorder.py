@@ -154,14 +154,13 @@ class Recorder:
                 log_rollout(self.tracker, self.line, self.samples)
             is_notable = self.first_step == self.bar.first or self.limit_reached
             self.bar.advance(len(self.steps), status(self.line, len(self.steps), best), is_notable)
-        steps = self.steps
-        self.clear_line()
-        for step in steps:
+        for step in self.steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
                 bad = f"loss ({step['loss']}) or gradient norm ({step['grad_norm']}) were not finite"
                 advice = f"{describe_newest(self.output)}; lower --optimizer.lr"
                 raise RunFailed(f"{self.skipped} optimizer steps in a row were skipped: {bad}; {advice}")
+        self.clear_line()
 
     def finish(self) -> None:
         """Warn if completions had no reward, or no step had a gradient; close the tracker."""

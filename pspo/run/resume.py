@@ -3,6 +3,8 @@
 Only switches that change no number may differ in a resumed run. In a fork each part loads what fits it.
 """
 
+import contextlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,10 +12,10 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, write_text
-from pspo.cli.terminal import one_line
-from pspo.config import RunConfig
+from pspo.cli.python import default_output
+from pspo.config import RunConfig, TrainConfig
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, find_damage, numbered, prune, remove_leftovers, step_of
+from pspo.run.folders import checkpoints, first_undamaged, lock_folder, numbered, prune, remove_leftovers, step_of
 from pspo.run.tokens import FOLDER
 
 FREE = {  # switches that change no number of a run
@@ -23,13 +25,23 @@ FREE = {  # switches that change no number of a run
 LIMITS = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 
 
-def holds_run(output: Path) -> bool:
-    """True if a run was started in the folder; ValueError if it holds anything else."""
+def find_start(
+    config: TrainConfig, settings: Settings, resources: contextlib.ExitStack
+) -> tuple[Path, Path | None, Path | None]:
+    """The run's folder, locked if it is there; its checkpoint to resume from; or the checkpoint of a run to fork."""
+    output = Path(config.run.output_dir or default_output(config))
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"--run.output_dir {output} cannot be made: {existing} is no folder that can be written to")
     if (output / "config.yaml").exists():
-        return True
-    if any(path.name != "data" for path in output.glob("[!.]*")):  # which a run writes before its config.yaml
+        resources.enter_context(lock_folder(output))
+        checkpoint = find_checkpoint(output)
+        if checkpoint is not None:
+            check_same(output, settings)
+            return output, checkpoint, None
+    elif any(path.name != "data" for path in output.glob("[!.]*")):  # which a run writes before its config.yaml
         raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
-    return False
+    return output, None, find_parent(config.run.fork_from) if config.run.fork_from else None
 
 
 def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
@@ -76,16 +88,6 @@ def find_checkpoint(run: Path) -> Path | None:
         for file in (run / "environment.json", *run.glob("*.jsonl")):
             file.unlink(missing_ok=True)
     return checkpoint
-
-
-def first_undamaged(folders: list[Path]) -> Path | None:
-    """The first undamaged checkpoint; damaged ones before it are named."""
-    for folder in folders:
-        damage = find_damage(folder)
-        if damage is None:
-            return folder
-        print(f"{one_line(damage)}; skipped", file=sys.stderr)
-    return None
 
 
 def find_parent(fork_from: str) -> Path:

@@ -31,7 +31,7 @@ COLUMNS = {
 class TokenRecord:
     """Collects what optimizer steps compute at the tokens of this rank's first ``rows`` rows of a rollout."""
 
-    def __init__(self, rows: int = 0) -> None:
+    def __init__(self, rows: int) -> None:
         self.rows = rows
         self.visits: list[dict[str, np.ndarray]] = []
 
