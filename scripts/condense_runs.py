@@ -1,0 +1,69 @@
+"""Condense runs to a table with a row per run: python scripts/condense_runs.py runs/off-policy --output runs.csv
+
+Columns: the experiment, the method, the switches that differ between the runs, the seed; reward (mean training reward
+over all rollouts), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
+the best model by validation), untrained_accuracy and best_step. A folder may hold runs, or be
+one that pspo report --pack wrote.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from pspo.cli.files import write_text
+from pspo_lab.runs import Runs, read_runs
+from pspo_lab.settings import SEED, SURROGATE, methods
+
+ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
+
+
+def varied_switches(configs: pd.DataFrame) -> pd.DataFrame:
+    """The switches of ROOMS that have several values, by the last part of their names."""
+    configs = configs[[name for name in configs.columns if name.startswith(ROOMS) and name != SURROGATE]]
+    varied = configs.loc[:, configs.astype(str).nunique() > 1]
+    return varied.rename(columns=lambda name: name.removesuffix(".class_path").rpartition(".")[2])
+
+
+def summary_numbers(runs: Runs) -> pd.DataFrame:
+    """Accuracies in percent and the best step, by run, where runs were evaluated."""
+    values = runs.numbers
+    values = values[values["group"].isna() & values["evaluation"].eq("summary")]
+    columns = {}
+    for name, stage, measure in (
+        ("accuracy", "final", "accuracy"),
+        ("returned_accuracy", "after", "accuracy"),
+        ("untrained_accuracy", "before", "accuracy"),
+        ("best_step", "run", "best_step"),
+    ):
+        chosen = values[(values["stage"] == stage) & (values["measure"] == measure)]
+        chosen = chosen[chosen["temperature"].isin(["0", 0]) | (stage == "run")]
+        columns[name] = chosen.set_index("run")["value"] * (100 if measure == "accuracy" else 1)
+    return pd.DataFrame(columns)
+
+
+def condense(runs: Runs) -> pd.DataFrame:
+    """A row per finished run, in order of experiments and settings."""
+    runs = runs.take(runs.finished())
+    configs = runs.configs
+    rollouts = runs.metrics.sort_values("step").groupby("run")
+    rows = pd.DataFrame({"experiment": configs["experiment"].map(lambda path: Path(path).name)})
+    rows["method"] = methods(configs)
+    rows = rows.join(varied_switches(configs)).assign(seed=configs[SEED])
+    rows["reward"] = rollouts["reward"].mean()
+    rows["validation"] = rollouts["validation_reward"].last()
+    return rows.join(summary_numbers(runs)).dropna(axis="columns", how="all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    table = condense(read_runs(args.folders))
+    write_text(args.output, table.to_csv(index=False, float_format="%.7g"))
+    print(f"{len(table)} runs: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

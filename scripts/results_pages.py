@@ -1,0 +1,625 @@
+"""Numbers and pictures of the results pages: python scripts/results_pages.py
+
+Reads the tables of runs in results/, writes every text between <!-- table: NAME --> and <!-- /table --> or between
+<!-- n: NAME --> and <!-- /n --> on the four pages and in the README, and draws the pages' pictures. Intervals are
+Student's at 95% over seeds or runs, if not said otherwise; differences are paired; a star is p < 0.05 by Holm (1979).
+"""
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from scipy.stats import fisher_exact, t
+
+from pspo.cli.files import write_text
+from pspo_lab.figures import COLOURS, GREY, INK, picture
+from pspo_lab.tables import add_holm
+
+METHODS = ["NoClip", "Clip", "PSPO", "P3O", "SAPO", "TOPR"]
+MODELS = ["tiny-base", "tiny-math"]
+UNTRAINED = {"tiny-base": 0.381, "tiny-math": 0.829}  # validation reward at step 0 of stale-rollouts, in every run
+
+Texts = dict[str, str]
+Interval = tuple[float, float, float]
+
+
+def interval(values: pd.Series) -> Interval:
+    """Mean and the ends of its 95% t-interval."""
+    values = values.dropna()
+    half = t.ppf(0.975, len(values) - 1) * values.sem()
+    return values.mean(), values.mean() - half, values.mean() + half
+
+
+def text(values: pd.Series, digits: int = 3, sign: str = "") -> str:
+    mean, low, high = (f"{round(number, digits) + 0.0:{sign}.{digits}f}" for number in interval(values))
+    return f"{mean} [{low}, {high}]"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    header = list(header)
+    lines = [header, ["---" for _ in header], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def holm_stars(differences: dict[str, pd.Series]) -> dict[str, str]:
+    """A star for each mean difference that is not 0 at 5%, of all of them together."""
+    rows = {name: {"mean": of.mean(), "sem": of.sem(), "seeds": len(of)} for name, of in differences.items()}
+    adjusted = add_holm(pd.DataFrame.from_dict(rows, orient="index"))["holm"]
+    return {name: "*" if adjusted[name] < 0.05 else "" for name in differences}
+
+
+def label_ends(axes: Axes, ends: dict[str, tuple[float, float]], gap: float) -> None:
+    """Write names right of the ends (x, y) of lines, at least ``gap`` apart."""
+    height = -np.inf
+    for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
+        height = max(y, height + gap)
+        axes.text(1.15 * x, height, name, va="center")
+
+
+def draw_rows(axes: Axes, rows: dict[str, pd.Series], reference: float) -> None:
+    """Draw each row's seeds, mean and interval, the first row on top."""
+    for y, (name, values) in enumerate(reversed(rows.items())):
+        mean, low, high = interval(values)
+        colour = COLOURS[re.match(r"\w+", name)[0]]
+        axes.plot(values, np.full(len(values), y), ".", color=GREY, markersize=3, alpha=0.6)
+        axes.plot([low, high], [y, y], "-", color=colour, linewidth=2)
+        axes.plot(mean, y, "o", color=colour, markersize=5)
+    axes.set_yticks(range(len(rows)), list(reversed(rows)))
+    axes.axvline(reference, color=GREY, ls=":", linewidth=1)
+
+
+# Tuned, do the methods differ?
+
+
+def read_protocol(folder: Path) -> pd.DataFrame:
+    runs = pd.read_csv(folder / "runs.csv")
+    return runs.pivot(index="seed", columns=["experiment", "method"], values=["returned_accuracy", "accuracy"])
+
+
+def selected_constants(folder: Path, model: str, method: str) -> str:
+    """What the search chose, as in "epsilon 0.4, lr 3e-05"."""
+    choices = pd.read_csv(folder / "selection.csv").query("selected and experiment == @model")
+    setting = choices.set_index("method").loc[[method.lower()], "setting"].iloc[0]
+    constants = dict(re.findall(r"(\w+)=([\w.]+(?:-\d\d)?)", setting))
+    shown = {name: value for name, value in constants.items() if name not in ("epochs", "aggregation")}
+    return ", ".join(f"{name} {float(value):g}" for name, value in shown.items())
+
+
+def protocol_texts(folder: Path) -> Texts:
+    accuracy = read_protocol(folder)
+    apart = {}
+    for measure in ("returned_accuracy", "accuracy"):
+        for model in MODELS:
+            for method in METHODS[1:]:
+                of_model = accuracy[measure][model]
+                apart[f"{measure} {model} {method}"] = of_model[method] - of_model["NoClip"]
+    stars = holm_stars(apart)
+
+    rows, overview = [], []
+    for method in METHODS:
+        cells = [f"{method}, 1 epoch" if method == "NoClip" else method]
+        for model in MODELS:
+            name = f"returned_accuracy {model} {method}"
+            cells.append(text(accuracy["returned_accuracy"][model][method], 1))
+            cells.append(text(apart[name], 1, "+") + stars[name] if name in apart else "")
+            cells.append(selected_constants(folder, model, method))
+        rows.append(cells)
+    for model in MODELS:
+        intervals = [interval(accuracy["returned_accuracy"][model][method]) for method in METHODS]
+        overview.append([model, *(f"{mean:.1f} ± {mean - low:.1f}" for mean, low, _ in intervals)])
+
+    header = ["method"]
+    for model in MODELS:
+        header += [f"{model}: accuracy (%)", "minus NoClip", "chosen"]
+    excluding = [name for name, of in apart.items() if not interval(of)[1] <= 0 <= interval(of)[2]]
+    four = [abs(apart[f"returned_accuracy {model} {method}"].mean()) for model in MODELS for method in METHODS[1:4]]
+    return {
+        "accuracy": table(header, rows),
+        "results": table(["", "NoClip, 1 epoch", *METHODS[1:]], overview),
+        "largest": f"{max(four):.1f}",
+        "differences": str(len(apart)),
+        "excluding": str(len(excluding)),
+        "stars": str(sum(map(bool, stars.values()))),
+        "topr final": text(apart["accuracy tiny-base TOPR"], 1, "+"),
+    }
+
+
+def draw_protocol(folder: Path) -> None:
+    accuracy = read_protocol(folder)["returned_accuracy"]
+    untrained = pd.read_csv(folder / "runs.csv").groupby("experiment")["untrained_accuracy"].first()
+    with picture(
+        folder / "accuracy.svg", 7.6, 2.3, "greedy accuracy of the returned model (% of 500 problems)"
+    ) as figure:
+        for axes, model in zip(figure.subplots(1, 2, sharey=True), MODELS, strict=True):
+            draw_rows(axes, {method: accuracy[model][method] for method in METHODS}, untrained[model])
+            axes.text(untrained[model], 2.5, " untrained", va="center")
+            axes.set_title(f"{model}, five seeds")
+
+
+# PSPO, its second epoch and alpha
+
+BASE = "NoClip, 2 epochs"
+CONTROL_ROWS = {  # experiment, method, alpha and epochs of each row
+    BASE: ("tokens", "NoClip", None, 2),
+    "PSPO 0.1, 2 epochs": ("tokens", "PSPO", 0.1, 2),
+    "PSPO 0.4, 2 epochs": ("tokens", "PSPO", 0.4, 2),
+    "Clip, 2 epochs": ("tokens", "Clip", None, 2),
+    "NoClip, 1 epoch": ("tokens", "NoClip", None, 1),
+    "NoClip, 1 epoch, twice the rate": ("path", "NoClip", None, 1),
+    "NoClip, 1 epoch, twice the tokens": ("steps", "NoClip", None, 1),
+}
+
+
+def read_control(folder: Path) -> dict[tuple[str, float], pd.DataFrame]:
+    """(row, gradient norm): validation and accuracy by seed."""
+    runs = pd.read_csv(folder / "runs.csv")
+    cells = {}
+    for clip in (0.0, 0.1):
+        for name, (experiment, method, alpha, epochs) in {
+            **CONTROL_ROWS,
+            "steps": ("steps", "NoClip", None, 2),
+        }.items():
+            chosen = (runs["experiment"] == experiment) & (runs["method"] == method) & (runs["max_grad_norm"] == clip)
+            chosen &= (runs["epochs"] == epochs) & (runs["alpha"].eq(alpha) if alpha else True)
+            cells[name, clip] = runs[chosen].set_index("seed")[["validation", "accuracy"]].sort_index()
+    return cells
+
+
+def control_texts(folder: Path) -> Texts:
+    cells = read_control(folder)
+    apart = {}
+    for name in list(CONTROL_ROWS)[1:]:
+        for clip in (0.0, 0.1):
+            base = cells["steps" if name.endswith("tokens") else BASE, clip]
+            for measure in ("validation", "accuracy"):
+                apart[f"{name} {clip} {measure}"] = cells[name, clip][measure] - base[measure]
+    stars = holm_stars(apart)
+
+    rows = []
+    for name in CONTROL_ROWS:
+        row = [name, text(cells[name, 0.0]["validation"]), text(cells[name, 0.0]["accuracy"], 1)]
+        for clip in (0.0, 0.1):
+            for measure, digits in (("validation", 3), ("accuracy", 1)):
+                key = f"{name} {clip} {measure}"
+                row.append("" if name == BASE else text(apart[key], digits, "+") + stars[key])
+        rows.append(row)
+    header = ["learning rate 3e-5", "validation reward", "accuracy (%)", "reward minus two epochs", "accuracy minus"]
+    header += ["norms clipped at 0.1: reward minus", "accuracy minus"]
+
+    alphas = alpha_curves(folder)
+    spreads = alphas["mean"].max(axis=1) - alphas["mean"].min(axis=1)
+    return {
+        "control": table(header, rows),
+        "differences": str(len(apart)),
+        "seeds": str(len(cells[BASE, 0.0])),
+        "spread": f"{spreads.max():.3f}",
+        "deviations": f"{deviations(alphas).min():.3f} to {deviations(alphas).max():.3f}",
+        **alpha_differences(folder),
+        **comparison_texts(folder),
+    }
+
+
+PAPERS_SPREAD = 0.149  # accuracy of Qwen2-Math-1.5B at alpha 0.1, 0.2, 0.4 and 0.5, highest minus lowest
+VARIANT = ["advantage_scale", "max_grad_norm", "dtype"]
+
+
+def alpha_curves(folder: Path) -> pd.DataFrame:
+    """By variant: mean and standard deviation over seeds at each alpha."""
+    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False, na_values=[""])
+    runs = runs[runs["experiment"] == "alpha"]
+    return runs.groupby([*VARIANT, "alpha"])["validation"].agg(["mean", "std"]).unstack("alpha")
+
+
+def deviations(curves: pd.DataFrame) -> pd.Series:
+    """By variant: standard deviation of a single seed around the mean."""
+    return (curves["std"] ** 2).mean(axis=1) ** 0.5
+
+
+def alpha_differences(folder: Path) -> Texts:
+    """How many differences from alpha 0 of the same variant have an interval that excludes 0."""
+    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False, na_values=[""])
+    values = runs[runs["experiment"] == "alpha"].pivot(index=[*VARIANT, "seed"], columns="alpha", values="validation")
+    apart = values.drop(columns=0.0).sub(values[0.0], axis=0)
+    ends = [interval(of) for _, variant in apart.groupby(level=VARIANT) for _, of in variant.items()]
+    excluding = sum(low > 0 or high < 0 for _, low, high in ends)
+    return {"alpha differences": str(len(ends)), "alpha excluding": str(excluding)}
+
+
+def comparison_texts(folder: Path) -> Texts:
+    """Sixteen steps on each rollout from tiny-math, and alpha under SGD."""
+    runs = pd.read_csv(folder / "comparisons.csv")
+    reuse = runs[runs["experiment"] == "off-policy"]
+    falls = (reuse["accuracy"] - reuse["untrained_accuracy"]).groupby(
+        [reuse["method"], reuse["alpha"].fillna(0), reuse["epsilon"].fillna(0)]
+    )
+    below = [interval(of)[2] < 0 for _, of in falls]
+    means = falls.mean()
+    others = means.drop("TOPR", level="method")
+
+    sgd = runs[(runs["experiment"] == "control") & (runs["name"] == "sgd") & (runs["max_grad_norm"] == 0)]
+    by_seed = sgd.pivot(index="seed", columns=["method", "lr"], values="returned_accuracy")  # of the final models
+    pspo, same_rate, shorter = by_seed["PSPO", 0.1], by_seed["NoClip", 0.1], by_seed["NoClip", 0.06]
+    return {
+        "reuse settings": str(len(means)),
+        "reuse below": str(sum(below)),
+        "reuse falls": f"{-others.max():.0f} to {-others.min():.0f}",
+        "reuse topr": text(falls.get_group(("TOPR", 0, 0)), 1, "+"),
+        "reuse untrained": str((reuse["best_step"] == 0).sum()),
+        "reuse runs": str(len(reuse)),
+        "sgd": text(pspo - same_rate, 1, "+"),
+        "sgd shorter": text(pspo - shorter, 1, "+"),
+    }
+
+
+def draw_control(folder: Path) -> None:
+    cells = read_control(folder)
+    curves = alpha_curves(folder)
+    with picture(folder / "alpha.svg", 7.6, 2.8, "") as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+        rows = {name: cells[name, 0.0]["validation"] for name in CONTROL_ROWS}
+        draw_rows(left, rows, rows[BASE].mean())
+        left.set(title="no gradient clipping, eight seeds", xlabel="final validation reward (128 problems)")
+
+        alphas = curves["mean"].columns
+        main = ("none", 0.0, "float32")
+        for variant, means in curves["mean"].iterrows():
+            is_main = variant == main
+            colour, width = (COLOURS["PSPO"], 2) if is_main else (GREY, 0.8)
+            right.plot(alphas, means, "o-", color=colour, linewidth=width, markersize=3, zorder=3 if is_main else 2)
+        mean, deviation = curves["mean"].loc[main], deviations(curves)[main]
+        right.fill_between(alphas, mean - deviation, mean + deviation, color=COLOURS["PSPO"], alpha=0.15, linewidth=0)
+        right.text(0.02, 0.765, "grey: seven other variants", va="bottom")
+        right.text(0.02, 0.705, "float32, no clipping;\nband: deviation of one seed", va="top")
+        right.errorbar(0.9, 0.735, PAPERS_SPREAD / 2, color=INK, capsize=3)
+        right.text(0.88, 0.80, f"spread of the paper's curve, {PAPERS_SPREAD}", ha="right", va="center")
+        right.set(
+            title="PSPO, eight seeds",
+            xlabel="alpha",
+            ylabel="final validation reward (256 problems)",
+            ylim=(0.64, 0.83),
+        )
+
+
+# A pretrained model on two CPU cores
+
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0}
+ANSWERS = {"before": "before", "seed 0": "seed-0", "seed 1": "seed-1"}
+SETS = {"word-problems": "ASDiv + SVAMP, 976 held-out problems", "gsm8k": "GSM8K, 500 problems, not trained on"}
+
+
+def read_answers(folder: Path) -> pd.DataFrame:
+    """Evaluations by name and measure: value, low and high (95% over problems)."""
+    rows = pd.read_parquet(folder / "runs.parquet")
+    rows = rows[rows["measure"].notna() & rows["group"].isna()]
+    rows = rows.assign(measure=rows["measure"].replace("true_accuracy", "gold_anywhere"))  # its name in older files
+    return rows.drop_duplicates(["evaluation", "measure"]).set_index(["evaluation", "measure"])
+
+
+def percent(row: pd.Series) -> str:
+    return f"{100 * row['value']:.1f}% [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+
+
+def p_value(answers: pd.DataFrame, problems: str, seed: str) -> float:
+    """Fisher's exact test of the gold value anywhere, before and after, as if the problems were not the same."""
+    counts = []
+    for name in ("before", seed):
+        row = answers.loc[(f"{name}-{problems}", "gold_anywhere")]
+        found = round(row["value"] * row["n"])
+        counts.append([found, row["n"] - found])
+    return fisher_exact(counts)[1]
+
+
+def training_minutes(runs: pd.DataFrame) -> list[float]:
+    """Generating and training of both stages by seed; seed 0's second stage began from step 40 of the first."""
+    rollouts = runs[runs["measure"].isna()]
+    seconds = rollouts["seconds/generate"] + rollouts["seconds/train"]
+    first = (rollouts["experiment"] == "stage-1") & (rollouts["step"] <= 40)
+    firsts = [
+        first & rollouts["setting"].str.contains("keep=8"),
+        first & rollouts["setting"].str.contains("strategy=none"),
+    ]
+    second = rollouts["experiment"] == "stage-2"
+    return [seconds[(firsts[seed] | second) & (rollouts["seed"] == seed)].sum() / 60 for seed in (0, 1)]
+
+
+def smollm2_texts(folder: Path) -> Texts:
+    answers = read_answers(folder)
+    rows = []
+    for name, file in ANSWERS.items():
+        cells = [name]
+        for problems in SETS:
+            of_set = answers.loc[f"{file}-{problems}"]
+            cells += [percent(of_set.loc["gold_anywhere"]), percent(of_set.loc["accuracy"])]
+            cells.append("" if name == "before" else f"{p_value(answers, problems, file):.2g}")
+            cells.append(f"{100 * of_set.loc['truncated_share', 'value']:.0f}%")
+        rows.append(cells)
+    header = [""]
+    for problems in ("ASDiv + SVAMP", "GSM8K"):
+        header += [f"{problems}: gold anywhere", "right by the last number", "p, gold anywhere", "cut at 128 tokens"]
+
+    def gold(name: str) -> str:
+        return f"{100 * answers.loc[(f'{name}-word-problems', 'gold_anywhere'), 'value']:.1f}"
+
+    def sampled(k: int) -> str:
+        before, after = (answers.loc[(f"{name}-sampled-300", f"pass@{k}"), "value"] for name in ("before", "seed-0"))
+        return f"{100 * before:.1f}% to {100 * after:.1f}%"
+
+    runs = pd.read_parquet(folder / "runs.parquet")
+    memory = runs.query("measure == 'peak_memory_gb' and experiment == 'stage-2'")["value"]
+    return {
+        "answers": table(header, rows),
+        "before": gold("before"),
+        "seed 0": gold("seed-0"),
+        "seed 1": gold("seed-1"),
+        "p": f"{p_value(answers, 'word-problems', 'seed-1'):.2f}",
+        "cut": f"{100 * answers.loc[('before-word-problems', 'truncated_share'), 'value']:.0f}%",
+        "minutes": " and ".join(f"{minutes:.0f}" for minutes in training_minutes(runs)),
+        "memory": f"{memory.max():.1f} GB",
+        "pass@1": sampled(1),
+        "pass@4": sampled(4),
+        "first stage": first_stage_table(folder),
+    }
+
+
+def first_stage_table(folder: Path) -> str:
+    """Runs of the first stage by kinds of weights, on the 976 held-out problems, evaluated on one machine."""
+    answers = pd.read_parquet(folder / "answers.parquet").set_index("model")
+    names = {
+        "before": "untrained",
+        "lora-0": "LoRA, rank 16",
+        "bfloat16-0": "bf16 weights",
+        "bfloat16-1": "bf16 weights",
+        "float32-0": "float32 weights",
+        "float32-1": "float32 weights",
+    }
+    rows = []
+    for model, name in names.items():
+        of_model = answers.loc[model]
+        shares = [f"{100 * of_model[measure].mean():.1f}%" for measure in ("contains_gold", "correct", "truncated")]
+        rows.append([name, model[-1] if "-" in model else "", *shares, f"{of_model['tokens'].mean():.0f}"])
+    return table(["", "seed", "gold anywhere", "right", "cut at 128 tokens", "tokens per answer"], rows)
+
+
+def draw_smollm2(folder: Path) -> None:
+    answers = read_answers(folder)
+    measures = {"gold_anywhere": (COLOURS["NoClip"], 0.13, "gold value anywhere"),
+                "accuracy": (COLOURS["PSPO"], -0.13, "right by the last number")}  # fmt: skip
+    with picture(folder / "answers.svg", 7.6, 2.0, "share of problems (%), greedy; bars: 95% over problems") as figure:
+        for axes, (problems, title) in zip(figure.subplots(1, 2, sharey=True), SETS.items(), strict=True):
+            for y, file in enumerate(reversed(ANSWERS.values())):
+                for measure, (colour, shift, label) in measures.items():
+                    value, low, high = 100 * answers.loc[(f"{file}-{problems}", measure), ["value", "low", "high"]]
+                    axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=2)
+                    axes.plot(value, y + shift, "o", color=colour, markersize=5)
+                    if file == "before" and problems == "word-problems":
+                        axes.text(high + 0.4, y + shift, label, va="center", bbox=WHITE)
+            untrained = 100 * answers.loc[(f"before-{problems}", "gold_anywhere"), "value"]
+            axes.axvline(untrained, color=GREY, ls=":", linewidth=1)
+            axes.set(title=title, yticks=range(3), yticklabels=reversed(ANSWERS), xlim=(0, 22), ylim=(-0.5, 2.5))
+
+
+# Stale rollouts
+
+LAGS = [0, 1, 2, 4, 8]
+RUNS = {"tiny-base": 10, "tiny-math": 10}
+ADVICE = {  # by lag: from the costs, the rates at lag 8, and for Clip the forks
+    1: "nothing; a range of 0.2 does Clip no harm",
+    2: "nothing; Clip: a range above 0.2",
+    4: "as at lag 2",
+    8: "NoClip, PSPO, P3O: a third of the rate. Clip: a range of 0.4. SAPO, TOPR: nothing",
+}
+
+
+def read_grid(folder: Path) -> pd.Series:
+    """Mean final reward by model, method, epochs, rate and lag."""
+    runs = pd.read_csv(folder / "runs.csv")
+    is_luspo = (runs["method"] == "GSPO") & (runs["aggregation"] == "dr_grpo")
+    runs["method"] = runs["method"].mask(is_luspo, "LUSPO")
+    return runs.groupby(["name_or_path", "method", "epochs", "lr", "lag"])["validation"].mean()
+
+
+def lag_costs(grid: pd.Series, model: str) -> tuple[float, pd.Series, pd.Series]:
+    """What training gains at lag 0; what each lag costs, the setting chosen anew or left; means over methods."""
+    settings = grid[model].unstack("lag")
+    best = settings.groupby("method").max()
+    left = settings.loc[settings[0].groupby("method").idxmax()].droplevel(["epochs", "lr"])
+    gain = best[0].mean() - UNTRAINED[model]
+    return gain, (-best.sub(best[0], axis=0)).mean(), (-left.sub(left[0], axis=0)).mean()
+
+
+def lag_texts(folder: Path) -> Texts:
+    grid = read_grid(folder)
+    costs = {model: lag_costs(grid, model) for model in MODELS}
+    rows = []
+    for lag in LAGS[1:]:
+        cells = [f"{costs[model][kind][lag]:.3f}" for model in MODELS for kind in (1, 2)]
+        rows.append([str(lag), ADVICE[lag], *cells])
+    header = ["lag", "what to set"]
+    for model in MODELS:
+        header += [f"{model}: costs (of {costs[model][0]:.3f})", "nothing changed"]
+    return {
+        "lags": table(header, rows),
+        "gain": f"{costs['tiny-base'][0]:.3f}",
+        "cost": f"{costs['tiny-base'][1][8]:.3f}",
+        "gain math": f"{costs['tiny-math'][0]:.3f}",
+        "cost math": f"{costs['tiny-math'][1][8]:.3f}",
+    }
+
+
+RATES = [1e-5, 3e-5, 1e-4, 4e-4]
+
+
+def read_rates(folder: Path) -> pd.DataFrame:
+    """Four epochs with ratios to the drawing policy: (method, lag, rate; seed), Clip's other ranges as "Clip 0.4"."""
+    runs = pd.read_csv(folder / "controls.csv")
+    runs = runs[runs["experiment"].isin(["rates", "ranges", "low-rates"])]
+    is_range = (runs["experiment"] == "ranges") & (runs["method"] == "Clip")
+    runs = runs[is_range | (runs["experiment"] != "ranges")]
+    runs.loc[is_range, "method"] = "Clip " + runs["epsilon"].astype(str)
+    return runs.pivot(index=["method", "lag", "lr"], columns="seed", values="validation")
+
+
+def chosen(rates: pd.DataFrame, *methods: str) -> pd.Series:
+    """By seed, the reward at lag 8 of the setting whose mean over the other seeds is best."""
+    settings = pd.concat([rates.loc[(method, 8)] for method in methods], keys=methods)
+    return pd.Series({seed: settings.loc[settings.drop(columns=seed).mean(axis=1).idxmax(), seed] for seed in settings})
+
+
+def read_forks(folder: Path, model: str, stages: Sequence[str]) -> pd.DataFrame:
+    forks = pd.read_csv(folder / "forks.csv")
+    return forks[(forks["model"] == model) & forks["stage"].isin(stages)]
+
+
+def by_lag(folder: Path) -> pd.DataFrame:
+    """(run; lag, surrogate): change of the share of correct answers at a KL of 0.004, after 9 rollouts."""
+    forks = read_forks(folder, "tiny-base", ["first", "dose"])
+    forks = forks[(forks["aim"] == 0.004) & (forks["rollouts"] == 9)]
+    return forks.pivot(index="run", columns=["lag", "surrogate"], values="correct")
+
+
+def gradient_products(folder: Path, model: str, lag: int, metric: str) -> pd.DataFrame:
+    gradients = pd.read_csv(folder / "gradients.csv")
+    chosen = (gradients["model"] == model) & (gradients["lag"] == lag) & (gradients["metric"] == metric)
+    return gradients[chosen].pivot(index="run", columns="surrogate")
+
+
+def evidence_rows(folder: Path) -> dict[str, tuple[str, pd.Series]]:
+    """Clip minus NoClip: what was compared, its measure, and a difference per seed or run."""
+    rates = read_rates(folder)
+    noclip = chosen(rates, "NoClip")
+    forks = by_lag(folder)
+    own = read_forks(folder, "tiny-base", ["lateclip"]).pivot(index="run", columns="surrogate", values="correct")
+    theirs = read_forks(folder, "tiny-base", ["latenoclip"]).pivot(index="run", columns="surrogate", values="correct")
+    math = read_forks(folder, "tiny-math", ["first"]).query("lag == 8 and matched")
+    math = math.pivot(index=["run", "rollouts"], columns="surrogate", values="correct")
+    small = read_forks(folder, "SmolLM2-135M", ["small"]).pivot(index="run", columns="surrogate", values="correct")
+    smollm2 = gradient_products(folder, "SmolLM2", 8, "plain")
+    unit = smollm2["target2"]["NoClip"].mean()
+
+    rows = {
+        "runs at lag 8, range 0.2": ("final reward", chosen(rates, "Clip") - noclip),
+        "runs at lag 8, range chosen (0.4)": ("final reward", chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - noclip),
+    }
+    for lag in LAGS:
+        rows[f"one rollout of lag {lag}, NoClip's runs"] = ("share right", forks[lag]["Clip"] - forks[lag]["NoClip"])
+    rows |= {
+        "lag 8, NoClip's runs that train late": ("share right", theirs["Clip"] - theirs["NoClip"]),
+        "lag 8, Clip's runs that train late": ("share right", own["Clip"] - own["NoClip"]),
+        "lag 8, tiny-math": ("share right", (math["Clip"] - math["NoClip"]).groupby("run").mean()),
+        "lag 8, SmolLM2": ("share right", small["Clip"] - small["NoClip"]),
+        "lag 8, SmolLM2, gradients": ("product", (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / unit),
+    }
+    return rows
+
+
+def stale_texts(folder: Path) -> Texts:
+    evidence = evidence_rows(folder)
+    rows = []
+    for name, (measure, values) in evidence.items():
+        digits = 2 if measure == "product" else 3
+        rows.append([name, measure, text(values, digits, "+"), str(values.count())])
+
+    own = read_forks(folder, "tiny-base", ["lateclip"]).query("surrogate == 'Clip'").set_index("run")["correct"]
+    lead = evidence["one rollout of lag 1, NoClip's runs"][1]
+    late = evidence["lag 8, Clip's runs that train late"][1] - evidence["lag 8, NoClip's runs that train late"][1]
+    gspo = read_forks(folder, "tiny-base", ["first"]).query("surrogate == 'GSPO:grpo' and lag == 0")
+    adam = gradient_products(folder, "tiny-base", 8, "adam")
+    cosines = adam["dot"] / (adam["target2"] * adam["norm2"]) ** 0.5
+    squares = gradient_products(folder, "SmolLM2", 8, "plain")["norm2"].mean()
+    controls = pd.read_csv(folder / "controls.csv")
+    masks = controls.query("experiment == 'masks' and correction == 'sequence_mask' and lr == 3e-5")
+    decoupled = masks.set_index("seed")["validation"]
+    rates = read_rates(folder)
+    return {
+        "evidence": table(["Clip minus NoClip", "measure", "mean [95%]", "seeds or runs"], rows),
+        "lag 1 lead": f"{lead.mean():.3f}",
+        "own": text(own, 3, "+"),
+        "checkpoints": text(late, 3, "+"),
+        "gspo": f"{100 * gspo['zero_weight_share'].mean():.0f}%",
+        "product": text(evidence["lag 8, SmolLM2, gradients"][1], 2, "+"),
+        "length": f"{(squares['Clip'] / squares['NoClip']) ** 0.5:.0f}",
+        "range": text(evidence["runs at lag 8, range chosen (0.4)"][1], 3, "+"),
+        "clip cosine": f"{cosines['Clip'].mean():.2f}",
+        "noclip cosine": f"{cosines['NoClip'].mean():.2f}",
+        "decoupled": text(decoupled - rates.loc[("NoClip", 8, 3e-5)], 3, "+"),
+        "decoupled best": text(decoupled - chosen(rates, "NoClip"), 3, "+"),
+        **lag_texts(folder),
+    }
+
+
+def draw_stale(folder: Path) -> None:
+    rates = read_rates(folder).mean(axis=1)
+    with picture(folder / "rates.svg", 7.6, 3.0, "learning rate of AdamW, four epochs on each rollout") as figure:
+        for axes, lag in zip(figure.subplots(1, 2, sharey=True), (0, 8), strict=True):
+            axes.set(title=f"lag {lag}, five seeds", xscale="log", xlim=(8e-6, 1.1e-3), ylim=(0.05, 0.85))
+            axes.set_xticks(RATES, [f"{rate:.0e}".replace("e-0", "e-") for rate in RATES])
+            axes.minorticks_off()
+            axes.axhline(UNTRAINED["tiny-base"], color=GREY, ls=":", linewidth=1)
+            axes.text(9e-6, UNTRAINED["tiny-base"] + 0.01, "untrained")
+            ends = {}
+            for method in ("NoClip", "Clip", "P3O", "SAPO", "TOPR"):
+                curve = rates.loc[(method, lag)].loc[1e-5:]
+                axes.plot(curve.index, curve, "o-", color=COLOURS[method], markersize=3)
+                ends[method.replace("NoClip", "NoClip, PSPO")] = (curve.index[-1], curve.iloc[-1])
+            axes.plot(rates.loc[("PSPO", lag)], "--", color=COLOURS["PSPO"], linewidth=1)
+            if lag == 8:
+                wide = rates.loc[("Clip 0.4", 8)]
+                axes.plot(wide.index, wide, "D--", color=COLOURS["Clip"], markersize=4)
+                axes.annotate("Clip, range 0.4", (1e-4, wide[1e-4]), (6, 6), textcoords="offset points")
+            label_ends(axes, ends, 0.045)
+        figure.axes[0].set_ylabel("final reward (256 problems)")
+
+    forks = by_lag(folder)
+    with picture(folder / "lags.svg", 4.6, 2.4, "lag: rollouts between drawing and training") as figure:
+        axes = figure.subplots()
+        ends = [interval(100 * (forks[lag]["Clip"] - forks[lag]["NoClip"])) for lag in LAGS]
+        means, lows, highs = zip(*ends, strict=True)
+        axes.axhline(0, color=GREY, ls=":", linewidth=1)
+        axes.text(8, 0.3, "NoClip", ha="right", va="bottom")
+        axes.vlines(LAGS, lows, highs, color=COLOURS["Clip"], linewidth=2)
+        axes.plot(LAGS, means, "o-", color=COLOURS["Clip"], markersize=4)
+        axes.text(4.3, means[3] + 0.6, "Clip, range 0.2", va="bottom")
+        axes.set(xticks=LAGS, ylabel="Clip minus NoClip (points)")
+
+
+PAGES = {
+    "tiny-protocol": (protocol_texts, draw_protocol),
+    "tiny-control": (control_texts, draw_control),
+    "smollm2": (smollm2_texts, draw_smollm2),
+    "stale-rollouts": (stale_texts, draw_stale),
+}
+
+
+def fill(page: Path, texts: Texts) -> None:
+    """Write each text between its markers."""
+
+    def write_table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{texts[match[2]]}\n\n<!-- /table -->"
+
+    def write_number(match: re.Match[str]) -> str:
+        return f"{match[1]}{texts[match[2]]}<!-- /n -->"
+
+    content = page.read_text(encoding="utf-8")
+    content = re.sub(r"(<!-- table: ([^>]+) -->\n).*?<!-- /table -->", write_table, content, flags=re.DOTALL)
+    content = re.sub(r"(<!-- n: ([^>]+) -->)[^<]*<!-- /n -->", write_number, content)
+    write_text(page, content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="folder of README.md and results/")
+    root = parser.parse_args().root
+    for name, (texts, draw) in PAGES.items():
+        folder = root / "results" / name
+        draw(folder)
+        fill(folder / "README.md", texts(folder))
+    fill(root / "README.md", protocol_texts(root / "results/tiny-protocol"))
+
+
+if __name__ == "__main__":
+    main()
