@@ -263,13 +263,12 @@ def total_rewards(
     """Weighted sums of rewards (B,), and by function (`Name_2` if a name comes twice) its values (B,); NaN for none.
 
     Args:
-        weights: one for each function; None: all 1
         timeout: seconds for each function, in a worker; 0: no limit
         on_error: "none" gives a completion for which a function fails NaN from it and as its total
-        workers: processes that share the completions, at least one with a time limit; 0 calls the functions here
+        workers: processes that share the completions; 0 calls the functions here, unless they have a time limit
         environment_rewards: one more function's
         logged: gets the columns that functions log
-        inputs: what else functions may ask for by name: completion_ids, truncated, step, max_completion_tokens
+        inputs: what else functions may ask for by name, such as completion_ids
     """
     inputs = {"completions": completions, "problems": problems} | inputs
     weights = [1.0] * len(functions) if weights is None else list(weights)

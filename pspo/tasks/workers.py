@@ -6,6 +6,7 @@ its memory, or starts processes without the trainer's memory and ``__main__`` (i
 
 import contextlib
 import ctypes
+import importlib
 import inspect
 import os
 import resource
@@ -21,13 +22,7 @@ from typing import Any
 
 from pspo.tasks.failures import WorkerError, end_forks, user_traceback
 
-START = """\
-from pspo.tasks.workers import Connection, end_with_parent, ignore_signals
-ignore_signals()
-end_with_parent()
-from {module} import serve
-serve(Connection({descriptor}), *{arguments})
-"""  # the module may take long to import, so signals come first
+START = "from pspo.tasks.workers import run_process; run_process({module!r}, {descriptor}, {arguments})"
 
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
@@ -45,16 +40,18 @@ def start_python(module: str, *arguments: int, **variables: str) -> tuple[subpro
     return process, parent_end
 
 
+def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> None:
+    """Serve until the parent ends; what a scheduler sends to all processes of a job is ignored: the trainer saves."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # before the import, which may take long
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    importlib.import_module(module).serve(Connection(descriptor), *arguments)
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, however that ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def ignore_signals() -> None:
-    """Ignore what a scheduler may send to all processes of a job: the trainer saves first."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Worker:
