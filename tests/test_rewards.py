@@ -17,7 +17,7 @@ from processes import run_command
 
 import pspo.train
 from pspo.cli.files import read_jsonl
-from pspo.tasks import ExactMatch, MathVerifyReward, MultipleChoice, SoftOverlong
+from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
 from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
@@ -416,24 +416,6 @@ def test_exact_match():
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
-
-
-@pytest.mark.parametrize(
-    ("completion", "letter"),
-    [("#### B", "B"), ("(A)\n#### (C).", "C"), (r"\boxed{D}", "D"), (r"\boxed{\text{A}}", "A"), ("Answer: B or", "B"),
-     ("The answer is (C).", "C"), ("A? No. **Answer: B**", "B"), ("(A) is wrong, so (B)", "B"), ("E", "E"),
-     ("<think>(A)</think>(B)", "B"), ("<think>(A)", None),
-     (" B. ", "B"), ("Because", None), ("", None), ("F", None), ("(" * 100_000, None), ("answer is " * 50_000, None)],
-)  # fmt: skip
-def test_multiple_choice(completion, letter):
-    assert MultipleChoice().choice(completion) == letter
-
-
-def test_multiple_choice_against_the_gold_letter():
-    problems = [Problem("?", "A"), Problem("?", "(B)"), Problem("?")]
-    assert MultipleChoice()(["(A)", "(A)", "(A)"], problems) == [1, 0, None]
-    with pytest.raises(RewardError, match="needs answers from ABCDE, not 'Paris'"):
-        MultipleChoice()(["(A)"], [Problem("?", "Paris")])
 
 
 def test_soft_overlong_is_the_formula():

@@ -1,11 +1,9 @@
-"""More rewards: exact text, multiple choice, length, and mathematics by math-verify."""
+"""More rewards: exact text, length, and mathematics by math-verify."""
 
 import importlib.util
-import re
 from dataclasses import dataclass
 
 from pspo.tasks.answers import after_thoughts, extract_text
-from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.workers import worker_pool
@@ -30,42 +28,6 @@ class ExactMatch(Reward):
             is_equal = text.casefold() == gold.casefold() if self.ignore_case else text == gold
             values.append(None if problem.answer is None else float(is_equal))
         return values
-
-
-@dataclass(frozen=True)
-class MultipleChoice(Reward):
-    """1 if the completion chooses the gold answer's letter, else 0; None without a gold answer.
-
-    The choice is the letter on the line of the last `####`, else the last `\\boxed{B}`, else the last "answer is B"
-    or "answer: (B)", else the last "(B)" or "B)", else a completion that is one letter.
-    """
-
-    letters: str = "ABCDE"  # the choices
-
-    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        values: list[float | None] = []
-        for completion, problem in zip(completions, problems, strict=True):
-            gold = None if problem.answer is None else self.choice(str(problem.answer))
-            if gold is None and problem.answer is not None:
-                raise RewardError(f"MultipleChoice needs answers from {self.letters}, not {problem.answer!r}")
-            values.append(None if gold is None else float(self.choice(completion) == gold))
-        return values
-
-    def choice(self, completion: str) -> str | None:
-        """Return the letter that the completion chooses, or None."""
-        completion = after_thoughts(completion)
-        one = f"([{re.escape(self.letters)}])(?![A-Za-z])"
-        line = extract_text(completion) if "####" in completion else ""
-        for text, pattern in (
-            (line, rf"(?<![A-Za-z]){one}"),
-            (completion, rf"\\boxed\{{(?:\\text\{{)?\(?{one}"),
-            (completion, rf"(?i:\banswer(?: is)?)[:\s*]{{0,5}}\(?{one}"),
-            (completion, rf"(?<![A-Za-z]){one}\)"),
-            (completion.strip(" .*\n"), rf"\A{one}\Z"),
-        ):
-            if choices := re.findall(pattern, text):
-                return choices[-1]
-        return None
 
 
 @dataclass(frozen=True)
