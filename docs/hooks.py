@@ -53,7 +53,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     html = re.sub(r'<(div|span) class="arithmatex">\\([\[(])(.*?)\\[\])]</\1>', typeset, html, flags=re.DOTALL)
     html = re.sub(r'<p>(<img alt="([^"]+)"[^>]*>)</p>', r"<figure>\1<figcaption>\2</figcaption></figure>", html)
-    html = re.sub(r"([\d.]+%?) \[(-?[\d.]+), (-?[\d.]+)\]", r"\1&nbsp;[\2,&nbsp;\3]", html)
+    html = re.sub(r"([\d.]+%?) \[([+-]?[\d.]+), ([+-]?[\d.]+)\]", r"\1&nbsp;[\2,&nbsp;\3]", html)
     html = re.sub(r"(?<=[ >])(--[a-z][\w.]*)(?=[ <])", r'<span class="switch">\1</span>', html)
     folded = '<details class="mkdocstrings-source">'
     return html.replace(folded, folded[:-1] + " open>") if page.file.src_uri.startswith("methods/") else html

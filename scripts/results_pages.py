@@ -154,6 +154,8 @@ CONTROL_ROWS = {  # experiment, method, alpha and epochs of each row
     "NoClip, 1 epoch, twice the tokens": ("steps", "NoClip", None, 1),
 }
 
+CONTROL_COLUMNS = [(0.0, "validation"), (0.0, "accuracy"), (0.1, "validation")]  # gradient norm (0: any), measure
+
 
 def read_control(folder: Path) -> dict[tuple[str, float], pd.DataFrame]:
     """(row, gradient norm): validation and accuracy by seed."""
@@ -174,22 +176,21 @@ def control_texts(folder: Path) -> Texts:
     cells = read_control(folder)
     apart = {}
     for name in list(CONTROL_ROWS)[1:]:
-        for clip in (0.0, 0.1):
-            base = cells["steps" if name.endswith("tokens") else BASE, clip]
-            for measure in ("validation", "accuracy"):
-                apart[f"{name} {clip} {measure}"] = cells[name, clip][measure] - base[measure]
+        base_name = "steps" if name.endswith("tokens") else BASE
+        for clip, measure in CONTROL_COLUMNS:
+            apart[f"{name} {clip} {measure}"] = cells[name, clip][measure] - cells[base_name, clip][measure]
     stars = holm_stars(apart)
 
     rows = []
     for name in CONTROL_ROWS:
         row = [name, text(cells[name, 0.0]["validation"]), text(cells[name, 0.0]["accuracy"], 1)]
-        for clip in (0.0, 0.1):
-            for measure, digits in (("validation", 3), ("accuracy", 1)):
-                key = f"{name} {clip} {measure}"
-                row.append("" if name == BASE else text(apart[key], digits, "+") + stars[key])
+        for clip, measure in CONTROL_COLUMNS:
+            key = f"{name} {clip} {measure}"
+            digits = 1 if measure == "accuracy" else 3
+            row.append("" if name == BASE else text(apart[key], digits, "+") + stars[key])
         rows.append(row)
-    header = ["learning rate 3e-5", "validation reward", "accuracy (%)", "reward minus two epochs", "accuracy minus"]
-    header += ["norms clipped at 0.1: reward minus", "accuracy minus"]
+    header = ["learning rate 3e-5", "validation reward", "accuracy (%)", "reward minus two epochs'", "accuracy minus"]
+    header += ["norms clipped: reward minus"]
 
     alphas = alpha_curves(folder)
     spreads = alphas["mean"].max(axis=1) - alphas["mean"].min(axis=1)
@@ -330,17 +331,16 @@ def training_minutes(runs: pd.DataFrame) -> list[float]:
 def smollm2_texts(folder: Path) -> Texts:
     answers = read_answers(folder)
     rows = []
-    for name, file in ANSWERS.items():
-        cells = [name]
-        for problems in SETS:
+    for problems, title in SETS.items():
+        for name, file in ANSWERS.items():
             of_set = answers.loc[f"{file}-{problems}"]
-            cells += [percent(of_set.loc["gold_anywhere"]), percent(of_set.loc["accuracy"])]
-            cells.append("" if name == "before" else f"{p_value(answers, problems, file):.2g}")
-            cells.append(f"{100 * of_set.loc['truncated_share', 'value']:.0f}%")
-        rows.append(cells)
-    header = [""]
-    for problems in ("ASDiv + SVAMP", "GSM8K"):
-        header += [f"{problems}: gold anywhere", "right by the last number", "p, gold anywhere", "cut at 128 tokens"]
+            row = [title.partition(",")[0] if name == "before" else "", name]
+            row.append(percent(of_set.loc["gold_anywhere"]))
+            row.append("" if name == "before" else f"{p_value(answers, problems, file):.2g}")
+            row.append(percent(of_set.loc["accuracy"]))
+            row.append(f"{100 * of_set.loc['truncated_share', 'value']:.0f}%")
+            rows.append(row)
+    header = ["problems", "model", "gold value anywhere", "p", "right by the last number", "cut at 128 tokens"]
 
     def gold(name: str) -> str:
         return f"{100 * answers.loc[(f'{name}-word-problems', 'gold_anywhere'), 'value']:.1f}"
@@ -399,7 +399,7 @@ def draw_smollm2(folder: Path) -> None:
                     if file == "before" and problems == "word-problems":
                         axes.text(high + 0.4, y + shift, label, va="center", bbox=WHITE)
             untrained = 100 * answers.loc[(f"before-{problems}", "gold_anywhere"), "value"]
-            axes.axvline(untrained, color=GREY, ls=":", linewidth=1)
+            axes.axvline(untrained, color=GREY, ls=":", linewidth=1, zorder=0)
             axes.set(title=title, yticks=range(3), yticklabels=reversed(ANSWERS), xlim=(0, 22), ylim=(-0.5, 2.5))
 
 
@@ -503,16 +503,16 @@ def evidence_rows(folder: Path) -> dict[str, tuple[str, pd.Series]]:
 
     rows = {
         "runs at lag 8, range 0.2": ("final reward", chosen(rates, "Clip") - noclip),
-        "runs at lag 8, range chosen (0.4)": ("final reward", chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - noclip),
+        "runs at lag 8, range chosen: 0.4": ("final reward", chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - noclip),
     }
     for lag in LAGS:
-        rows[f"one rollout of lag {lag}, NoClip's runs"] = ("share right", forks[lag]["Clip"] - forks[lag]["NoClip"])
+        rows[f"one rollout, lag {lag}"] = ("share right", forks[lag]["Clip"] - forks[lag]["NoClip"])
     rows |= {
-        "lag 8, NoClip's runs that train late": ("share right", theirs["Clip"] - theirs["NoClip"]),
-        "lag 8, Clip's runs that train late": ("share right", own["Clip"] - own["NoClip"]),
-        "lag 8, tiny-math": ("share right", (math["Clip"] - math["NoClip"]).groupby("run").mean()),
-        "lag 8, SmolLM2": ("share right", small["Clip"] - small["NoClip"]),
-        "lag 8, SmolLM2, gradients": ("product", (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / unit),
+        "one rollout, lag 8, from NoClip's late runs": ("share right", theirs["Clip"] - theirs["NoClip"]),
+        "one rollout, lag 8, from Clip's late runs": ("share right", own["Clip"] - own["NoClip"]),
+        "one rollout, lag 8, tiny-math": ("share right", (math["Clip"] - math["NoClip"]).groupby("run").mean()),
+        "one rollout, lag 8, SmolLM2": ("share right", small["Clip"] - small["NoClip"]),
+        "gradient, lag 8, SmolLM2": ("product", (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / unit),
     }
     return rows
 
@@ -525,8 +525,11 @@ def stale_texts(folder: Path) -> Texts:
         rows.append([name, measure, text(values, digits, "+"), str(values.count())])
 
     own = read_forks(folder, "tiny-base", ["lateclip"]).query("surrogate == 'Clip'").set_index("run")["correct"]
-    lead = evidence["one rollout of lag 1, NoClip's runs"][1]
-    late = evidence["lag 8, Clip's runs that train late"][1] - evidence["lag 8, NoClip's runs that train late"][1]
+    lead = evidence["one rollout, lag 1"][1]
+    late = (
+        evidence["one rollout, lag 8, from Clip's late runs"][1]
+        - evidence["one rollout, lag 8, from NoClip's late runs"][1]
+    )
     gspo = read_forks(folder, "tiny-base", ["first"]).query("surrogate == 'GSPO:grpo' and lag == 0")
     adam = gradient_products(folder, "tiny-base", 8, "adam")
     cosines = adam["dot"] / (adam["target2"] * adam["norm2"]) ** 0.5
@@ -541,9 +544,9 @@ def stale_texts(folder: Path) -> Texts:
         "own": text(own, 3, "+"),
         "checkpoints": text(late, 3, "+"),
         "gspo": f"{100 * gspo['zero_weight_share'].mean():.0f}%",
-        "product": text(evidence["lag 8, SmolLM2, gradients"][1], 2, "+"),
+        "product": text(evidence["gradient, lag 8, SmolLM2"][1], 2, "+"),
         "length": f"{(squares['Clip'] / squares['NoClip']) ** 0.5:.0f}",
-        "range": text(evidence["runs at lag 8, range chosen (0.4)"][1], 3, "+"),
+        "range": text(evidence["runs at lag 8, range chosen: 0.4"][1], 3, "+"),
         "clip cosine": f"{cosines['Clip'].mean():.2f}",
         "noclip cosine": f"{cosines['NoClip'].mean():.2f}",
         "decoupled": text(decoupled - rates.loc[("NoClip", 8, 3e-5)], 3, "+"),

@@ -1,6 +1,7 @@
 """Results pages: running their script changes nothing, and their key numbers are what the runs say, computed anew."""
 
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -25,6 +26,27 @@ def test_running_the_script_changes_nothing(tmp_path, monkeypatch):
     script.main()
     for page in ("README.md", *(f"results/{name}/README.md" for name in PAGES)):
         assert (tmp_path / page).read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_condensed_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    for seed in (0, 1):
+        folder = tmp_path / f"first/noclip/seed-{seed}"
+        folder.mkdir(parents=True)
+        config = {"model": {"name_or_path": "tiny"}, "data": {"name": "sums"}, "run": {"seed": seed}}
+        config["algorithm"] = {"surrogate": {"class_path": "pspo.losses.NoClip", "init_args": {}}}
+        (folder / "config.yaml").write_text(json.dumps(config))
+        rollouts = [{"step": 2, "reward": 0.2}, {"step": 4, "reward": 0.4 + seed, "validation_reward": 0.5}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+        (folder / "summary.json").write_text(json.dumps({"best_step": 4}))
+    output = tmp_path / "runs.csv"
+    monkeypatch.setattr(sys, "argv", ["condense_runs", str(tmp_path / "first"), "--output", str(output)])
+    importlib.import_module("condense_runs").main()
+    assert output.read_text().splitlines() == [
+        "experiment,method,seed,reward,validation,best_step",
+        "first,NoClip,0,0.3,0.5,4",
+        "first,NoClip,1,0.8,0.5,4",
+    ]
 
 
 # Key numbers of every page, without the script
@@ -85,7 +107,7 @@ def test_tiny_protocol():
 def test_tiny_control():
     runs = pd.read_csv(RESULTS / "tiny-control/runs.csv")
     shown = table("tiny-control", "control")
-    for column, clip in ((2, 0.0), (4, 0.1)):
+    for column, clip, measures in ((2, 0.0, ("validation", "accuracy")), (4, 0.1, ("validation",))):
         base = {"method": "NoClip", "epochs": 2, "max_grad_norm": clip}
         for row, experiment, where, base_experiment in (
             ("PSPO 0.4, 2 epochs", "tokens", {"method": "PSPO", "alpha": 0.4}, "tokens"),
@@ -93,7 +115,7 @@ def test_tiny_control():
             ("NoClip, 1 epoch, twice the rate", "path", {"method": "NoClip"}, "tokens"),
             ("NoClip, 1 epoch, twice the tokens", "steps", {"method": "NoClip", "epochs": 1}, "steps"),
         ):
-            for i, measure in enumerate(("validation", "accuracy")):
+            for i, measure in enumerate(measures):
                 values = seeds(runs, measure, experiment=experiment, max_grad_norm=clip, **where)
                 apart = values - seeds(runs, measure, experiment=base_experiment, **base)
                 assert len(apart) == 8
@@ -146,7 +168,7 @@ def test_clip_against_noclip():
         by_run = chosen.set_index(["surrogate", "run"])["correct"]
         apart = (by_run["Clip"] - by_run["NoClip"]).to_numpy()
         assert len(apart) == 10
-        assert_shown(shown[f"one rollout of lag {lag}, NoClip's runs"][1], interval(apart))
+        assert_shown(shown[f"one rollout, lag {lag}"][1], interval(apart))
     own = forks.query("stage == 'lateclip' and surrogate == 'Clip'")["correct"]
     assert_shown(number("stale-rollouts", "own"), interval(own))
 
