@@ -14,7 +14,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from processes import one_layer
+from processes import metric_lines, one_layer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -74,10 +74,6 @@ def fast(*args: str, output: str = "out") -> list[dict]:
     """The metrics of a short run in this process."""
     train([*FAST, f"--run.output_dir={output}", *args])
     return read_jsonl(Path(output) / "metrics.jsonl")
-
-
-def untimed(metrics: list[dict]) -> list[dict]:
-    return [{key: value for key, value in line.items() if not key.startswith("seconds/")} for line in metrics]
 
 
 def own_data(folder: Path, *splits: str, prompt: str = "prompt", answer: str = "answer") -> Path:
@@ -182,7 +178,7 @@ def test_the_final_model_loads_with_plain_transformers_and_has_moved(run):
 def test_a_run_s_configuration_runs_as_it_is_and_gives_the_same_numbers(run, here):
     train(["--config", str(run[0] / "config.yaml"), "--run.output_dir=again"])
     again = here / "again"
-    assert untimed(read_jsonl(again / "metrics.jsonl")) == untimed(read_jsonl(run[0] / "metrics.jsonl"))
+    assert metric_lines(again) == metric_lines(run[0])
     for name in ("samples.jsonl", "final/model.safetensors"):
         assert (again / name).read_bytes() == (run[0] / name).read_bytes()
     one, other = (read_config(folder / "config.yaml") for folder in (run[0], again))
@@ -203,23 +199,12 @@ def test_a_folder_that_holds_something_else_is_left_alone(here, refused):
     assert "--run.output_dir out" in refused(evaluate, "--run.output_dir=out")
 
 
-def test_the_header_says_where_the_rate_is_from_and_quiet_prints_none(here, capsys, monkeypatch):
-    fast("--run.quiet", output="quiet")
-    assert capsys.readouterr().out.startswith("2 steps, ")
-    monkeypatch.setattr(pspo.config, "TINY_BYTES", 0)
-    (line,) = fast()
-    assert line["lr"] == read_config(here / "out/config.yaml")["optimizer"]["lr"] == 1e-6
-    out = capsys.readouterr().out
-    assert "\nmodel   tiny-base: 0.9M parameters, 0.9M trained, in float32, on 1 x cpu\n" in out
-    assert "rate    1e-06, constant; adamw" in out
-
-
 def test_steps_and_tokens_end_a_run(here):
     every = fast(*TINIEST, "--run.max_steps=7")
     assert [line["step"] for line in every] == [2, 4, 6, 7]  # the last inside a rollout
     for max_tokens, rollouts in ((every[1]["tokens"], 2), (every[1]["tokens"] + 1, 3)):
-        metrics = fast(*TINIEST, "--run.max_steps=7", f"--run.max_tokens={max_tokens}", output=f"{max_tokens}")
-        assert untimed(metrics) == untimed(every)[:rollouts]
+        fast(*TINIEST, "--run.max_steps=7", f"--run.max_tokens={max_tokens}", output=f"{max_tokens}")
+        assert metric_lines(Path(f"{max_tokens}")) == metric_lines(Path("out"))[:rollouts]
 
 
 # --- every option once ------------------------------------------------------------------------------------------------

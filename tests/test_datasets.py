@@ -62,17 +62,6 @@ def test_gold_that_is_not_one_number_is_left_out(text):
     assert parse_gold(text) is None
 
 
-@pytest.mark.parametrize(
-    ("solution", "contents"),
-    [
-        (r"$\boxed{\frac{1}{2}}$.", [r"\frac{1}{2}"]), (r"\boxed{1} or \boxed{2}", ["1", "2"]), ("5", []),
-        (r"\boxed{\boxed{1}+2}", [r"\boxed{1}+2"]), (r"\boxed{5", [""]), (r"\boxed 5", []), (r"\boxed{}", [""]),
-    ],
-)  # fmt: skip
-def test_boxed(solution, contents):
-    assert boxed(solution) == contents
-
-
 def test_gsm8k(tmp_path, capsys):
     solution = "2+3=<<2+3=5>>5 thousand\n#### 5,000"
     path = write_jsonl(tmp_path / "test.jsonl", [{"question": "How many?", "answer": solution}])

@@ -200,11 +200,8 @@ def test_each_part_of_a_fork_loads_what_fits_it(cut_off, optimizer):
 
 def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     shutil.copytree("out", "kept")
-    for args, said in (
-        (["--run.fork_from=nowhere"], "nowhere is neither an undamaged checkpoint nor a run's folder with one"),
-    ):
-        assert train("refused", "--run.fork_from=out", *args) == 2
-        assert said in capfd.readouterr().err.splitlines()[-1]
+    assert train("refused", "--run.fork_from=nowhere") == 2
+    assert "nowhere is neither an undamaged checkpoint nor a run's folder with one" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
 

@@ -61,8 +61,7 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
 
     fails = [Measurement("raises", raises), Measurement("crashes", crashes)]
     rest = [Measurement("works", works), Measurement("elsewhere", works, needs=("a GPU", "no_such_package"))]
-    late = Measurement("late", works, seconds=10**6)
-    monkeypatch.setitem(PARTS, "speed", [*fails, *rest, late])
+    monkeypatch.setitem(PARTS, "speed", [*fails, *rest])
     here(tmp_path, "--part", "speed")
     results = read(tmp_path)
     assert [*results] == ["raises", "crashes", "works", "elsewhere"]
@@ -76,14 +75,10 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
     table = (tmp_path / "results.md").read_text()
     assert "| raises | error: exit code 1: RuntimeError: no kernel / image |  |  |  |" in table
     assert "| works | six | 6 | at least 7 | no |" in table
-    assert capsys.readouterr().out.endswith("without values: raises, crashes, elsewhere, late\n")
-
-    monkeypatch.setitem(PARTS, "speed", [Measurement("raises", works), *fails[1:], *rest, Measurement("late", works)])
+    monkeypatch.setitem(PARTS, "speed", [Measurement("raises", works), *fails[1:], *rest])
+    capsys.readouterr()
     here(tmp_path, "--part", "speed")
-    said = capsys.readouterr().out
-    assert [said.index(f"{name}  ") for name in ("late", "raises", "crashes")] == sorted(
-        said.index(f"{name}  ") for name in ("late", "raises", "crashes")
-    )  # new ones first; what works is not repeated
+    said = capsys.readouterr().out  # what works is not repeated
     assert "works  " not in said
     assert "rows" in read(tmp_path)["raises"]
 
@@ -103,25 +98,7 @@ def test_the_whole_rehearsal(tmp_path):
         if Options(tmp_path, rehearse=True).lacks(measurement.needs)
     }
     assert_decoders_and_ratios(results)
-    found = values(results["log-probs"])
-    assert found.pop("log-probs, largest difference to the CPU's in float32") == 0.0  # it is one
-    assert found.pop("gradient, relative difference to the CPU's in float32") == 0.0
-    assert len(found) == 4
-    assert all(0 < value < 2e-5 for value in found.values())
     assert values(results["resume"]) == {"weights equal, bit for bit": True}
-    ((_, of_ddp),) = values(results["ddp"]).items()
-    ((_, of_fsdp2),) = values(results["fsdp2"]).items()
-    assert of_ddp < 1e-6
-    assert of_fsdp2 < 1e-4
+    for name, most in (("ddp", 1e-6), ("fsdp2", 1e-4)):
+        assert max(values(results[name]).values()) < most
     assert all(row["ok"] for name in PARTS["correctness"] for row in results[name.name].get("rows", []) if row["goal"])
-
-    step = values(results["decode-0.5B-128x128-graphs"])
-    assert step["step / floor"] == pytest.approx(step["step"] / step["floor"])
-    assert 0 < step["floor"] < 1 < step["completion tokens, prefill included"]
-    update = values(results["train-1.5B-512x512"])
-    assert 0 < update["MFU, of the measured peak"] < 1
-    assert update["microbatches"] == 16384
-    run = values(results["PSPO-0"])
-    assert run["optimizer steps"] == 2
-    assert 0 <= run["accuracy after"] <= 100
-    assert values(results["ranks-fsdp2"])["ranks"] == 1

@@ -13,14 +13,7 @@ from transformers import GenerationConfig
 
 import pspo.model.linear
 from pspo.config import ModelConfig
-from pspo.model import (
-    ASSETS,
-    load_policy,
-    load_tokenizer,
-    locate,
-    pad_token_id,
-    stop_token_ids,
-)
+from pspo.model import ASSETS, load_policy, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.linear import onednn_linear, use_onednn
 
 CPU = torch.device("cpu")

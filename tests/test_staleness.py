@@ -14,7 +14,7 @@ from processes import one_layer, plain, run_command
 import pspo.rollout.types
 import pspo.train
 from pspo.cli.files import read_jsonl
-from pspo.losses import GSPO, PSPO, NoClip
+from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, group_relative_advantages, refill
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward
@@ -96,23 +96,6 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         left_out = [i for i in range(len(rollout)) if advantages[i] == 0]
         assert left_out
         assert not kept.behaviour_logprobs[left_out].any()
-
-
-def test_out_of_memory_while_log_probs_are_kept_is_remembered(tiny_model, monkeypatch):
-    rollout, advantages = make_rollout()
-    config = make_config(NoClip(), epochs=1)
-    expected = keep_logprobs(make_learner(tiny_model(), config), rollout, advantages, config)
-    learner, logprobs = make_learner(tiny_model(), config), pspo.rollout.types.token_logprobs
-
-    def scarce(policy, prompt_ids, *args):
-        if len(prompt_ids) > 2:
-            raise torch.OutOfMemoryError
-        return logprobs(policy, prompt_ids, *args)
-
-    monkeypatch.setattr(pspo.rollout.types, "token_logprobs", scarce)
-    kept = keep_logprobs(learner, rollout, advantages, config)
-    assert learner.microbatch_limit is not None
-    torch.testing.assert_close(kept.behaviour_logprobs, expected.behaviour_logprobs, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- resampling

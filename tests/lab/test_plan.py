@@ -10,16 +10,7 @@ from pspo.model.logprobs import hidden_states
 from pspo.rollout import Rollout
 from pspo.rollout.batching import split_minibatches
 from pspo_lab.plan_command import main
-from pspo_lab.plan_cost import (
-    Assumptions,
-    PlanConfig,
-    Strategy,
-    memory,
-    messages,
-    seconds,
-    shapes,
-    training_load,
-)
+from pspo_lab.plan_cost import Assumptions, PlanConfig, Strategy, memory, messages, seconds, shapes, training_load
 from pspo_lab.plan_shapes import QWEN, Shape
 
 TOTALS = {  # parameters of the published weights: the safetensors index's bytes / 2

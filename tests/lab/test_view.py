@@ -164,16 +164,6 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     assert len(texts[6]) < 20_100
 
 
-@pytest.mark.parametrize(
-    "text", ["Clap", "Clip(epsilon=", "Clip(width=1)", "json.JSONDecoder", "no_such.Loss", "Clip(epsilon=-1)"]
-)
-def test_what_is_no_surrogate_is_said(runs, text, capsys):
-    with pytest.raises(SystemExit) as ended:
-        view([str(runs / "seed-0"), "--surrogates", text])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("pspo view: error: ")
-
-
 def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):
     shutil.copytree(runs, tmp_path / "runs")
     (tmp_path / "runs/seed-0/tokens.parquet/step-last.parquet").touch()

@@ -110,12 +110,6 @@ def taken_or_refused(capsys, *args: str) -> None:
 
 
 @settings(fixtures, max_examples=1000)
-@given(pairs=st.lists(st.tuples(st.sampled_from(SWITCHES), st.sampled_from(WRONG)), min_size=1, max_size=3))
-def test_any_switch_is_taken_or_refused_in_one_line(capsys, pairs):
-    taken_or_refused(capsys, *(f"--{name}={value}" for name, value in pairs))
-
-
-@settings(fixtures, max_examples=1000)
 @given(
     lines=st.lists(
         st.tuples(st.sampled_from([*SWITCHES, "run", "rollout", "x.y"]), st.sampled_from(WRONG)), max_size=3
