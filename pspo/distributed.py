@@ -282,13 +282,12 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()  # makes the state's tensors; they and the weights are read next
-    optimizer.zero_grad()
     reader = HuggingFaceStorageReader(str(folder))
-    if not any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
-        optimizer.state.clear()  # saved before any step
+    if any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()  # makes the state's tensors; they and the weights are read next
+        optimizer.zero_grad()
     with torch.no_grad(), checkpoint_errors():
         checkpoint.load(trained_state(model, optimizer), storage_reader=reader)
 

@@ -56,8 +56,7 @@ class Checkpointer:
         states = self.snapshot
         policy = self.learner.policy
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        is_finite = all(bool(dist.local_shard(parameter).isfinite().all()) for parameter in trained)
-        if dist.max_over_ranks(not is_finite):
+        if not dist.full_tensor(torch.nn.utils.get_total_norm(trained)).isfinite():
             raise RunFailed(f"the weights are not finite at step {self.learner.steps}: lower --optimizer.lr; not saved")
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
         rank_names = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
