@@ -165,7 +165,7 @@ class Recorder:
     def finish(self) -> None:
         """Warn if completions had no reward, or no step had a gradient; close the tracker."""
         lines = read_jsonl(self.output / "metrics.jsonl")
-        unknown = sum(line["reward_unknown_share"] for line in lines) / len(lines)
+        unknown = sum(line["reward_unknown_share"] for line in lines) / max(len(lines), 1)
         if unknown > 0:
             reason = FIRST_FAILURES or "every function returned None"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
