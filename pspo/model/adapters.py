@@ -6,7 +6,9 @@ train: rollouts, log-probs and gradients run the same layers.
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,28 @@ from pspo.config import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     import peft
+
+# Fields of PEFT's configurations of LoRA that hold here, with the values that do if others do not. The rest are refused
+# where they are set, those that PEFT will add as well: y = W x + b + s (B A x + l) is what is trained and merged.
+EXACT_FIELDS = {
+    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision")),
+    **dict.fromkeys(("inference_mode", "lora_dropout", "eva_config")),  # of no effect: files bring the adapters' values
+    **dict.fromkeys(("megatron_core", "qalora_group_size")),  # of no effect unless fields are set that are refused
+    **dict.fromkeys(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out")),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change W, or freeze B
+}
+# Layers of PEFT and of models that compute W x + b and no more, as a subclass of nn.Linear may. PEFT adds adapters of
+# experts to their weights before each pass, where bf16 rounds them away.
+LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear", "Linear4bit", "Linear8bitLt"}
+OTHER_LAYERS = "name others, as [q_proj, k_proj, v_proj, o_proj]"
+
+
+def is_quantized(policy: PreTrainedModel) -> bool:
+    """True if the weights are codes of 4 or 8 bits, say."""
+    return getattr(policy, "is_quantized", False)
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
@@ -60,17 +84,44 @@ def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
         adapters = peft_config(lora)
         with torch.random.fork_rng(devices=[]):
             policy.add_adapter(adapters)
+        check_layers(policy)
     except (ValueError, AttributeError, LookupError, TypeError) as error:  # the others of a damaged file
         switch = "lora.target_modules" if lora.name_or_path is None else f"name_or_path {lora.name_or_path}"
         raise ValueError(f"--model.{switch}: {error}") from error
     adapters.base_model_name_or_path = config.name_or_path  # `add_adapter` writes the local path
     adapters.revision = config.revision
+    adapters.target_parameters = None  # PEFT fills it in for mixtures; it has matched none
     if not isinstance(adapters.target_modules, str):
         adapters.target_modules = sorted(adapters.target_modules)  # a set, which is saved in any order
-    for name, parameter in trained_parameters(policy).items():
-        if "lora_A." not in name and "lora_B." not in name:
-            raise ValueError(f"--model.lora: {name} is neither A nor B of a linear layer: leave such adapters out")
+    for parameter in trained_parameters(policy).values():
         parameter.data = parameter.data.float()
+
+
+def check_layers(policy: PreTrainedModel) -> None:
+    """Raise ValueError for adapters of other layers than linear ones, or of a weight that another layer has, too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    uses = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
+    for name, layer in policy.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        is_linear = {type(layer).__name__, type(layer.base_layer).__name__} <= LINEAR_CLASSES
+        if not is_linear or name.endswith(".dt_proj"):  # Jamba reads that one's weight, and runs no adapters
+            raise ValueError(f"{name} is no plain linear layer, whose adapters can be merged: {OTHER_LAYERS}")
+        if uses[id(layer.base_layer.weight)] > 1:
+            raise ValueError(f"{name} has the weight of another layer, which a merge would change: {OTHER_LAYERS}")
+
+
+def check_adapter_config(folder: str) -> None:
+    """Raise ValueError for a PEFT folder whose adapter_config.json sets what `EXACT_FIELDS` does not have."""
+    settings = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        allowed = EXACT_FIELDS.get(name, ())
+        if value and allowed is not None and value not in allowed:
+            raise ValueError(
+                f"--model.name_or_path {folder}: its adapter_config.json sets {name} to {value!r}; adapters other than "
+                "plain LoRA's are neither trained nor merged exactly: bring some without it"
+            )
 
 
 def peft_config(lora: LoraConfig) -> peft.LoraConfig:
@@ -81,6 +132,7 @@ def peft_config(lora: LoraConfig) -> peft.LoraConfig:
         adapters = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
     else:
         adapters = peft.LoraConfig.from_pretrained(lora.name_or_path)
+        adapters.init_lora_weights = True
     adapters.task_type = "CAUSAL_LM"
     adapters.lora_dropout = 0.0
     adapters.inference_mode = False
@@ -126,15 +178,19 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names, weights and buffers of a model with its adapters merged; ValueError for those of no layer's weight."""
+    """Names, weights and buffers of a model with its adapters merged: W + s B A, b + s l; ValueError if quantised."""
+    if is_quantized(policy):
+        raise ValueError("--model.name_or_path: adapters cannot be merged into quantised weights: use the PEFT folder")
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue
-        layer, is_wrapped, kind = name.rpartition(".base_layer.")
-        if is_wrapped and kind not in ("weight", "bias"):
-            raise ValueError(f"--model.lora: {name} has adapters that cannot be merged")
-        if is_wrapped and kind == "weight":
-            weight = weight + policy.get_submodule(layer).get_delta_weight("default").to(weight.dtype)
+        layer_name, is_adapted, kind = name.rpartition(".base_layer.")
+        if is_adapted:
+            layer = policy.get_submodule(layer_name)
+            if kind == "weight":
+                weight = (weight.float() + layer.get_delta_weight("default")).to(weight.dtype)
+            elif layer.lora_bias["default"]:
+                weight = (weight.float() + layer.scaling["default"] * layer.lora_B["default"].bias).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
-from pspo.model.adapters import add_adapters, fill_adapters
+from pspo.model.adapters import add_adapters, check_adapter_config, fill_adapters, is_quantized
 from pspo.model.device import casts_to_bf16
 from pspo.model.find import config_without_dropout, load_pretrained
 from pspo.model.linear import use_onednn
@@ -33,6 +33,8 @@ def load_policy(
     """
     config = config.resolved()
     device = device or dist.local_device()
+    if config.lora.name_or_path is not None:
+        check_adapter_config(config.lora.name_or_path)
     policy, loading = load_pretrained(
         AutoModelForCausalLM,
         config,
@@ -46,6 +48,8 @@ def load_policy(
     misshapen = [name for name, *_ in loading["mismatched_keys"]]
     require_none(misshapen, "its config.json describes other shapes of", config)
     require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
+    if is_quantized(policy):
+        check_quantization(policy, config, distributed)
     if config.has_adapters:
         add_adapters(policy, config)
     if distributed is not None and distributed.strategy == "fsdp2":
@@ -68,6 +72,21 @@ def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> Non
     names = sorted(weights)
     if names:
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {', '.join(names[:3])}")
+
+
+def check_quantization(
+    policy: transformers.PreTrainedModel, config: ModelConfig, distributed: DistributedConfig | None
+) -> None:
+    """Raise ValueError for quantised weights, except bitsandbytes' that stay frozen and whole beside LoRA."""
+    method = policy.config.quantization_config.quant_method
+    method = getattr(method, "value", method)  # of an enumeration
+    source = f"--model.name_or_path {config.name_or_path} is quantised by {method}"
+    if method != "bitsandbytes":
+        raise ValueError(f"{source}: LoRA is exact beside bitsandbytes' weights alone; use the model unquantised")
+    if not config.has_adapters:
+        raise ValueError(f"{source}: its weights cannot be trained: set --model.lora.rank 16, or use it unquantised")
+    if distributed is not None and distributed.strategy == "fsdp2":
+        raise ValueError(f"{source}: set --distributed.strategy ddp")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

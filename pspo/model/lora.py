@@ -12,10 +12,18 @@ from pspo.model.linear import product
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Make PEFT's plain adapters of linear layers add their output in place; all others stay as they are."""
+    """Make PEFT's adapters of linear layers add their output in place, but for those with a bias on B."""
     for module in model.modules():
-        if type(module) is Linear and not module.lora_variant and isinstance(module.base_layer, nn.Linear):
+        if type(module) is Linear and type(module.base_layer) is nn.Linear and not module.lora_bias["default"]:
             module.forward = partial(fused_forward, module)
+        elif type(module).__module__.startswith("bitsandbytes"):
+            module.forward = partial(trained_forward, module)
+
+
+def trained_forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Pass through a quantised layer, always as in training: otherwise it rounds more, and on a CPU has no gradient."""
+    module.train()
+    return type(module).forward(module, x)
 
 
 def fused_forward(module: Linear, x: Tensor) -> Tensor:

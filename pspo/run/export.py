@@ -16,7 +16,7 @@ from safetensors import safe_open
 from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
-from pspo.model.adapters import merged_weights
+from pspo.model.adapters import is_quantized, merged_weights
 from pspo.model.save import write_model
 from pspo.run.folders import whole_folder
 
@@ -47,9 +47,12 @@ def export(config: ExportConfig) -> None:
     adapters = Path(model.lora.name_or_path)
     tokenizer = load_tokenizer(config.model)
     dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
-    adapted = load_policy(replace(model, dtype=dtype), CPU).float()  # rounded as in the run; the sum is not
+    adapted = load_policy(replace(model, dtype=dtype), CPU)
+    if not is_quantized(adapted):
+        adapted.float()  # rounded as in the run; the sum is not
+    weights = dict(merged_weights(adapted))
     merged = load_policy(replace(model, lora=LoraConfig()), CPU)
-    merged.load_state_dict(dict(merged_weights(adapted)))
+    merged.load_state_dict(weights)
     saved_dtype = str(merged.dtype).removeprefix("torch.")
     summary = f"adapters merged into {dtype} weights, saved in {saved_dtype}"
     with whole_folder(output) as folder:

@@ -20,7 +20,7 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     --optimizer.options may have a weight_decay, of matrices and embeddings; norms and biases have none.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    is_bfloat16 = trained[0].dtype == torch.bfloat16
+    is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in trained)
     optimized = float32_copies(trained) if is_bfloat16 else trained
     matrices = []
     others = []
