@@ -439,9 +439,9 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("12 * 7", "84"), (" 2 + 3*4 - 5 ", "9"), ("1 / 3", "1/3"), ("7 / 2 * 2", "7"), ("3 - 10", "-7"),
+        ("12 * 7", "84"), (" 3*4 ", "12"), ("1 / 3", "1/3"), ("2 + 3 + 4", "error"), ("3 - 10", "-7"),
         ("5 / 0", "error"), ("2 ** 9", "error"), ("12", "error"), ("__import__('os')", "error"),
-        ("9" * 13 + " + 1", "error"), ("1 + " * 10 + "1", "error"), ("\u0661 + 1", "error"), ("", "error"),
+        ("9" * 13 + " + 1", "error"), ("\u0661 + 1", "error"), ("", "error"),
     ],
 )  # fmt: skip
 def test_the_calculator_knows_numbers_and_four_signs(expression, value):
