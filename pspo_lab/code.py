@@ -74,8 +74,8 @@ class CodeReward(Reward):
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         for problem in problems:
             if self.column not in problem.fields:
-                has = f"{self.column!r} (columns: {', '.join(problem.fields) or 'none'})"
-                raise RewardError(f"CodeReward: the data have no column {has}; set column")
+                columns = ", ".join(problem.fields)
+                raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
         tests = [problem.fields[self.column] for problem in problems]
         with ThreadPoolExecutor(self.processes) as threads:
             return list(threads.map(self.value, completions, tests))
@@ -119,7 +119,9 @@ class CodeReward(Reward):
 
 def reports(descriptor: int, secret: str, seconds: float) -> Iterator[dict]:
     """Yield the sandbox's reports until SECONDS after the first; lines without the secret are ignored."""
-    deadline, size, rest = time.monotonic() + START_SECONDS, 0, b""
+    deadline = time.monotonic() + START_SECONDS
+    size = 0
+    rest = b""
     while size < MAX_REPORT and select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))[0]:
         if not (data := os.read(descriptor, MAX_REPORT)):
             return

@@ -109,16 +109,11 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
         if worse + better:
             p = binomtest(better, worse + better).pvalue
     elif len(difference) > 1:
-        test = permutation_test(
-            (difference,),
-            np.mean,
-            vectorized=True,
-            permutation_type="samples",
-            n_resamples=9_999,
-            batch=100,
-            rng=np.random.default_rng(0),
+        rng = np.random.default_rng(0)
+        flips = permutation_test(
+            (difference,), np.mean, permutation_type="samples", n_resamples=9_999, batch=100, rng=rng
         )
-        p = test.pvalue
+        p = flips.pvalue
     return {
         "A": as_text(name, float(a.mean())),
         "B": as_text(name, float(b.mean())),
@@ -130,19 +125,11 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
 
 def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
     """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
-    key = "reward" if all(record["correct"] is None for record in before) else "correct"
-    pairs = [(old, new) for old, new in zip(before, after, strict=True) if None not in (old[key], new[key])]
-    better = sorted(
-        (pair for pair in pairs if pair[1][key] > pair[0][key]), key=lambda pair: pair[0][key] - pair[1][key]
-    )
-    worse = sorted(
-        (pair for pair in pairs if pair[1][key] < pair[0][key]), key=lambda pair: pair[1][key] - pair[0][key]
-    )
+    key, better, worse = changed_pairs(before, after)
+    counts = f"{len(better)} with more reward, {len(worse)} with less"
     if key == "correct":
         counts = f"{len(better)} wrong -> right, {len(worse)} right -> wrong"
-    else:
-        counts = f"{len(better)} with more reward, {len(worse)} with less"
-    parts = [f"{counts}, of {len(pairs):,} problems"]
+    parts = [f"{counts}, of {len(before):,} problems"]
     in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
     for pair in in_turn[:most]:
         prompt = pair[0]["prompt"]
@@ -151,6 +138,21 @@ def changes(before: Sequence[Record], after: Sequence[Record], most: int, names:
             lines[name] = record["completion"] if key == "correct" else f"{record[key]:.3f}: {record['completion']}"
         parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
     return "\n\n".join(parts)
+
+
+def changed_pairs(
+    before: Sequence[Record], after: Sequence[Record]
+) -> tuple[str, list[tuple[Record, Record]], list[tuple[Record, Record]]]:
+    """What is compared (correct, or reward without answers), and the pairs that it is higher and lower in, most first.
+
+    The records are of the same problems, one completion each.
+    """
+    key = "reward" if all(record["correct"] is None for record in before) else "correct"
+    pairs = [(old, new) for old, new in zip(before, after, strict=False) if None not in (old[key], new[key])]
+    pairs.sort(key=lambda pair: pair[0][key] - pair[1][key])
+    better = [(old, new) for old, new in pairs if new[key] > old[key]]
+    worse = [(old, new) for old, new in reversed(pairs) if new[key] < old[key]]
+    return key, better, worse
 
 
 def clip(text: str, width: int = 200) -> str:

@@ -56,7 +56,8 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
 
 def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Colour and dashes of each row {row: method}: shades of the method's colour, from dark to light."""
-    row_styles, order = {}, list(COLOURS)
+    row_styles = {}
+    order = list(COLOURS)
     for method in dict.fromkeys(rows.values()):
         settings = [row for row in rows if rows[row] == method]
         colour = COLOURS.get(method, OTHERS_COLOUR)
@@ -78,7 +79,8 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
     points = curve_points(runs, diagnostics).join(about, on="run")
     files += draw_curves(points, x_label, Path(f"{prefix}diagnostics.svg"))
 
-    configs, numbers = finished.configs, compared(finished)
+    configs = finished.configs
+    numbers = compared(finished)
     numbers = numbers.assign(panel=numbers["column"], y=numbers["value"] * numbers["column"].map(scale))
     numbers = numbers[["run", "panel", "y"]]
     for switch in [name for name in configs if name.startswith(ARGUMENT)]:

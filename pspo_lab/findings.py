@@ -52,7 +52,8 @@ def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any])
 
 def check_failures(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
     """Steps that were skipped, rewards that failed."""
-    skipped, steps = metrics["steps_skipped"].sum(), metrics["step"].max()
+    skipped = metrics["steps_skipped"].sum()
+    steps = metrics["step"].max()
     if skipped:
         text = f"{skipped:.0f} of {steps:.0f} optimizer steps were skipped: loss, gradient or log-probs were not finite"
         advice = "lower --optimizer.lr; check the surrogate and the reward"
@@ -139,7 +140,8 @@ def check_rewards(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]
     rewards = metrics["reward"]
     smooth = rewards.rolling(max(1, len(rewards) // 5)).mean().dropna()
     if len(smooth):
-        peak, last = smooth.max(), smooth.iloc[-1]
+        peak = smooth.max()
+        last = smooth.iloc[-1]
         if peak > 0 and last < 0.8 * peak and smooth.idxmax() != smooth.index[-1]:
             text = f"the reward fell from {peak:.2f} to {last:.2f}"
             yield Finding(3, text, "a lower --optimizer.lr or fewer --algorithm.epochs; `best/` has the better model")
@@ -153,7 +155,8 @@ def check_rewards(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]
 
 def check_best_model(summary: dict[str, Any]) -> Iterator[Finding]:
     """A best model from long before the end."""
-    step, validation = summary.get("best_step"), summary.get("validation") or {}
+    step = summary.get("best_step")
+    validation = summary.get("validation") or {}
     if step is None or not validation.get("final") or step >= summary.get("optimizer_steps", 0) / 2:
         return
     best, final = (validation[name]["validation_reward"] for name in ("best", "final"))

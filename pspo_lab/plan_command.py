@@ -1,8 +1,7 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
 Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
-run.max_steps, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas
-and what was checked.
+run.max_steps, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas and what was checked.
 """
 
 import math
@@ -78,11 +77,12 @@ def main(args: Sequence[str] | None = None) -> None:
     config, _ = parse(PlanConfig, "pspo plan", args)
     with user_errors("pspo plan"):
         models = shapes(config.model)
-    rollout, algorithm, plan = config.rollout, config.algorithm, config.plan
+    rollout = config.rollout
+    plan = config.plan
     print(
         f"{rollout.prompts} prompts x {rollout.group_size}, {plan.prompt_tokens} + {config.completion_tokens:g} tokens "
-        f"each, {algorithm.epochs} epochs x {algorithm.minibatches} minibatches; {plan.gpu}: {plan.mfu:.0%} of its "
-        f"bf16 peak, {plan.mbu:.0%} of its bandwidths, {plan.usable:.0%} of its memory; least times"
+        f"each, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches; {plan.gpu}: "
+        f"{plan.mfu:.0%} of its bf16 peak, {plan.mbu:.0%} of its bandwidths, {plan.usable:.0%} of its memory"
     )
     rows = [row(name, shape, config, gpus) for name, shape in models.items() for gpus in plan.gpus]
     print(pd.DataFrame(rows).fillna("-").to_string(index=False))

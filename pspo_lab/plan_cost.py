@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from jsonargparse.typing import PositiveInt
+
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
 from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
@@ -24,7 +26,7 @@ class Assumptions:
         gpu: H100 (SXM, 80 GB) or H200 (SXM, 141 GB), 8 to a node; another one is --plan.memory GB of an H100.
         memory: GB of a GPU; unset, all that it has.
         gpus: numbers of GPUs; a line for each.
-        strategy: ddp (all replicated), fsdp2 (sharded over all), none (one GPU); auto, the fastest that fits.
+        strategy: ddp (all replicated) or fsdp2 (sharded over all) of several GPUs; auto, the fastest that fits.
         mfu: share of the bf16 peak that matrix products reach.
         mbu: share of the bandwidths that is reached.
         usable: share of a GPU's memory that tensors may take.
@@ -36,8 +38,8 @@ class Assumptions:
 
     gpu: Literal["H100", "H200"] = "H100"
     memory: float | None = None
-    gpus: list[int] = field(default_factory=lambda: [1, 8, 32, 128, 512])
-    strategy: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
+    gpus: list[PositiveInt] = field(default_factory=lambda: [1, 8, 32, 128, 512])
+    strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
     mfu: float = 0.4
     mbu: float = 0.8
     usable: float = 0.9
@@ -47,10 +49,6 @@ class Assumptions:
     moving: float = 1.0
 
     def __post_init__(self) -> None:
-        positive = len(self.gpus) > 0 and all(n > 0 for n in self.gpus)
-        require(positive, "plan.gpus", "must be one or more numbers above 0", self.gpus)
-        single = self.strategy != "none" or set(self.gpus) == {1}
-        require(single, "plan.strategy", "none is for --plan.gpus '[1]'", self.gpus)
         for name in ("mfu", "mbu", "usable", "moving"):
             require(0 < getattr(self, name) <= 1, f"plan.{name}", "must be in (0, 1]", getattr(self, name))
         rule = f"must be at least 0 and below plan.prompt_tokens ({self.prompt_tokens})"
@@ -66,15 +64,17 @@ class PlanConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        cast, limit, mean = self.model.autocast, self.rollout.max_completion_tokens, self.plan.completion_tokens
-        require(cast != "none", "model.autocast", "must be auto or bf16 for a plan", cast)
+        autocast = self.model.autocast
+        require(autocast != "none", "model.autocast", "must be auto or bf16 for a plan", autocast)
+        limit = self.rollout.max_completion_tokens
         rule = f"must be above 0 and at most rollout.max_completion_tokens ({limit})"
-        require(mean is None or 0 < mean <= limit, "plan.completion_tokens", rule, mean)
+        require(0 < self.completion_tokens <= limit, "plan.completion_tokens", rule, self.completion_tokens)
 
     @property
     def gpu(self) -> GPU:
         """The GPU with the shares of its figures that are reached."""
-        gpu, plan = GPUS[self.plan.gpu], self.plan
+        plan = self.plan
+        gpu = GPUS[plan.gpu]
         memory = plan.memory * 1e9 if plan.memory else gpu.memory
         return replace(
             gpu,
@@ -87,7 +87,9 @@ class PlanConfig(TrainConfig):
 
     @property
     def completion_tokens(self) -> float:
-        return self.plan.completion_tokens or self.rollout.max_completion_tokens
+        """Mean length of a completion."""
+        mean = self.plan.completion_tokens
+        return self.rollout.max_completion_tokens if mean is None else mean
 
     @property
     def weight_bytes(self) -> int:
@@ -141,13 +143,16 @@ class Load:
 
 def training_load(config: PlanConfig, s: Strategy, fullest: bool = False) -> Load:
     """Load of the mean microbatch, or of the ``fullest``."""
-    plan, group_size, algorithm = config.plan, config.rollout.group_size, config.algorithm
-    prompt, length = plan.prompt_tokens, config.completion_tokens
-    moving = plan.moving if algorithm.beta == 0 else 1.0  # groups without an advantage leave the training
-    groups = math.ceil(math.ceil(config.rollout.prompts * moving / algorithm.minibatches) / s.gpus)
+    plan = config.plan
+    group_size = config.rollout.group_size
+    prompt = plan.prompt_tokens
+    length = config.completion_tokens
+    moving = plan.moving if config.algorithm.beta == 0 else 1.0  # groups without an advantage leave the training
+    groups = math.ceil(math.ceil(config.rollout.prompts * moving / config.algorithm.minibatches) / s.gpus)
     shares_prompts = s.name != "fsdp2"  # through a cache
     prompts = 1 if shares_prompts else group_size
-    size, limit = prompts * prompt + group_size * length, config.optimizer.microbatch_tokens
+    size = prompts * prompt + group_size * length
+    limit = config.optimizer.microbatch_tokens
     fitting = limit // size * group_size  # rows of a microbatch, whole groups
     if fitting == 0:  # one group is too large by itself
         rest = (limit - prompt) / length if shares_prompts else limit / (prompt + length)
@@ -155,11 +160,14 @@ def training_load(config: PlanConfig, s: Strategy, fullest: bool = False) -> Loa
     microbatches = math.ceil(groups * group_size / fitting)
     rows = min(groups * group_size, fitting) if fullest else groups * group_size / microbatches
     width = prompt + length - 1  # the last token predicts nothing
-    tokens, keys, pairs = rows * width, rows * width, rows * width**2
+    tokens = rows * width
+    keys = rows * width
+    pairs = rows * width**2
     if shares_prompts:
         prompts = max(1.0, rows / group_size)
         common = plan.shared_tokens if prompts > 1 else 0
-        rest, later = prompts * (prompt - common), rows * (length - 1)
+        rest = prompts * (prompt - common)
+        later = rows * (length - 1)
         tokens = common + rest + later
         keys = common + prompts * prompt + rows * width
         pairs = common**2 + rest * prompt + later * width
@@ -193,8 +201,10 @@ def shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
     """Bytes on a GPU at each phase's peak, by phase and part."""
-    load, rollout = training_load(config, s, fullest=True), config.rollout
-    trained, weight_bytes = config.trained(shape), config.weight_bytes
+    load = training_load(config, s, fullest=True)
+    rollout = config.rollout
+    trained = config.trained(shape)
+    weight_bytes = config.weight_bytes
     frozen = trained < shape.parameters
     weights = weight_bytes * shape.parameters / s.shards
     if frozen:
@@ -225,23 +235,20 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
     return {"rollout": drawing, "training": training}
 
 
-def fits(shape: Shape, config: PlanConfig, s: Strategy) -> bool:
-    return all(sum(parts.values()) <= config.gpu.memory for parts in memory(shape, config, s).values())
-
-
 def messages(shape: Shape, config: PlanConfig, s: Strategy) -> tuple[tuple[float, int], tuple[float, int]]:
     """(bytes, calls) that each of the trainer's GPUs gathers or reduces: for a rollout, and in an optimizer step."""
-    trained, n, calls = config.trained(shape), shape.parameters, shape.layers + 1
     if s.gpus == 1:
         return (0, 0), (0, 0)
+    trained = config.trained(shape)
     if s.name != "fsdp2":
         return (0, 0), (8 * trained, 2)  # an all-reduce in float32 is both
     microbatches = training_load(config, s).microbatches
     gathers = 2 * microbatches  # of the layers; the embeddings once, their backward pass is inside the forward
     root = shape.root + shape.hidden
-    size = 2 * (n - root) * gathers + 2 * root * microbatches + 4 * trained * microbatches
+    size = 2 * (shape.parameters - root) * gathers + 2 * root * microbatches + 4 * trained * microbatches
+    calls = shape.layers + 1
     step = size, shape.layers * gathers + microbatches + calls * microbatches
-    return (2 * n, calls), step
+    return (2 * shape.parameters, calls), step
 
 
 def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str, float]]:
@@ -249,7 +256,9 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
     gathered, reduced = messages(shape, config, s)
     gpu = config.gpu
     drawing = {"gather": gpu.collective(*gathered, s.shards)} | decoding_seconds(shape, config, s)
-    load, algorithm, trained = training_load(config, s), config.algorithm, config.trained(shape)
+    load = training_load(config, s)
+    algorithm = config.algorithm
+    trained = config.trained(shape)
     frozen = trained < shape.parameters
     forward = shape.flops(load.tokens, load.pairs, load.predicted)
     again = shape.flops(load.tokens, load.pairs, 0) if config.model.gradient_checkpointing else 0
@@ -275,8 +284,12 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
 
 def decoding_seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, float]:
     """Least time of drawing a rollout, by part."""
-    gpu, rollout, load = config.gpu, config.rollout, training_load(config, s)
-    prompt, limit, length = config.plan.prompt_tokens, rollout.max_completion_tokens, config.completion_tokens
+    gpu = config.gpu
+    rollout = config.rollout
+    load = training_load(config, s)
+    prompt = config.plan.prompt_tokens
+    limit = rollout.max_completion_tokens
+    length = config.completion_tokens
     groups = load.rows / rollout.group_size
     read = math.ceil(load.rows / rollout.max_rows) * 2 * shape.matrices / gpu.bandwidth  # all weights, for each batch
     live = load.rows * length / limit  # rows that end leave the batch
@@ -302,5 +315,8 @@ def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
 
 def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
     """The fastest strategy that fits."""
-    fitting = [s for s in candidates(config, gpus) if fits(shape, config, s)]
+    fitting = []
+    for s in candidates(config, gpus):
+        if max(sum(parts.values()) for parts in memory(shape, config, s).values()) <= config.gpu.memory:
+            fitting.append(s)
     return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)

@@ -31,7 +31,8 @@ class Shape:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a layer's matrices, by name."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, queries),
             "k_proj": (self.hidden, keys),
@@ -131,7 +132,8 @@ class GPU:
 
     def collective(self, size: float, calls: int, gpus: int) -> float:
         """Seconds to all-gather, or to reduce and scatter, ``size`` bytes over rings, in so many calls."""
-        nodes, local = math.ceil(gpus / self.node), min(gpus, self.node)
+        nodes = math.ceil(gpus / self.node)
+        local = min(gpus, self.node)
         within = size * (1 - 1 / local) / self.nvlink
         between = size * (1 - 1 / nodes) / (self.network * local)
         return max(within, between) + calls * (gpus - 1) * self.latency

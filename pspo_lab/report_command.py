@@ -2,7 +2,7 @@
 
 RUNS are run folders, packed folders, or folders that hold some, however deep. Settings of another model or other
 training data are another task, with tables and pictures of its own. Writes ``report.md`` (everything), the tables as
-``table.tex`` and ``table.csv`` (one line a cell, shares not in percent), and pictures as SVG.
+``table.csv`` (one line a cell, shares not in percent), and pictures as SVG.
 Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave them out. Of several
 evaluations of a model on the same problems the last one, by folder, counts.
 
@@ -16,6 +16,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -29,12 +30,9 @@ from pspo_lab.settings import DATA, MODEL, SEED, labels, number_long_labels, sha
 from pspo_lab.tables import (
     NOTES,
     accuracies,
-    escape_cell,
     escape_markdown,
     file_name,
-    latex_table,
     report_text,
-    split_by_test,
     tables,
     terminal_text,
 )
@@ -43,14 +41,10 @@ CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", 
 DEFAULTS = "A switch that a name leaves out has its default."
 
 
-class Page(str):
-    """Markdown that a notebook shows as such."""
-
-    _repr_markdown_ = str.__str__
-
-
-def report(*runs: str | Path, output_dir: str | Path = "report") -> Page:
+def report(*runs: str | Path, output_dir: str | Path = "report") -> Any:
     """Write the report of some runs, as the command does; returns it for a notebook, with its pictures."""
+    from IPython.display import Markdown
+
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -61,13 +55,15 @@ def report(*runs: str | Path, output_dir: str | Path = "report") -> Page:
         return f"{link[1]}(data:image/svg+xml;base64,{image})"
 
     text = (output / "report.md").read_text(encoding="utf-8")
-    return Page(re.sub(r"^(!\[.*\])\((\S+\.svg)\)$", inline, text, flags=re.MULTILINE))
+    return Markdown(re.sub(r"^(!\[.*\])\((\S+\.svg)\)$", inline, text, flags=re.MULTILINE))
 
 
 def write_report(runs: Runs, output: Path) -> list[Path]:
     """Write the tables and pictures of every task, and print the main ones; returns the files."""
     tasks = group_tasks(runs)
-    markdown, latex, cells, pictures = ["# Report"], [], [], []
+    markdown = ["# Report"]
+    cells = []
+    pictures = []
     for title, (models, names) in tasks.items():
         task_runs = runs.take(names)
         finished = task_runs.take(task_runs.finished())
@@ -79,8 +75,6 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
             markdown.append(f"### {name}\n\n{report_text(table)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
                 print(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n")
-            for test, texts in split_by_test(table):
-                latex.append(f"% {one_line(f'{title}: {name}, {test}').removesuffix(', ')}\n{latex_table(texts)}")
             cells.append(table.assign(task=title, table=name))
         if findings := worst_findings(task_runs, label):
             print("Findings\n" + "\n".join(findings) + "\n")
@@ -93,13 +87,12 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
             pictures += files
 
     write_text(output / "report.md", "\n\n".join(markdown) + "\n")
-    write_text(output / "table.tex", "\n\n".join(latex) + "\n")
     table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
     table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
     names = ["task", "row", "column"]
-    table[names] = table[names].map(lambda text: escape_cell(one_line(text)))
+    table[names] = table[names].map(one_line)
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
-    return [output / "report.md", output / "table.tex", output / "table.csv", *pictures]
+    return [output / "report.md", output / "table.csv", *pictures]
 
 
 def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:

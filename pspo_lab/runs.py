@@ -51,16 +51,6 @@ class LabRun:
     metrics: pd.DataFrame
     summary: Row
 
-    @property
-    def best_model(self) -> str:
-        """Name of the folder of the model that the run returned."""
-        return Path(self.summary.get("best_model", "best")).name
-
-    @property
-    def untrained_validation(self) -> Row | None:
-        """The validation of step 0, once the run is finished."""
-        return self.summary.get("validation", {}).get("untrained")
-
 
 @dataclass(frozen=True)
 class Runs:
@@ -99,9 +89,10 @@ class Runs:
     def untrained(self) -> pd.DataFrame:
         """Run, step 0 and the validation before training, of finished runs that have a folder."""
         rows = []
-        for name in self.configs.index:
-            if name in self.folders and self.folders[name].untrained_validation:
-                rows.append(self.folders[name].untrained_validation | {"run": name, "time": 0.0})
+        for name in self.configs.index.intersection(list(self.folders)):
+            validation = self.folders[name].summary.get("validation", {}).get("untrained")
+            if validation:
+                rows.append(validation | {"run": name, "time": 0.0})
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
 
 
@@ -125,7 +116,7 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
 
 def read_runs(roots: Sequence[Path]) -> Runs:
     """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
-    names = ("metrics.jsonl", "results.json", "config.yaml", PACK_FILE)
+    names = ("metrics.jsonl", "results.json", PACK_FILE)
     places: dict[str, set[Path]] = {name: set() for name in names}
     for root in roots:
         files = [path for path in root.rglob("*") if path.name in names]
@@ -133,7 +124,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
         for path in files:
             places[path.name].add(path.parent.resolve())
-    run_folders, evaluation_folders, config_folders, packs = (sorted(places[name]) for name in names)
+    run_folders, evaluation_folders, packs = (sorted(places[name]) for name in names)
 
     runs: dict[str, LabRun] = {}
     configs: dict[str, Row] = {}
@@ -142,7 +133,8 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     rows: list[Row] = []  # of numbers
     for folder in run_folders:
         with skip_unreadable(folder):
-            run, name = read_run(folder), str(folder)
+            run = read_run(folder)
+            name = str(folder)
             rows += [{"run": name, **row} for row in summary_rows(run)]
             runs[name] = run
             configs[name] = run.switches | {"experiment": str(folder.parent.parent)}
@@ -150,11 +142,6 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     for folder in evaluation_folders:
         with skip_unreadable(folder):
             rows += list(evaluation_rows(folder, runs))
-    for folder in config_folders:
-        in_run = any(str(parent) in runs for parent in folder.parents)  # a checkpoint, say
-        read = folder in run_folders or folder in evaluation_folders
-        if not read and (not in_run or (folder / "completions.jsonl").exists()):
-            warn(f"{folder}: neither metrics nor results; left out")
     for folder in packs:
         with skip_unreadable(folder):
             packed_configs, packed_metrics, packed_numbers = read_pack(folder)
@@ -235,7 +222,8 @@ def read_metrics(folder: Path) -> pd.DataFrame:
 
 def summary_rows(run: LabRun) -> Iterator[Row]:
     """The numbers of a run's summary, none while it is not finished."""
-    config, summary = run.switches, run.summary
+    config = run.switches
+    summary = run.summary
     about = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
     yield from result_rows(summary, about)
     for stage in ("before", "after", "final"):
@@ -249,17 +237,16 @@ def summary_rows(run: LabRun) -> Iterator[Row]:
 def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
     """The numbers of an evaluation's folder, of the run whose model it evaluates if that is known."""
     results = read_json(folder / "results.json")
-    if not {"model", "data", "split", "n", "temperatures"} <= results.keys():
-        raise ValueError("results.json is not of an evaluation")
     model = Path(results["model"])
     candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
     name = next((candidate for candidate in candidates if candidate in runs), None)
     if name is None or results["model"] == runs[name].switches[MODEL]:
         about = {"stage": "before", "model": results["model"]}
-    elif model.name in (runs[name].best_model, "final"):
-        stage = "after" if model.name == runs[name].best_model else "final"
-        about = {"run": name, "stage": stage, "model": runs[name].switches[MODEL]}
     else:
+        best = Path(runs[name].summary.get("best_model", "best")).name
+        stage = {"final": "final", best: "after"}.get(model.name)
+        about = {"run": name, "stage": stage, "model": runs[name].switches[MODEL]}
+    if about["stage"] is None:
         raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
     about["evaluation"] = folder.name
     about["data"] = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
@@ -313,7 +300,8 @@ def pack(runs: Runs, folder: Path) -> list[Path]:
 def read_pack(folder: Path) -> tuple[dict[str, Row], pd.DataFrame, pd.DataFrame]:
     """Switches by run, metrics and numbers of a packed folder."""
     table = pd.read_parquet(folder / PACK_FILE)
-    content, table.attrs = table.attrs, {}
+    content = table.attrs
+    table.attrs = {}
     table["run"] = f"{folder}/" + table["experiment"] + ": " + table["setting"] + ", seed " + table["seed"].astype(str)
     is_rollout = table["measure"].isna()
     configs = {}

@@ -55,7 +55,8 @@ def filter_program(machine: str) -> list[tuple[int, int, int, int]]:
             continue
         checks = []  # the low word of the argument, then the high one
         for half in (0, 1):
-            bits, wanted = mask >> 32 * half & 0xFFFFFFFF, value >> 32 * half & 0xFFFFFFFF
+            bits = mask >> 32 * half & 0xFFFFFFFF
+            wanted = value >> 32 * half & 0xFFFFFFFF
             checks += [(LOAD, 0, 0, 16 + 8 * argument + 4 * half), (AND, 0, 0, bits), (EQUAL, 1, 0, wanted)]
             checks += [(RETURN, 0, 0, ERRNO | EPERM)]
         program += [(EQUAL, 0, len(checks) + 1, numbers[column]), *checks, (RETURN, 0, 0, ALLOW)]
@@ -106,7 +107,8 @@ def run_tests(code: str, tests: list[str]) -> int:
 
 def main() -> None:
     specification = json.load(sys.stdin)
-    channel, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    channel = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
 

@@ -13,8 +13,11 @@ import pandas as pd
 from pspo.cli.files import flat
 from pspo.cli.terminal import one_line
 
-MODEL, DATA, SEED = "model.name_or_path", "data.name", "run.seed"
-SURROGATE, ARGUMENT = "algorithm.surrogate.class_path", "algorithm.surrogate.init_args."
+MODEL = "model.name_or_path"
+DATA = "data.name"
+SEED = "run.seed"
+SURROGATE = "algorithm.surrogate.class_path"
+ARGUMENT = "algorithm.surrogate.init_args."
 LONG = 40  # characters of a label; longer ones are numbered, and stand in a key
 NO_SETTING = {  # switches that make no other setting: files, logs, processes, memory; and seeds
     "data.path", "distributed.strategy", "model.attn_implementation", "model.gradient_checkpointing",
@@ -65,7 +68,9 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     A surrogate's arguments come first and are compared among the runs of this surrogate; other switches follow in the
     order of their names. Settings whose names are the same are numbered.
     """
-    short, setting, texts = short_names(configs), setting_numbers(configs), {}
+    short = short_names(configs)
+    setting = setting_numbers(configs)
+    texts = {}
     switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     for method, runs in configs.groupby(methods(configs)):
         arguments = [name for name in differing(runs) if name.startswith(ARGUMENT)]

@@ -146,18 +146,14 @@ def show_plan(plan: list[Method]) -> None:
     for method in plan:
         if len(method.stages) == 1:
             for job in method.jobs(list(method.stages), list(method.settings)):
-                name = f"{job.setting}/seed-{job.seed}"
-                if job.stage == "untrained":
-                    name = f"untrained/{job.setting}"
-                if job.finished:
-                    name += " (finished)"
-                print(f"{method.experiment}/{name}")
+                print(job.folder, "(finished)" if job.finished else "")
         else:
             print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
         for stage, n in method.stages.items():
             jobs = method.jobs([stage], list(method.settings)[:n])
             if stage != "untrained":
-                finished, tokens = sum(job.finished for job in jobs), sum(job.tokens for job in jobs)
+                finished = sum(job.finished for job in jobs)
+                tokens = sum(job.tokens for job in jobs)
                 rows.append((method.experiment, stage, len(jobs), finished, tokens))
     table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished", "tokens, at most"])
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")

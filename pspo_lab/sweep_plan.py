@@ -140,7 +140,8 @@ class Method:
 
     def selection(self) -> dict[str, Any]:
         """The selected setting, and every number that decided."""
-        confirmed, selected = self.chosen("confirm"), self.chosen("full")
+        confirmed = self.chosen("confirm")
+        selected = self.chosen("full")
         records = []
         for name, switches in self.settings.items():
             jobs = self.jobs(["grid", "confirm"], [name])
@@ -186,7 +187,8 @@ def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | lis
             "confirm": Stage(search.keep, search.confirm_seeds, search.switches),
             **stages,
         }
-    settings, jobs = {}, []
+    settings = {}
+    jobs = []
     for stage_name, stage in stages.items():
         for point in grid_points(grid):
             setting = setting_name(method, point)
@@ -204,7 +206,8 @@ def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Met
     possible = []
     for (model, revision), job in models.items():
         setting = re.sub(r"[^\w.=+-]", "_", "-".join(filter(None, [Path(model).name, revision])))
-        folder, evaluate = Path(sweep.output, name, "untrained", setting), sweep.experiments[name].evaluate
+        folder = Path(sweep.output, name, "untrained", setting)
+        evaluate = sweep.experiments[name].evaluate
         possible.append(replace(job, folder=folder, stage="untrained", setting=setting, tokens=0, evaluate=evaluate))
     return Method(name, "untrained", {job.setting: {} for job in possible}, {"untrained": None}, possible)
 
@@ -213,7 +216,8 @@ def setting_jobs(
     sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches
 ) -> list[Job]:
     """Jobs of a setting in a stage; ValueError if one cannot run or was run with other switches."""
-    prog, searching = f"pspo sweep: {name}/{setting}", stage != "full"
+    prog = f"pspo sweep: {name}/{setting}"
+    searching = stage != "full"
     config, switch_values = parse_once(TrainConfig, prog, tuple(switch_words(switches)))
     jobs = []
     with user_errors(prog):
@@ -235,7 +239,8 @@ def setting_jobs(
 
 def most_tokens(config: TrainConfig) -> int:
     """Tokens of a run's rollouts, prompts included, if all are as long as they may be."""
-    rollout, steps = config.rollout, config.algorithm.epochs * config.algorithm.minibatches
+    rollout = config.rollout
+    steps = config.algorithm.epochs * config.algorithm.minibatches
     tokens = rollout.prompts * rollout.group_size * (config.data.max_prompt_tokens + rollout.max_completion_tokens)
     most = (config.run.max_tokens or math.inf) + tokens
     return min(math.ceil(config.run.max_steps / steps) * tokens, most)

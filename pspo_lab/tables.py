@@ -4,7 +4,7 @@ import html
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,8 @@ def learning(runs: Runs) -> pd.DataFrame:
     for run, rollouts in rewards.groupby("run", sort=False):
         windows = smoothed(rollouts["reward"])
         peak_at = int(windows.argmax()) + len(rollouts) - len(windows)  # the last rollout of the best window
-        final, peak = windows[-1], windows.max()
+        final = windows[-1]
+        peak = windows.max()
         collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
         validation = rollouts["validation_reward"].dropna()
         rows[run] = [
@@ -261,10 +262,8 @@ def terminal_text(cells: pd.DataFrame) -> str:
     parts = []
     for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
         texts = texts.rename(index=lambda row: row if len(row) <= LONG else f"…{row[1 - LONG :]}")
-        table = markdown_table(texts, one_line)
-        if table.index("\n") > TERMINAL:
-            table = "\n\n".join(markdown_table(texts[["seeds", name]], one_line) for name in texts.columns[1:])
-        parts += [one_line(test), table]
+        texts = texts.rename(index=one_line, columns=one_line)
+        parts += [one_line(test), texts.to_string(line_width=TERMINAL)]
     return "\n\n".join(parts)
 
 
@@ -283,29 +282,18 @@ def escape_markdown(text: str) -> str:
     return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
-def escape_cell(text: str) -> str:
-    """Text for a cell of a spreadsheet, which would compute what looks like a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
-
-
 def file_name(text: str) -> str:
     """Text as a file's name; a long one is cut, and ends in its CRC-32."""
     name = re.sub(r"[^\w.+]+", "-", text)
     return name if len(name.encode()) <= 100 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
 
 
-def markdown_table(texts: pd.DataFrame, escape: Callable[[str], str] = escape_markdown) -> str:
+def markdown_table(texts: pd.DataFrame) -> str:
     """A table of texts as aligned Markdown; the index is the first column."""
     rows = [["", *texts.columns]]
     rows += [[row, *cells] for row, *cells in texts.itertuples()]
-    rows = [[escape(cell) for cell in row] for row in rows]
+    rows = [[escape_markdown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def latex_table(texts: pd.DataFrame) -> str:
-    """A table of texts as a LaTeX tabular."""
-    texts = texts.rename(index=one_line, columns=one_line).rename_axis(None)
-    return texts.to_latex(escape=True, column_format="l" + "r" * len(texts.columns))

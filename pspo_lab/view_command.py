@@ -4,8 +4,7 @@ RUN is a run's folder, a packed folder, or one that holds some. ``--watch`` serv
 runs that train. ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights
 under these; unset, under all of `pspo.losses`.
 
-The page is one HTML file that asks no host for anything. Charts are uPlot's (https://github.com/leeoniya/uPlot, MIT):
-51 kB, a crosshair over all charts, bands and thousands of points without a delay.
+The page is one HTML file that asks no host for anything. Charts are uPlot's (https://github.com/leeoniya/uPlot, MIT).
 """
 
 import argparse
@@ -29,7 +28,7 @@ from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
 from pspo.cli.terminal import tolerate_output
 from pspo_lab.runs import read_runs
-from pspo_lab.view_data import built_in_surrogates, make_surrogate, page_data
+from pspo_lab.view_data import make_surrogate, page_data, surrogate_classes
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -58,7 +57,9 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = (), watch: bool
 
 def packed_data(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     """The page's data, base64 of gzipped JSON: nothing that a model wrote can end the element that holds it."""
-    compared = {text: make_surrogate(text) for text in surrogates} or built_in_surrogates()
+    compared = {text: make_surrogate(text) for text in surrogates}
+    if not compared:
+        compared = {name: surrogate() for name, surrogate in surrogate_classes().items()}
     runs = read_runs(roots)
     if runs.configs.empty:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")
@@ -70,11 +71,13 @@ class Handler(BaseHTTPRequestHandler):
     """Serves the page, and its data once they are newer than those of ``?since=``."""
 
     def __init__(self, roots: list[Path], surrogates: list[str], *args: object) -> None:
-        self.roots, self.surrogates = roots, surrogates
+        self.roots = roots
+        self.surrogates = surrogates
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        address, host = urlsplit(self.path), self.headers.get("Host", "").partition(":")[0]
+        address = urlsplit(self.path)
+        host = self.headers.get("Host", "").partition(":")[0]
         if host not in ("127.0.0.1", "localhost"):  # another site's name for this machine
             return self.send_error(403)
         now = version(self.roots)

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 import pspo.losses
 from pspo.cli.files import read_json, read_jsonl
 from pspo.losses import Surrogate, token_weights
+from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import COLOURS, OTHERS_COLOUR
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, skip_unreadable
@@ -33,7 +34,6 @@ TOKEN_COLUMNS = ["step", "problem", "sample", "position", "token_id", "text", "l
                  "sampler_logprob", "reference_logprob", "entropy", "advantage", "weight"]  # fmt: skip
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
-LONGEST = 20_000  # characters of a completion on the page
 MOST_CHANGES = 200  # test problems that came out differently
 RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
 
@@ -43,7 +43,8 @@ Record = dict[str, Any]
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
     label = labels(runs.configs)
-    pages, tests = {}, []
+    pages = {}
+    tests = []
     for name in [name for name in runs.configs.index if name in runs.folders]:
         run = runs.folders[name]
         with skip_unreadable(run.folder):
@@ -66,10 +67,12 @@ def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
     time = runs.metrics.filter(like="seconds/").sum(axis=1).groupby(runs.metrics["run"]).cumsum()
     metrics = pd.concat([runs.untrained(), runs.metrics.assign(time=time)], ignore_index=True)
-    setting, method = setting_numbers(runs.configs), methods(runs.configs)
+    setting = setting_numbers(runs.configs)
+    method = methods(runs.configs)
     names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
     groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
-    means, counts = groups.mean(), groups.count()
+    means = groups.mean()
+    counts = groups.count()
     half = groups.sem() * t.ppf(0.975, (counts - 1).where(counts >= SEEDS_FOR_AN_INTERVAL))
     tables = {"mean": means, "low": means - half, "high": means + half}
     for number, members in setting.groupby(setting, sort=False).groups.items():
@@ -94,19 +97,25 @@ def encode_floats(values: Any) -> str:
 
 def describe_run(run: LabRun, label: str) -> Record:
     """A run's name, its ends, its best model, and what the doctor finds."""
+    best = run.folder / "best" / "validation.json"
+    best_step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
+    events = []
+    if best_step is not None:
+        events.append({"step": best_step, "kind": "best", "text": f"best model (step {best_step})"})
     return {
         "name": run.folder.name,
         "label": label,
         "about": describe_progress(run),
         "curve": run_curve(run.switches),
-        "events": list(run_events(run)),
+        "events": events,
         "findings": [finding._asdict() for finding in find(run.metrics, run.switches, run.summary)],
     }
 
 
 def describe_progress(run: LabRun) -> str:
     """A run in a line: model, data, method, how far it is, and its test."""
-    config, step = run.switches, int(run.metrics["step"].max())
+    config = run.switches
+    step = int(run.metrics["step"].max())
     parts = [f"{Path(config[MODEL]).name} on {config[DATA]}", str(config[SURROGATE]).rpartition(".")[2]]
     parts += [f"seed {config[SEED]}", f"step {step} of {config['run.max_steps']}"]
     if before := run.summary.get("before"):
@@ -116,42 +125,27 @@ def describe_progress(run: LabRun) -> str:
     return " · ".join(parts)
 
 
-def run_events(run: LabRun) -> Iterator[Record]:
-    """The step of the best model so far."""
-    best = run.folder / "best" / "validation.json"
-    step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
-    if step is not None:
-        yield {"step": step, "kind": "best", "text": f"best model (step {step})"}
-
-
 def changed_tests(folder: Path) -> Record:
     """Test problems whose completion changed its worth in training, how many, and the first: the worst."""
     before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
     if not before or not after:
         return {"worse": 0, "better": 0, "shown": []}
-    key = "reward" if all(record["correct"] is None for record in before) else "correct"
+    key, better, worse = changed_pairs(before, after)
     changes = []
-    for old, new in zip(before, after, strict=False):
-        if None not in (old[key], new[key]) and old[key] != new[key]:
-            changes.append({
-                "prompt": prompt_text(old["prompt"]),
-                "gold": old["gold"],
-                "before": {"text": cut_text(old["completion"]), "value": float(old[key])},
-                "after": {"text": cut_text(new["completion"]), "value": float(new[key])},
-            })  # fmt: skip
-    changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
-    worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)
-    return {"worse": worse, "better": len(changes) - worse, "shown": changes[:MOST_CHANGES]}
+    for old, new in [*worse, *reversed(better)][:MOST_CHANGES]:
+        changes.append({
+            "prompt": prompt_text(old["prompt"]),
+            "gold": old["gold"],
+            "before": {"text": old["completion"], "value": float(old[key])},
+            "after": {"text": new["completion"], "value": float(new[key])},
+        })  # fmt: skip
+    return {"worse": len(worse), "better": len(better), "shown": changes}
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-
-
-def cut_text(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... {len(text) - LONGEST:,} characters more"
 
 
 # Groups and tokens
@@ -162,7 +156,8 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     files = [{int(file.stem.partition("-")[2]): file for file in folder.glob(f"{TOKENS}/step-*.parquet")
               if file.stem.partition("-")[2].isdecimal()} for folder in folders]  # fmt: skip
     visits = sum(parquet.read_metadata(file).num_rows for run_files in files for file in run_files.values())
-    groups, left_out = [], 0
+    groups = []
+    left_out = 0
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
         samples = [sample for sample in read_jsonl(folder / "samples.jsonl") if "sample" in sample]
         steps = sorted({sample["step"] for sample in samples})
@@ -190,7 +185,7 @@ def describe_completion(sample: Record, sequences: dict[tuple[int, int], list[Re
     """A line of ``samples.jsonl``, with what optimizer steps computed at its tokens, None if none visited it."""
     copies = sequences.get((sample["problem"], sample["sample"]))
     record = {name: sample[name] for name in ("reward", "rewards", "advantage", "tokens", "truncated")}
-    record["text"] = cut_text(sample["completion"])
+    record["text"] = sample["completion"]
     record["recorded"] = copies.pop(0) if copies else None
     return record
 
@@ -280,12 +275,11 @@ def make_surrogate(text: str) -> Surrogate:
 
 
 def find_surrogate(name: str) -> type[Surrogate]:
-    """A class of `pspo.losses` in any case, or one by its import path."""
+    """A class of `pspo.losses`, or one by its import path."""
     if "." not in name:
-        classes = {known.lower(): cls for known, cls in surrogate_classes().items()}
-        if name.lower() not in classes:
+        if name not in surrogate_classes():
             raise ValueError(f"no such surrogate; choose from {', '.join(surrogate_classes())}, or an import path")
-        return classes[name.lower()]
+        return surrogate_classes()[name]
     module, _, attribute = name.rpartition(".")
     cls = getattr(importlib.import_module(module), attribute)
     if not (inspect.isclass(cls) and issubclass(cls, Surrogate)):
@@ -297,11 +291,6 @@ def surrogate_classes() -> dict[str, type[Surrogate]]:
     """The surrogates of `pspo.losses` by name."""
     classes = inspect.getmembers(pspo.losses, inspect.isclass)
     return {name: cls for name, cls in classes if issubclass(cls, Surrogate) and not inspect.isabstract(cls)}
-
-
-def built_in_surrogates() -> dict[str, Surrogate]:
-    """The surrogates of `pspo.losses` with their defaults, by name."""
-    return {name: cls() for name, cls in surrogate_classes().items()}
 
 
 def run_curve(switches: Record) -> Record | None:

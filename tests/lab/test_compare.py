@@ -102,7 +102,7 @@ def test_changes_of_rewards_and_what_a_terminal_must_not_see():
     before = [record(0.5, "x" * 300), record(0.5, "\x1b[2Jsame"), record(None, "?"), record(0.25, "")]
     after = [record(0.25, "short"), record(0.75, "better"), record(1.0, "!"), record(1.0, "best")]
     lines = changes(before, after, 2, ("before", "after")).split("\n")
-    assert lines[0] == "2 with more reward, 1 with less, of 3 problems"
+    assert lines[0] == "2 with more reward, 1 with less, of 4 problems"
     assert lines[2:5] == ["  problem  a b", "  before   0.250:", "  after    1.000: best"]
     assert re.fullmatch(r"  before   0\.500: x+ \.\.\. x+", lines[7])
     assert len(lines[7]) == 11 + 200

@@ -160,8 +160,6 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     assert "<b>run" not in page
     texts = [one["text"] for group in data_of(page)["groups"] for one in group["completions"]]
     assert texts[:4] == HOSTILE[:4]
-    assert texts[6].startswith("x" * 20_000)
-    assert len(texts[6]) < 20_100
 
 
 def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):
