@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from pspo.cli.files import to_jsonl
+from pspo.tasks import MathVerifyReward
 from pspo.tasks.answers import extract_answer
 from pspo.tasks.datasets import SPLITS, load_problems
 from pspo.tasks.problem import Problem
@@ -343,6 +344,15 @@ def test_further_columns_travel_as_plain_values(tmp_path):
     assert json.loads(line)["fields"] == problem.fields | {"day": "2024-07-26", "raw": "b'x'"}
 
 
+def test_a_prompt_keeps_its_outer_blanks(tmp_path):
+    """As the same text does in a chat; two columns are joined by one blank."""
+    text = "    x = 1\n  print(x)\n"
+    chat = [{"role": "user", "content": text}]
+    file = write_jsonl(tmp_path / "test.jsonl", [{"prompt": prompt, "answer": " 1 "} for prompt in (text, chat)])
+    problems = load_problems("file", "test", file)
+    assert [(problem.prompt, problem.answer) for problem in problems] == [(text, 1), (chat, 1)]
+
+
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi, TOM?"}]
 
 
@@ -445,6 +455,15 @@ def test_math_as_published():
     assert len(problems) == 3987
     for problem in problems:  # a model that answers just as the solution does is right
         assert extract_answer(f"#### {boxed(problem.solution)[-1]}") == problem.answer
+
+
+@needs_data
+def test_the_last_box_counts_in_maths_own_solutions():
+    pytest.importorskip("math_verify")
+    problems = load_problems("math", "test", DATA, answer_kind="text")
+    several = [problem for problem in problems if len(boxed(problem.solution)) > 1]
+    assert len(several) == 90
+    assert MathVerifyReward()([problem.solution for problem in several], several) == [1.0] * 90
 
 
 def single(tmp_path, problems: int = 400) -> Path:

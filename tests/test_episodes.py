@@ -1,6 +1,8 @@
 """Text environments: episodes of several turns, whose observations are context and not loss."""
 
+import copy
 import re
+import shutil
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +17,10 @@ from pspo.config import DataConfig, ModelConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import parse_calls
-from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.model.chat import encode, render_prompts
+from pspo.model import ASSETS, load_policy, load_tokenizer, token_logprobs
+from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, make_sampling
+from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, load_prompts, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, Problem, total_rewards
 from pspo.tasks.calculator import Calculator, calculate
 
@@ -26,15 +28,20 @@ QWEN3 = Path(__file__).with_name("qwen3.jinja")
 CALCULATOR = "pspo.tasks.calculator.Calculator"
 
 
-class ToolCalculator(Calculator):
-    """The same as a tool: called in the chat template's own format, or by `<calc>` where that has none for calls."""
+class ToolTurns(Calculator):
+    """The same, with the answers in a tool's turns."""
 
     role = "tool"
+
+
+class ToolCalculator(ToolTurns):
+    """The same as a tool, called in the chat template's own format."""
+
     tools = (calculate,)
 
     def step(self, text, calls):
         if not calls:
-            return super().step(text)
+            return "", 0.0, True
         ((name, arguments),) = calls
         return calculate(**arguments) if name == "calculate" else "error", 0.0, False
 
@@ -219,6 +226,20 @@ def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
     assert tokenizer.decode(observation_ids(tokenizer, "\0 x", after=end)).count("\0 x") == 1
 
 
+@pytest.mark.parametrize("before", [" ", "\n", "", "<|endoftext|>"])
+def test_one_end_token_stands_between_turns(tokenizer, before):
+    """Llama 2's template writes a blank before it, Cohere's another special token."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}" + before + "<|im_end|>"
+        "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+    )
+    ids = observation_ids(tokenizer, "7<|im_end|>", after=end)
+    assert tokenizer.decode(ids) == "<|im_start|>[INST] 7<|im_end|> [/INST]"
+    assert end not in ids  # the observation's own is text
+
+
 @pytest.mark.parametrize("thinking", [True, False])
 def test_what_was_thought_stays_as_it_was_sampled(sampling, thinking):
     """Under Qwen3's template, which trims thoughts, and leaves out those before the last turn of the user's."""
@@ -258,6 +279,57 @@ def test_tools_are_called_in_the_templates_own_format(sampling):
     assert tokenizer.decode([token for token, drawn in row if drawn]) == "".join(f"{turn}<|im_end|>" for turn in turns)
     assert rollout.terminated.all()
     assert rollout.texts == [turns[-1]]
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Data of one problem."""
+    file = tmp_path / "test.jsonl"
+    file.write_text('{"prompt": "3 + 4", "answer": 7}\n')
+    return DataConfig(name="file", path=str(file), system_prompt="")
+
+
+def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums, tmp_path):
+    two = copy.deepcopy(tokenizer)
+    two.chat_template = {"default": tokenizer.chat_template, "tool_use": QWEN3.read_text()}
+    (ids,) = load_prompts(sums, two, "test", make_environment=ToolCalculator).ids
+    assert '"name": "calculate"' in tokenizer.decode(ids)
+    assert parse_calls(two, CALL) == [("f", {"a": [1, "x"]})]
+    observed = tokenizer.decode(observation_ids(two, "7", tokenizer.eos_token_id, "tool", ToolCalculator.tools))
+    assert observed.startswith("\n<|im_start|>user\n<tool_response>\n7\n</tool_response>")
+    two.save_pretrained(tmp_path / "two")
+    shutil.copy(ASSETS / "tiny-base/config.json", tmp_path / "two")
+    mine = tmp_path / "mine.jinja"
+    for value, changed in (({"enable_thinking": False}, ["default", "tool_use"]), (str(mine), ["default"])):
+        mine.write_text("{{ messages[0].content }}")
+        loaded = load_tokenizer(ModelConfig(str(tmp_path / "two")), DataConfig(chat_template=value))
+        loaded.save_pretrained(tmp_path / "saved")
+        shutil.copy(ASSETS / "tiny-base/config.json", tmp_path / "saved")
+        saved = load_tokenizer(ModelConfig(str(tmp_path / "saved"))).chat_template
+        assert [name for name in two.chat_template if saved[name] != two.chat_template[name]] == changed
+    mine.write_text(QWEN3.read_text() + "{# mine #}")
+    loaded = load_tokenizer(ModelConfig(str(tmp_path / "two")), DataConfig(chat_template=str(mine)))
+    assert loaded.chat_template == dict.fromkeys(two.chat_template, mine.read_text())
+
+
+def test_tools_that_the_template_leaves_out_are_refused(tokenizer, sums):
+    with pytest.raises(ValueError, match=r"^the chat template leaves the environment.s tools out .* --data"):
+        load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator)
+
+
+def test_a_call_behind_a_special_token_is_read(tokenizer):
+    """Where `<tool_call>` is one, also behind words; Llama 3.1 writes one that its template does not have."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = QWEN3.read_text()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>"], special_tokens=True)
+    ids = tokenizer(f"I ask: {CALL}<|im_end|>")["input_ids"]
+    (text,) = completion_texts(tokenizer, [[1]], [ids])
+    assert text == f"I ask: {CALL}"
+    assert parse_calls(tokenizer, text) == [("f", {"a": [1, "x"]})]
+    tokenizer = copy.deepcopy(tokenizer)  # the format is remembered by tokenizer
+    tokenizer.chat_template = LLAMA
+    call = '<|python_tag|>{"name": "f", "parameters": {"a": [1, "x"]}}'
+    assert parse_calls(tokenizer, call) == [("f", {"a": [1, "x"]})]
 
 
 LLAMA = """{%- for m in messages -%}<|im_start|>{{ m.role }}\n
@@ -386,11 +458,11 @@ def test_a_run_with_a_calculator(run):
     assert CALCULATOR in (run / "final/README.md").read_text()
 
 
-def test_a_run_with_the_calculator_as_a_tool_is_the_same(run, tmp_path):
+def test_a_run_with_answers_in_a_tools_turns_is_the_same(run, tmp_path):
     """Where the template writes a tool's turns as the user's."""
     template = f"--data.chat_template={Path(__file__).with_name('calculator.jinja')}"
     switches = [
-        "--rollout.environment=test_episodes.ToolCalculator",
+        "--rollout.environment=test_episodes.ToolTurns",
         template,
         "--run.max_steps=4",
         "--run.test_limit=0",

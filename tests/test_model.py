@@ -2,18 +2,22 @@
 
 import contextlib
 import copy
+import json
 import math
 import re
 
 import pytest
 import torch
+from processes import run_command
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
 
+import pspo.evaluate.__main__
 import pspo.model.linear
 from pspo.config import ModelConfig
 from pspo.model import ASSETS, load_policy, load_tokenizer, locate, pad_token_id, stop_token_ids
+from pspo.model.find import check_token_ids
 from pspo.model.linear import onednn_linear, use_onednn
 
 CPU = torch.device("cpu")
@@ -157,9 +161,30 @@ def test_tokenizers_that_lack_something(model_folder):
 def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     model = tiny_model(vocab_size=len(tokenizer))
     pad_token_id(model, tokenizer)
-    tokenizer.add_tokens("zz")  # which some prompt may hold; pad is one that the model has
-    with refused("the tokenizer has more than the model's"):
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<image>", "<pad>"])  # as Gemma 3 1B's, which no prompt holds
+    assert pad_token_id(model, tokenizer) < size
+    check_token_ids(model.config, tokenizer, [[1], [size - 1, 2]])
+    with refused(rf"^--model.name_or_path: the model's {size} tokens do not include '<image>' \(id {size}\): take"):
+        check_token_ids(model.config, tokenizer, [[1], [2, size, 3]])
+    tokenizer.pad_token = "<pad>"
+    with refused(rf"do not include '<pad>' \(id {size + 1}\): name another pad_token"):
         pad_token_id(model, tokenizer)
+
+
+@pytest.mark.parametrize("prompt", ["What is 3 + 4?", "What is <image>?"])
+def test_a_run_needs_the_tokens_of_its_prompts_alone(model_folder, tmp_path, capsys, prompt):
+    folder = model_folder()
+    tokenizer = load_tokenizer(ModelConfig(str(folder)))
+    tokenizer.add_tokens("<image>")
+    tokenizer.save_pretrained(folder)
+    records = [{"prompt": f"{prompt} {n}", "answer": n} for n in range(40)]
+    switches = [f"--model.name_or_path={folder}", f"--run.output_dir={tmp_path / 'run'}", "--data.name=file",
+                f"--data.path={tmp_path / 'test.jsonl'}", "--eval.max_completion_tokens=4"]  # fmt: skip
+    (tmp_path / "test.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    code = run_command(pspo.evaluate.__main__.main, *switches)
+    assert code == (2 if "<image>" in prompt else 0)
+    assert ("do not include '<image>' (id 559): take it out" in capsys.readouterr().err) == (code == 2)
 
 
 # ---------------------------------------------------------------- float32 products by oneDNN

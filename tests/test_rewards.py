@@ -187,6 +187,14 @@ def test_what_is_not_there_is_refused_by_name():
         check_rewards([asks_for_typo], PROBLEMS)
 
 
+@pytest.mark.parametrize("name", ["step", "truncated", "prompts", "completion_ids"])
+def test_a_column_that_a_reward_does_not_get_is_said(name):
+    problems = [Problem("?", fields={name: 1, "hint": 2, "source": "mine"})]
+    with pytest.warns(UserWarning, match=f"^reward <lambda> asks for '{name}' .* rename the column$") as warned:
+        check_rewards([lambda hint, source, **everything: hint, lambda hint, source: hint], problems)
+    assert len(warned) == 1
+
+
 def test_every_batch_has_the_columns_of_the_data():
     problems = [Problem("?", None, {"hint": "add"}), Problem("?")]
     check_rewards([lambda hint: hint], problems)
@@ -431,7 +439,9 @@ def test_math_verify_reads_formulas_and_survives_hostile_ones():
     pytest.importorskip("math_verify")
     cases = [(r"$\frac{2}{4}$", "1/2", 1), (r"\boxed{1 + x^2}", "x^2+1", 1), (r"\boxed{(1,2)}", "(1,2)", 1),
              ("$9^{9^{9^{9}}}!$", "5", 0), (r"\boxed{3}", "4", 0), ("5", None, None),
-             ("7", Fraction(7), 1)]  # fmt: skip
+             ("7", Fraction(7), 1), (r"The values are $\boxed{-2}$ and $\boxed{1}$", "1", 1),
+             (r"First $\boxed{\frac{\pi}{4}}$. So $\boxed{\frac{5\pi}{4}}$.", r"\frac{5\pi}{4}", 1),
+             (r"$\boxed{1}$ and $\boxed{-2}$", "1", 0), (r"$\boxed{1}$, $\boxed{1", "1", 0)]  # fmt: skip
     began = time.monotonic()
     problems = [Problem("?", answer) for _, answer, _ in cases]
     values = MathVerifyReward(seconds=15)([completion for completion, _, _ in cases], problems)

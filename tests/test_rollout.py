@@ -9,7 +9,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from pspo.config import SYSTEM_PROMPT, RolloutConfig
+from pspo.model.chat import render_prompts
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
+from pspo.tasks import math_reward
 
 SAMPLING = Sampling(stop_ids=[7, 8], pad_id=0, max_completion_tokens=5, decoder="hf")  # the model's own method
 
@@ -119,6 +121,28 @@ def test_a_thought_that_the_prompt_opens_is_open_in_the_text(tokenizer):
     assert rollout.texts == [f"{text}so</think>#### 7{tokenizer.decode([end])}" for text in ("<think>", "", "")]
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("opened", "drawn", "gold", "value"),
+    [
+        ("<think>\n", "two and three\n</think>\n#### 5", 5, 1.0),
+        ("", "<think>maybe #### 5</think>I do not know.", 5, 0.0),
+        ("", "<think>#### 7 is wrong</think>It is 5", 5, 1.0),
+        ("", "<answer>#### 5</answer><|im_start|>", 5, 1.0),
+    ],
+)
+def test_rewards_see_tags_whether_they_are_special_or_not(tokenizer, special, opened, drawn, gold, value):
+    tokenizer.add_tokens(["<think>", "</think>", "<answer>", "</answer>"], special_tokens=special)
+    end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    ids = tokenizer(drawn)["input_ids"]
+    assert (ids[0] > 500) == (opened == "")  # a tag is one token
+    prompt = tokenizer(f"<|im_start|>assistant\n{opened}")["input_ids"]
+    sampling = replace(SAMPLING, stop_ids=[end], pad_id=pad, max_completion_tokens=40)
+    (text,) = generate(Scripted([[*ids, end, pad]]), tokenizer, [prompt], sampling).texts
+    assert text == opened.strip() + drawn
+    assert math_reward(text, gold) == value
+
+
 # ---------------------------------------------------------------- rollouts and their rows
 
 
@@ -165,6 +189,9 @@ def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokeni
     (ids,) = encode_prompts(tokenizer, ["3 + 4"], "")
     assert tokenizer.decode(ids) == "26 Jul 2024|3 + 4"
     assert "macro" not in tokenizer.chat_template  # what is saved with the model is its own
+    for form, date in (("%Y-%m-%d", "2024-07-26"), ("%d", "26"), ("%%d %A %-m/%y", "%d Friday 7/24")):
+        tokenizer.chat_template = f"{{{{ strftime_now(format='{form}') }}}}|" + plain
+        assert render_prompts(tokenizer, ["3 + 4"], "") == [f"{date}|3 + 4"]
 
 
 def test_exactly_one_bos(tokenizer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -89,14 +90,16 @@ class EnvironmentSampler(WrappedSampler):
             if len(ids) > room:  # another row had more
                 ids = ids[:room]
                 is_ended = False
-                (text,) = completion_texts(self.tokenizer, [episode.prompt_ids + episode.ids], [ids])
+                context = episode.prompt_ids + episode.ids
+                (text,) = completion_texts(self.tokenizer, [context], [ids], self.sampling.stop_ids)
             episode.extend(ids, sampled=True)
             observation, is_done = self.step(episode, text)
             episode.terminated = is_ended and is_done
             if is_done or is_last or not is_ended:
                 continue
             role = getattr(episode.environment, "role", "user")
-            observed = observation_ids(self.tokenizer, observation, ids[-1], role)
+            tools = getattr(episode.environment, "tools", None)
+            observed = observation_ids(self.tokenizer, observation, ids[-1], role, tools)
             if len(episode.ids) + len(observed) < limit:
                 episode.extend(observed, sampled=False)
                 live.append(episode)
@@ -114,16 +117,22 @@ class EnvironmentSampler(WrappedSampler):
         return observation, is_done
 
 
-def observation_ids(tokenizer: PreTrainedTokenizerBase, text: str, after: int, role: str = "user") -> list[int]:
-    """Encode the text as the role's turn between two of the model; the stop token it follows is not repeated."""
-    chat = [
-        {"role": "user", "content": "-"},
-        {"role": "assistant", "content": "\0"},
-        {"role": role, "content": text},
-    ]
-    (rendered,) = render_prompts(tokenizer, [chat], system_prompt="")
-    (ids,) = encode(tokenizer, [rendered.partition("\0")[2]])
-    return ids[1:] if ids[:1] == [after] else ids
+def observation_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, after: int, role: str = "user", tools: list[Any] | None = None
+) -> list[int]:
+    """Encode the text as the role's turn between two of the model.
+
+    What the template writes up to the end token of the model's turn is left out if the model drew this token itself,
+    as the last one: ``after``.
+    """
+    tails = []  # behind the model's words
+    for content in ("\1", text):
+        turns = [("user", "-"), ("assistant", "\0"), (role, content)]
+        chat = [{"role": name, "content": words} for name, words in turns]
+        (rendered,) = render_prompts(tokenizer, [chat], "", tools)
+        tails.append(rendered.partition("\0")[2])
+    before, ids = encode(tokenizer, [tails[0].partition("\1")[0], tails[1]])
+    return ids[ids.index(after) + 1 :] if after in before else ids
 
 
 def episodes_to_rollout(first_turns: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:

@@ -26,6 +26,8 @@ def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str) -> list[Call]:
     if form is None:
         return []
     text = after_thoughts(text)
+    if not form.opening:  # Llama 3.1 begins calls with a special token that its template does not write
+        text = special_pattern(tokenizer).sub("", text)
     calls = []
     for part in text.split(form.opening)[1:] if form.opening else [text]:
         try:
@@ -48,12 +50,13 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     turn = {"role": "assistant", "content": "\0", "tool_calls": [call]}
     try:
-        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "-"}, turn], tokenize=False)
+        chat = [{"role": "user", "content": "-"}, turn]
+        template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
+        rendered = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
         _, content, rest = rendered.rpartition("\0")
         before, brace, after = rest.partition("{")
         written, _ = json.JSONDecoder().raw_decode(brace + after)
         keys = {str(value): key for key, value in written.items()}
-        opening = special_pattern(tokenizer).sub("", before).strip() if content else ""
-        return CallFormat(opening, keys[str(name)], keys[str(arguments)])
+        return CallFormat(before.strip() if content else "", keys[str(name)], keys[str(arguments)])
     except Exception:  # a template is a program that comes with the model
         return None

@@ -30,7 +30,7 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import as_text, label, table
 from pspo.model import casts_to_bf16, has_plain_cache, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
-from pspo.model.find import room_for_prompts, token_ids
+from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
 from pspo.rollout import Prompts, Sampler, decode_greedily, load_prompts, make_sampling
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
@@ -49,6 +49,7 @@ def prepare(
     room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     make_environment = load_environment(config.eval.environment)
     prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
+    check_token_ids(load_model_config(config.model), tokenizer, prompts.ids)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)
     rollout = RolloutConfig(

@@ -7,7 +7,8 @@ are the ones that begin with `TOKEN`.
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat
 
 TEXT = "\ufdd0"  # two of Unicode's noncharacters
 TOKEN = "\ufdd1"
+DATE = datetime(2024, 7, 26)  # Llama's templates print it if there is no clock
 
 
 def render_prompts(
@@ -39,16 +41,27 @@ def render_prompts(
             turns = [{"role": "system", "content": system_prompt}, *turns]
         chats.append(mark_special_tokens(special, turns))
     try:
-        template = tokenizer.get_chat_template()
-        if "strftime_now" in template:  # a resumed run has the same prompts, whatever the date is
-            date = "26 Jul 2024"  # Llama's templates print it if there is no clock
-            template = "{% macro strftime_now(format) %}" + date + "{% endmacro %}\n" + template
+        template = tokenizer.get_chat_template(tools=tools)
+        if "strftime_now" in template:
+            template = f"{clock_macro()}\n{template}"
         return tokenizer.apply_chat_template(
             chats, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} failed ({error}); {fix}") from error
+
+
+@lru_cache
+def clock_macro() -> str:
+    """A template's `strftime_now` that stands at `DATE`: a resumed run has the same prompts, whatever the date is."""
+    replacements = ""
+    for directive in "aAbBcCdDeFfGhHIjmMpRSTuUVwWxXyYzZ":
+        for written in (f"%{directive}", f"%-{directive}"):
+            replacements += f".replace({written!r}, {DATE.strftime(written)!r})"
+    part = "{{ '' if loop.first else '%' }}{{ part" + replacements + " }}"
+    loop = "{% for part in format.split('%%') %}" + part + "{% endfor %}"
+    return "{% macro strftime_now(format) %}" + loop + "{% endmacro %}"
 
 
 def mark_special_tokens(special: re.Pattern, value: Any) -> Any:
@@ -110,10 +123,18 @@ def marked_twin(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizer
 
 
 def completion_texts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], completions: list[list[int]]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    completions: list[list[int]],
+    stop_ids: Collection[int] = (),
 ) -> list[str]:
-    """Completions as text, without special tokens; with the `<think>` that a template writes at the prompt's end."""
+    """Completions as text, with the `<think>` that ends a template's prompt.
+
+    Of special tokens only those that stop, pad and begin are left out: rewards see tags, special or not.
+    """
     ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold it in any vocabulary
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    dropped = special_ids & {*stop_ids, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    texts = tokenizer.batch_decode([[i for i in ids if i not in dropped] for ids in completions])
     opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
     return [start + text for start, text in zip(opened, texts, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     elif model.lora.name_or_path is not None:
         template_file = Path(model.lora.name_or_path, "chat_template.jinja")
     if template_file is not None and template_file.is_file():
-        tokenizer.chat_template = template_file.read_text(encoding="utf-8")
+        tokenizer.chat_template = replace_template(tokenizer.chat_template, template_file)
     source = f"--model.name_or_path {config.name_or_path}"
     if not tokenizer("0")["input_ids"]:  # transformers makes an empty one where there is none
         raise ValueError(f"{source} has no tokenizer: add its files to the folder")
@@ -70,17 +71,34 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
     if isinstance(template, dict):
-        tokenizer.chat_template = set_template_defaults(tokenizer.get_chat_template(), template)
+        tokenizer.chat_template = set_template_defaults(tokenizer.chat_template, template)
     return tokenizer
 
 
-def set_template_defaults(template: str, arguments: dict[str, Any]) -> str:
-    """The chat template with defaults for its arguments, which are saved with it; ValueError for unknown ones."""
+def replace_template(templates: str | dict[str, str] | None, file: Path) -> str | dict[str, str]:
+    """The template of the file. Of several by name it is the default, and the one for tools if it mentions tools.
+
+    An adapter's folder may hold several, too.
+    """
+    template = file.read_text(encoding="utf-8")
+    if not isinstance(templates, dict):
+        return template
+    replaced = {"default": template}
+    if re.search(r"\btools\b", template):
+        replaced["tool_use"] = template
+    saved = file.parent.glob("additional_chat_templates/*.jinja")  # transformers' folder
+    return templates | replaced | {path.stem: path.read_text(encoding="utf-8") for path in saved}
+
+
+def set_template_defaults(templates: str | dict[str, str], arguments: dict[str, Any]) -> str | dict[str, str]:
+    """The chat template, or all by name, with defaults for arguments, saved with it; ValueError for unknown ones."""
+    sources = templates if isinstance(templates, dict) else {"default": templates}
     for name, value in arguments.items():
-        is_known = re.search(rf"\b{re.escape(str(name))}\b", template)
+        is_known = re.search(rf"\b{re.escape(str(name))}\b", "\n".join(sources.values()))
         require(is_known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
-        template = f"{{%- set {name} = {name} | default({value!r}) %}}{template}"
-    return template
+        setting = f"{{%- set {name} = {name} | default({value!r}) %}}"
+        sources = {key: setting + source for key, source in sources.items()}
+    return sources if isinstance(templates, dict) else sources["default"]
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
@@ -142,8 +160,20 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that prompts are padded with; raises ValueError if the tokenizer has a token that the model has not."""
-    size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= size:
-        raise ValueError(f"--model.name_or_path: the tokenizer has more than the model's {size:,} tokens")
+    """The token that prompts are padded with; raises ValueError if the model does not have it."""
+    check_token_ids(model.config, tokenizer, [[tokenizer.pad_token_id]])
     return tokenizer.pad_token_id
+
+
+def check_token_ids(
+    model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
+) -> None:
+    """Raise ValueError for a token of the tokenizer that the model does not have, such as a text model's for images."""
+    size = model_config.get_text_config().vocab_size
+    largest = max(chain.from_iterable(prompts), default=0)
+    if largest >= size:
+        token = f"{tokenizer.convert_ids_to_tokens(largest)!r} (id {largest:,})"
+        fix = "take it out of the data, or of the environment's observations"
+        if largest == tokenizer.pad_token_id:
+            fix = "name another pad_token in its tokenizer_config.json"
+        raise ValueError(f"--model.name_or_path: the model's {size:,} tokens do not include {token}: {fix}")

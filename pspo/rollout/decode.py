@@ -144,7 +144,7 @@ def make_rollout(
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
     mask = torch.arange(width, device=device) < lengths[:, None]
     tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
-    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens)
+    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens, sampling.stop_ids)
     logprobs = completions.logprobs.to(device).where(mask, 0.0) if sampling.logprobs else None
     return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, completions.nucleus)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import TEXT, encode, render_prompts
-from pspo.model.find import room_for_prompts
+from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.tasks import Problem, check_rewards, load_problems
 from pspo.tasks.environment import MakeEnvironment
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
@@ -73,6 +73,11 @@ def load_prompts(
         prompts = [make_environment().reset(problem) for problem in problems]
         tools = getattr(make_environment(), "tools", None)
     texts = render_prompts(tokenizer, prompts, config.system_text, tools)
+    if tools:
+        without_tools = render_prompts(tokenizer, prompts, config.system_text, [])
+        if any(text == other for text, other in zip(texts, without_tools, strict=True)):
+            fix = "use a model whose template writes tools, or give such a template by --data.chat_template"
+            raise ValueError(f"the chat template leaves the environment's tools out of the prompts: {fix}")
     ids = encode(tokenizer, texts)
     longest = min(config.max_prompt_tokens, room)
     fits = [i for i in range(len(ids)) if len(ids[i]) <= longest]
@@ -103,6 +108,7 @@ def load_splits(
     prompts = {}
     for split, limit in limits.items():
         prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
+        check_token_ids(load_model_config(config.model), tokenizer, prompts[split].ids)
         check_rewards(config.reward.functions, prompts[split].problems)
     return prompts
 

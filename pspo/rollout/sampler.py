@@ -17,6 +17,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.model.find import check_token_ids
 from pspo.rollout.decode import generate, set_torch_states, torch_states
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Rollout, Sampling
@@ -71,6 +72,7 @@ class Sampler:
     stop: StopFlag = field(default_factory=StopFlag)
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+        check_token_ids(self.policy.config, self.tokenizer, prompts.ids)  # an observation may hold any token
         device_type = self.policy.device.type
         with self.rng_context(), torch.autocast(device_type, torch.bfloat16, enabled=self.casts_to_bf16):
             self.stop.is_drawing = True

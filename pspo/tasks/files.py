@@ -40,13 +40,13 @@ class Row:
         return "" if value is None else str(value).strip()
 
     def prompt(self, columns: Sequence[str]) -> str | Messages:
-        """Return columns as one text; or the chat that a single column holds as a list."""
+        """Return columns as one text, a single one with its outer blanks; or the chat that it holds as a list."""
         value = self.record.get(columns[0])
         if not isinstance(value, list):
             text = " ".join(map(self.text, columns))
             if not text:
                 raise ValueError(f"{self.where}: column {columns[0]!r} is empty; fill in or remove this record")
-            return text
+            return value if len(columns) == 1 and isinstance(value, str) else text
         try:
             check_chat(value)
         except ValueError as error:

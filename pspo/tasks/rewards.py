@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,7 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         problem.fields.update(columns | problem.fields)
     inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
     inputs |= dict.fromkeys(("truncated", "step", "max_completion_tokens"))
+    shadowed = columns.keys() & all_inputs(inputs | {"problems": []}).keys() - {*ATTRIBUTES}
     for function in functions:
         if isinstance(function, MathReward):
             function([""] * len(problems), problems)  # raises for an answer that is no number
@@ -147,6 +149,9 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         except TypeError as error:
             names = ", ".join(sorted(all_inputs(inputs)))
             raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
+        for name in sorted(shadowed & reward_arguments(function, inputs).keys()):
+            what = f"asks for {name!r} and gets the trainer's, not the data's column: rename the column"
+            warnings.warn(f"reward {reward_name(function)} {what}", stacklevel=2)
 
 
 def reward_name(function: Callable[..., Any]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pspo.tasks.answers import after_thoughts, extract_text
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
+from pspo.tasks.sources import boxed
 from pspo.tasks.workers import worker_pool
 
 WORKER_MEMORY = 4 * 2**30  # bytes of each process's address space
@@ -55,6 +56,9 @@ def verify(completion: str, gold: str) -> bool | None:
     """True if the completion's answer equals the gold one; None if math-verify cannot read the gold one."""
     import math_verify  # needs the extra
 
+    boxes = boxed(completion)
+    if len(boxes) > 1:
+        completion = rf"\boxed{{{boxes[-1]}}}"
     expected = math_verify.parse(f"${gold}$") or math_verify.parse(gold)
     return math_verify.verify(expected, math_verify.parse(completion)) if expected else None
 
@@ -64,7 +68,8 @@ class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
 
     By sympy, which a completion can make compute for ever or take all memory: it runs in processes of its own, and one
-    that takes too long or dies counts as wrong. None without a gold answer, or if math-verify cannot read that.
+    that takes too long or dies counts as wrong. Of several `\\boxed` answers the last one counts, as in MATH's own
+    rule. None without a gold answer, or if math-verify cannot read that.
     """
 
     seconds: float = 10.0  # limit for one completion
