@@ -173,6 +173,15 @@ def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
     assert_exact(tmp_path / "untied", untied.double(), adapters, layers)
 
 
+def test_adapters_of_the_hub_are_refused(base, tmp_path, monkeypatch):
+    """transformers loads them, frozen, where their repository has the model's config.json as well."""
+    write_adapters(tmp_path / "hub", {"base_model_name_or_path": str(ASSETS / "tiny-base")}, ALL_Q, base)
+    base.save_pretrained(tmp_path / "hub")
+    monkeypatch.setattr(ModelConfig, "resolved", lambda config: config)
+    with pytest.raises(ValueError, match=r"^--model.name_or_path .*hub holds adapters: name them by a local folder"):
+        load_policy(ModelConfig(str(tmp_path / "hub")), CPU)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
-from pspo.model.adapters import add_adapters, check_adapter_config, fill_adapters, is_quantized
+from pspo.model.adapters import add_adapters, check_adapter_config, fill_adapters, has_adapters, is_quantized
 from pspo.model.device import casts_to_bf16
 from pspo.model.find import config_without_dropout, load_pretrained
 from pspo.model.linear import use_onednn
@@ -52,6 +52,8 @@ def load_policy(
         check_quantization(policy, config, distributed)
     if config.has_adapters:
         add_adapters(policy, config)
+    elif has_adapters(policy):  # which transformers has found, and frozen
+        raise ValueError(f"--model.name_or_path {config.name_or_path} holds adapters: name them by a local folder")
     if distributed is not None and distributed.strategy == "fsdp2":
         dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     else:
