@@ -174,6 +174,7 @@ def sampling_params(prompts: int, sampling: Sampling, group_size: int) -> list[d
         "ignore_eos": True,  # the stop tokens are all named
         "logprobs": 0,  # the drawn token's
         "detokenize": bool(sampling.stop_strings),
+        "skip_special_tokens": False,  # a stop string may be one
     }
     return [values | {"seed": seed} for seed in torch.randint(2**31, (prompts,)).tolist()]
 

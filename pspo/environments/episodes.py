@@ -126,12 +126,12 @@ def observation_ids(
     as the last one: ``after``.
     """
     tails = []  # behind the model's words
-    for content in ("\1", text):
+    for content in ("@@", text):  # which also stands for itself in JSON
         turns = [("user", "-"), ("assistant", "\0"), (role, content)]
         chat = [{"role": name, "content": words} for name, words in turns]
         (rendered,) = render_prompts(tokenizer, [chat], "", tools)
         tails.append(rendered.partition("\0")[2])
-    before, ids = encode(tokenizer, [tails[0].partition("\1")[0], tails[1]])
+    before, ids = encode(tokenizer, [tails[0].partition("@@")[0], tails[1]])
     return ids[ids.index(after) + 1 :] if after in before else ids
 
 
