@@ -64,7 +64,7 @@ def train(steps: int = STEPS, seed: int = 0) -> torch.nn.Module:
                 old_logprobs = logprobs.detach()
             ratio = (logprobs - old_logprobs).exp()  # new / old probability of each token
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-            A = advantages[rows][:, None]  # (b, 1), the same for all tokens of a completion
+            A = advantages[rows][:, None].to(policy.device)  # (b, 1), the same for all tokens of a completion
             losses = -torch.minimum(ratio * A, clipped * A)  # the worse of the two: no reward for moving further
             lengths = mask.sum(dim=1, keepdim=True).float()
             loss = (losses.where(mask, 0.0) / (lengths * PROMPTS * GROUP)).sum()  # mean over tokens, then completions
