@@ -20,7 +20,7 @@ from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
-Decoder = Literal["pspo", "graphs", "hf"]
+Decoder = Literal["auto", "pspo", "graphs", "hf"]
 
 
 def require(ok: object, switch: str, rule: str, value: object) -> None:
@@ -234,7 +234,8 @@ class RolloutConfig(Section, name="rollout"):
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
         max_rows: completions decoded at a time; lower it to save memory
-        decoder: pspo, graphs (the same with CUDA graphs) or hf (the generate of transformers: slower)
+        decoder: pspo, graphs (the same as CUDA graphs), hf (the generate of transformers: slower), or auto: graphs on a
+            GPU where the model allows it, else pspo, else hf
         engine: import path of a class that draws in place of the policy, such as pspo_vllm.VLLM; unset, the policy
         environment: import path of a text environment that answers the model's turns; unset, one turn
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
@@ -250,7 +251,7 @@ class RolloutConfig(Section, name="rollout"):
     top_p: float = number(0.85, above=0, at_most=1)
     top_k: int = number(0, at_least=0)
     max_rows: int = number(256, above=0)
-    decoder: Decoder = "pspo"
+    decoder: Decoder = "auto"
     engine: str | dict[str, Any] | None = None
     environment: str | dict[str, Any] | None = None
     lag: int = number(0, at_least=0)

@@ -82,7 +82,7 @@ def score(run: Run, prompts: list[int], rollout: Rollout) -> Experience:
             environment_rewards=inputs.get("environment_rewards"),
             logged=logged,
         )
-        rewards = torch.tensor(totals, dtype=torch.float64, device=rollout.completion_ids.device)  # (B,)
+        rewards = torch.tensor(totals, dtype=torch.float64)  # (B,)
         if FIRST_FAILURES and rewards.isnan().all():
             raise RewardError(f"every completion of this rollout is without a reward: {FIRST_FAILURES}")
     experience = Experience(prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
-from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, select_tokens
 from pspo.rollout.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.rollout.types import Batch, Rollout
 from pspo.run.learner import Learner
@@ -70,7 +70,8 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), config.optimizer.max_grad_norm or math.inf)
     if learner.is_sharded:
         grad_norm = dist.full_tensor(grad_norm)
-    is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    loss, grad_norm = torch.stack([loss, grad_norm]).tolist()  # the only wait for a GPU before the step
+    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
     lr = learner.optimizer.param_groups[0]["lr"]
     if is_finite:
         learner.optimizer.step()
@@ -82,8 +83,8 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     tokens = token_columns(visits, config.algorithm)
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
-    metrics = {"loss": loss.item()} | step_metrics(tokens, minibatch.counts, config.algorithm)
-    return metrics | {"grad_norm": grad_norm.item(), "lr": lr, "step_skipped": float(not is_finite)}
+    metrics = {"loss": loss} | step_metrics(tokens, minibatch.counts, config.algorithm)
+    return metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
 def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:
@@ -103,7 +104,8 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     with autocast(config.model.autocast, policy.device):  # around all: casts weights once
         hidden = hidden_states(
             policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
-        )[rollout.completion_mask]  # (N, H)
+        )
+        hidden = select_tokens(hidden, rollout.completion_mask)  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)
@@ -119,7 +121,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
                 loss.backward()  # frees these logits
             gradients.append(states.grad)
             x = replace(x, logprobs=x.logprobs.detach(), entropies=x.entropies.detach())
-            visits.append(Visit(x, loss.detach(), weights, batch.indices[rows]))
+            visits.append(Visit(x, loss.detach(), weights, batch.indices[rows], rollout.loss_mask[rows]))
         with torch.autocast(device_type, enabled=False):
             hidden.backward(torch.cat(gradients))
     if batch.old_logprobs is None:
@@ -164,9 +166,10 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     without_reference = replace(learner, reference=None)
     add_fixed_logprobs(without_reference, minibatches, config, first=0)
     learner.microbatch_limit = without_reference.microbatch_limit
-    logprobs = minibatches[0].batches[0].old_logprobs.new_zeros(rollout.completion_ids.shape)
+    dtype = minibatches[0].batches[0].old_logprobs.dtype
+    logprobs = torch.zeros(rollout.completion_ids.shape, dtype=dtype)
     for minibatch in minibatches:
         for batch in minibatch.batches:
             width = batch.old_logprobs.shape[1]
-            logprobs[:, :width].index_add_(0, batch.indices, batch.old_logprobs)
+            logprobs[:, :width].index_add_(0, batch.indices, batch.old_logprobs.cpu())
     return replace(rollout, behaviour_logprobs=logprobs)

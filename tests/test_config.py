@@ -283,7 +283,7 @@ MESSAGES = {
     "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
     "--config missing.yaml": ".*config.*File does not exist: .*missing.yaml'",
     "--rollout.prompts many": ".*rollout.prompts.* Expected a <class 'int'>. Got value: many",
-    "--rollout.decoder foo": ".*rollout.decoder.* Expected a typing.Literal.'pspo', 'graphs', 'hf'.*foo",
+    "--rollout.decoder foo": ".*rollout.decoder.* Expected a typing.Literal.'auto', 'pspo', 'graphs', 'hf'.*foo",
     "--algorithm.terms OffPolicyMask": ".*algorithm.terms.* the following arguments are required: threshold",
     "--reward.functions my_moon.Moon": "needs a moon",
 }

@@ -9,10 +9,11 @@ import torch
 from batches import completions
 from transformers import TopPLogitsWarper
 
-from pspo.config import SYSTEM_PROMPT, ModelConfig, RolloutConfig
+from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_sorted
+from pspo.rollout.decode import in_nucleus, sample_exponential, sample_nucleus
+from pspo.rollout.generate import find_decoder
 from pspo.run.folders import save_model
 from pspo.tasks import load_problems
 
@@ -167,10 +168,16 @@ def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
     eager = tiny_model()
     eager.set_attn_implementation("eager")
     for model in (eager, tiny_model("Gemma2")):
-        with pytest.raises(ValueError, match=r"--rollout\.decoder graphs needs .* choose pspo"):
+        with pytest.raises(ValueError, match=r"--rollout\.decoder graphs: graphs need .* choose pspo"):
             make_sampling(model, tokenizer, RolloutConfig(decoder="graphs"))
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
-        make_sampling(tiny_model("Lfm2", layer_types=["conv", "full_attention"]), tokenizer, RolloutConfig())
+    lfm2 = tiny_model("Lfm2", layer_types=["conv", "full_attention"])
+    for decoder in OWN_LOOP:
+        with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
+            make_sampling(lfm2, tokenizer, RolloutConfig(decoder=decoder))
+    assert find_decoder(lfm2, "auto", nucleus=False) == "hf"
+    assert find_decoder(eager, "auto", nucleus=False) == "pspo"
+    with pytest.raises(ValueError, match="nucleus"):
+        make_sampling(tiny_model(), tokenizer, RolloutConfig(decoder="graphs"), AlgorithmConfig(nucleus="replay"))
     with pytest.raises(ValueError, match="logprobs"):
         generate(tiny_model(), tokenizer, PROMPTS, replace(SAMPLING, logprobs=True, decoder="hf"))
 
@@ -246,9 +253,9 @@ SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabula
     [
         *((sample_nucleus, *shape, top_p) for shape in SHAPES for top_p in (0.3, 0.85, 1.0)),
         (sample_nucleus, 400, 0.3, 0.05),
-        (sample_nucleus, 400, 0.1, 0.02),  # of which half the rows are sorted after `MAX_TRIES`
-        *((sample_sorted, *shape, 0.85) for shape in SHAPES),
-        *((sample_sorted, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
+        (sample_nucleus, 400, 0.1, 0.02),  # of which half the rows are not drawn within `MAX_TRIES`
+        *((sample_exponential, *shape, 0.85) for shape in SHAPES),
+        *((sample_exponential, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
     ],
 )
 def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, top_p):
@@ -268,11 +275,11 @@ def test_the_nucleus_is_the_librarys(top_p):
     probs = logits.softmax(dim=1)
     nucleus = in_nucleus(probs, top_p)
     assert torch.equal(nucleus, warped.isfinite())
-    for sampler in (sample_nucleus, sample_sorted):
+    for sampler in (sample_nucleus, sample_exponential):
         assert nucleus.gather(1, sampler(probs, top_p)[:, None]).all()
 
 
-@pytest.mark.parametrize("sampler", [sample_nucleus, sample_sorted])
+@pytest.mark.parametrize("sampler", [sample_nucleus, sample_exponential])
 @pytest.mark.parametrize(("probs", "top_p", "nucleus"), [
     ([0.25, 0.25, 0.25, 0.25], 0.5, {0, 1, 2, 3}),
     ([0.1, 0.4, 0.1, 0.3, 0.1], 0.75, {0, 1, 2, 3, 4}),  # 0.4 and 0.3 are 0.7: one of the 0.1s, and so all

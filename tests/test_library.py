@@ -209,7 +209,7 @@ def test_wrong_settings_raise(here, call, message):
 def test_sampling_has_the_commands_defaults(tiny_model):
     config = TrainConfig().rollout
     sampling = Sampling([1], 0)
-    names = "temperature top_p top_k max_completion_tokens max_rows decoder"
+    names = "temperature top_p top_k max_completion_tokens max_rows"
     for name in names.split():
         assert getattr(sampling, name) == getattr(config, name)
 

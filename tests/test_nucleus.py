@@ -56,7 +56,7 @@ def kept_sets(rollout, i):
 
 
 @pytest.mark.parametrize(
-    ("decoder", "options"), [("pspo", {"max_rows": 4}), ("pspo", {"top_p": 0.95}), ("graphs", {"top_k": 3})], ids=str
+    ("decoder", "options"), [("pspo", {"max_rows": 4}), ("pspo", {"top_p": 0.95}), ("pspo", {"top_k": 3})], ids=str
 )
 def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, decoder):
     rollout = sample(policy, **options, decoder=decoder)

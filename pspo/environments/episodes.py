@@ -137,15 +137,14 @@ def observation_ids(
 
 def episodes_to_rollout(first_turns: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
     """A row for each episode; the rollout of the first turns has their prompts."""
-    device = first_turns.prompt_ids.device
     ids = [torch.tensor(episode.ids) for episode in episodes]
     sampled = [torch.tensor(episode.sampled, dtype=torch.int64) for episode in episodes]
-    sampled = pad_sequence(sampled, batch_first=True, padding_value=-1).to(device)  # (B, T), -1 after the end
+    sampled = pad_sequence(sampled, batch_first=True, padding_value=-1)  # (B, T), -1 after the end
     return replace(
         first_turns,
-        completion_ids=pad_sequence(ids, batch_first=True, padding_value=pad_id).to(device),
+        completion_ids=pad_sequence(ids, batch_first=True, padding_value=pad_id),
         completion_mask=sampled >= 0,
-        terminated=torch.tensor([episode.terminated for episode in episodes], device=device),
+        terminated=torch.tensor([episode.terminated for episode in episodes]),
         texts=[episode.text for episode in episodes],
         sampled_mask=sampled == 1,
         environment_rewards=[episode.reward for episode in episodes],

@@ -4,6 +4,7 @@ import resource
 import sys
 
 import torch
+from torch import Tensor
 
 GIB = 2**30
 
@@ -18,6 +19,11 @@ def casts_to_bf16(mode: str, device: torch.device) -> bool:
 def autocast(mode: str, device: torch.device) -> torch.autocast:
     """The context of every forward pass for --model.autocast ``mode``."""
     return torch.autocast(device.type, torch.bfloat16, enabled=casts_to_bf16(mode, device))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def is_out_of_memory(error: Exception) -> bool:

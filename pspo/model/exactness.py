@@ -75,13 +75,13 @@ def padded_logprobs(policy: PreTrainedModel, rows: list[Row]) -> Tensor:
     filler = rows[0][0][0]
     prompts = [torch.tensor(prompt) for prompt, _ in rows]
     completions = [torch.tensor(completion) for _, completion in rows]
-    prompt_ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
-    completion_ids = pad_sequence(completions, batch_first=True, padding_value=-1).to(policy.device)
+    prompt_ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
+    completion_ids = pad_sequence(completions, batch_first=True, padding_value=-1)
     prompt_mask = prompt_ids >= 0
     mask = completion_ids >= 0
     prompt_ids = prompt_ids.where(prompt_mask, filler)
     completion_ids = completion_ids.where(mask, filler)
-    return token_logprobs(policy, prompt_ids, prompt_mask, completion_ids, mask)[mask]
+    return token_logprobs(policy, prompt_ids, prompt_mask, completion_ids, mask).cpu()[mask]
 
 
 def single_row_logits(policy: PreTrainedModel, row: Row) -> Tensor:
@@ -93,5 +93,4 @@ def single_row_logits(policy: PreTrainedModel, row: Row) -> Tensor:
 
 def pick_logprobs(logits: Tensor, tokens: list[int]) -> Tensor:
     """(t,) float32 log-probs of t tokens by logits (t, V)."""
-    targets = torch.tensor(tokens, device=logits.device)[:, None]
-    return logits.float().log_softmax(dim=1).gather(1, targets).squeeze(1)
+    return logits.cpu().float().log_softmax(dim=1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)

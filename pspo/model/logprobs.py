@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.model.shared_prompts import hidden_states_of_shared_prompts
+from pspo.model.device import to_device
+from pspo.model.shared_prompts import body_states, hidden_states_of_shared_prompts
 
 CHUNK_BYTES = 2**24  # of float32 logits held at a time,
 CHUNK_TOKENS = 256  # but at least these tokens': each chunk costs a pass over the output embedding's gradient
@@ -25,6 +26,7 @@ class Targets(NamedTuple):
     """Completion tokens (n,) int64, and the nucleus that each was drawn from: log-probs are renormalised over it.
 
     ``nucleus`` holds ids (m,), one token's after the other's, and how many are each token's, (n,); None for all tokens.
+    All are on the CPU.
     """
 
     ids: Tensor
@@ -65,8 +67,10 @@ def token_logprobs(
     Returns:
         (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these.
     """
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)[completion_mask]  # (N, H)
-    targets = Targets(completion_ids[completion_mask], nucleus_ids)
+    completion_mask = completion_mask.cpu()
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    hidden = select_tokens(hidden, completion_mask)  # (N, H)
+    targets = Targets(completion_ids.cpu()[completion_mask], nucleus_ids)
     chunks = row_chunks(model, completion_mask)
     parts = []
     for _, tokens in chunks:
@@ -81,16 +85,21 @@ def token_logprobs(
 def hidden_states(
     model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
 ) -> Tensor:
-    """(B, T, H): the last hidden states, from which the model predicts each completion token."""
-    ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
-    mask = torch.cat([prompt_mask, completion_mask], dim=1)[:, :-1].long()
+    """(B, T, H): the last hidden states, from which the model predicts each completion token.
+
+    Tokens and masks on the CPU spare a wait for a GPU: what rows share is found out on the CPU.
+    """
+    ids = torch.cat([prompt_ids.cpu(), completion_ids.cpu()], dim=1)[:, :-1]  # the last token predicts nothing
+    mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     width = prompt_ids.shape[1]
     shared = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
-    if shared is not None:
-        return shared
-    body = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    return body.last_hidden_state[:, width - 1 :]
+    return body_states(model, ids, mask, positions)[:, width - 1 :] if shared is None else shared
+
+
+def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, T, ...) values to (N, ...), those where a mask (B, T) on the CPU is true; a GPU is not waited for."""
+    return values.flatten(0, 1)[to_device(mask.flatten().nonzero().squeeze(1), values.device)]
 
 
 def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]]:
@@ -130,7 +139,7 @@ def head_logprobs(
     logits = head_logits(model, hidden, temperature)
     if targets.nucleus is not None:
         logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)
-    return TokenLogprobs.apply(logits, targets.ids)
+    return TokenLogprobs.apply(logits, to_device(targets.ids, logits.device))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -200,8 +209,9 @@ def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0
 
 def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
     """(n, V) bool, true outside the nucleus of each row of logits (n, V), whose ids (m,) and counts (n,) are given."""
+    kept = torch.arange(len(counts)).repeat_interleave(counts) * logits.shape[1] + ids
     mask = torch.ones_like(logits, dtype=torch.bool)
-    mask[torch.arange(len(counts), device=ids.device).repeat_interleave(counts), ids] = False
+    mask.view(-1)[to_device(kept, logits.device)] = False
     return mask
 
 
@@ -212,4 +222,4 @@ def chunk_tokens(model: PreTrainedModel) -> int:
 
 def unflatten(values: Tensor, mask: Tensor) -> Tensor:
     """(N,) values of the unmasked tokens to (B, T), 0 elsewhere."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+    return values.new_zeros(mask.shape).masked_scatter(to_device(mask, values.device), values)

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from pspo.model.device import to_device
+
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
 
@@ -22,7 +24,7 @@ def hidden_states_of_shared_prompts(
     completions, each on top of the keys and values of what precedes it, through which gradients flow.
 
     Args:
-        ids, mask, positions: (B, P + T - 1), prompts left-padded and completions right-padded.
+        ids, mask, positions: (B, P + T - 1) on the CPU, prompts left-padded and completions right-padded.
         width: P, the prompts' columns.
     """
     if ids.shape[1] == width or not shares_prompts(model):
@@ -41,26 +43,41 @@ def hidden_states_of_shared_prompts(
 
     cache = PassCache(model)
     if L > 0:
-        columns = torch.arange(L, device=ids.device)[None]
-        _pass(model, prefix[None], torch.ones_like(columns), columns, cache)
+        columns = torch.arange(L)[None]
+        body_states(model, prefix[None], torch.ones_like(columns), columns, cache)
         cache = PassCache(model, cache, torch.zeros_like(prompts))
         mask = mask.clone()
         # The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy in them is masked.
         mask[:, L:width] *= positions[:, L:width] >= L
         mask[:, :L] = 1
-    last = _pass(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
-    prompt_of_row = is_first.cumsum(dim=0) - 1  # (B,)
-    cache = PassCache(model, cache, prompt_of_row, last=True)
-    completions = _pass(model, ids[:, width:], mask, positions[:, width:], cache)
-    return torch.cat([last[prompt_of_row], completions], dim=1)
+    last = body_states(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
+    cache = PassCache(model, cache, is_first.cumsum(dim=0) - 1, last=True)
+    completions = body_states(model, ids[:, width:], mask, positions[:, width:], cache)
+    return torch.cat([last[cache.rows], completions], dim=1)
 
 
-def _pass(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: PassCache) -> Tensor:
-    """(b, t, H) last hidden states of a pass on top of a cache."""
+def body_states(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None
+) -> Tensor:
+    """(b, t, H) last hidden states of tokens (b, t), on top of a cache; the mask (b, T) is of all columns."""
+    ids = to_device(ids, model.device)
+    positions = to_device(positions, model.device)
+    mask = pass_mask(model, to_device(mask, model.device), ids.shape[1])
     body = model.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None
     )
     return body.last_hidden_state
+
+
+def pass_mask(model: PreTrainedModel, mask: Tensor, n: int) -> Tensor:
+    """The attention mask of a pass over the last n of the columns of a mask (b, T).
+
+    On a GPU what each token attends to, (b, 1, n, T) bool: transformers would wait for the GPU before it makes that.
+    """
+    if mask.device.type != "cuda" or model.config._attn_implementation != "sdpa" or not attends_fully(model):
+        return mask
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return mask.bool()[:, None, None] & (columns <= columns[-n:, None])
 
 
 class PassCache(DynamicCache):
@@ -81,7 +98,9 @@ class PassCache(DynamicCache):
     ):
         super().__init__(config=model.config)
         self.layers = self.layers if below is None else below.filled
-        self.rows, self.last, self.filled = rows, last, [None] * len(self.layers)
+        self.rows = None if rows is None else to_device(rows, model.device)
+        self.last = last
+        self.filled = [None] * len(self.layers)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         layer = copy.copy(self.layers[layer_idx])
@@ -95,7 +114,7 @@ class PassCache(DynamicCache):
 def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
     """The tokens (L,) with which all prompts begin, shorter than the shortest prompt; none if fewer than MIN_PREFIX."""
     lengths = prompt_mask.sum(dim=1)
-    columns = torch.arange(int(lengths.min()) - 1, device=prompt_ids.device)
+    columns = torch.arange(int(lengths.min()) - 1)
     aligned = prompt_ids.gather(1, (prompt_ids.shape[1] - lengths)[:, None] + columns)  # (B, shortest - 1)
     L = int((aligned == aligned[0]).all(dim=0).cumprod(dim=0).sum())
     return aligned[0, : L if L >= MIN_PREFIX else 0]

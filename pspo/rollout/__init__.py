@@ -1,8 +1,8 @@
 """From problems to rollouts and advantages."""
 
 from pspo.rollout.advantages import estimate_advantages, gdpo, group_relative_advantages
-from pspo.rollout.decode import check_decoder, decode_greedily, generate, left_pad, make_rollout, make_sampling
 from pspo.rollout.experience import Experience, refill
+from pspo.rollout.generate import decode_greedily, generate, left_pad, make_rollout, make_sampling
 from pspo.rollout.prompts import Prompts, PromptStream, encode_prompts, load_prompts, prompt_order
 from pspo.rollout.sampler import RolloutSampler, Sampler, UnshardedSampler
-from pspo.rollout.types import Batch, Rollout, Sampling, to_device
+from pspo.rollout.types import Batch, Rollout, Sampling

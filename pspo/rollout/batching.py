@@ -63,10 +63,10 @@ def split_minibatches(
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
     lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)
-    loss_tokens = rollout.loss_mask.sum(dim=1).cpu()
+    loss_tokens = rollout.loss_mask.sum(dim=1)
     has_gradient = loss_tokens > 0
     if config.algorithm.silent_at_zero_advantage:
-        has_gradient &= whole.advantages.any(dim=1).cpu()
+        has_gradient &= whole.advantages.any(dim=1)
     limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
 
     minibatches = []
@@ -76,7 +76,7 @@ def split_minibatches(
         trained.sort(key=lambda rows: -max(lengths.completions[row] for row in rows))
         if not trained:
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
-        batches = [whole.rows(torch.tensor(rows, device=advantages.device)) for rows in pack(trained, lengths, limit)]
+        batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, lengths, limit)]
         if is_sharded:  # every rank must run the same number of passes
             batches = dist.pad_to_longest(batches, batches[0].masked_row())
         sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.size])

@@ -1,18 +1,16 @@
-"""Sample completions: `generate`, and the decoding loop, several times as fast on rollouts as transformers' own.
+"""The decoding loop, several times as fast on rollouts as transformers' own.
 
     prefill -> sample -> forward pass -> sample -> forward pass -> ... -> sample
 
 Each prompt is prefilled once for its group, keys and values go into buffers allocated once, the nucleus is sampled
-without sorting the vocabulary, and finished rows leave the batch. Every field that shapes the distribution is explicit
-in `Sampling`.
+without sorting the vocabulary, and finished rows leave the batch.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,162 +18,12 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
-from pspo.model import attends_fully, has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids
-from pspo.model.chat import completion_texts
-from pspo.model.find import token_ids
-from pspo.rollout.graphs import FixedStep
-from pspo.rollout.library import generate_by_library
-from pspo.rollout.types import Completions, Nucleus, Rollout, Sampling, join
+from pspo.model import attends_fully, pass_mask, to_device
+from pspo.rollout.types import Completions, Nucleus, Sampling
 
 MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the cache without them
-
-
-# ---------------------------------------------------------------- rollouts
-
-
-def make_sampling(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig,
-    algorithm: AlgorithmConfig | None = None,
-    logprobs: bool = False,
-) -> Sampling:
-    """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
-
-    Log-probs are recorded on request, or if ``algorithm`` corrects by them; nuclei if it replays them. Raises
-    ValueError if the decoder does not support the model.
-    """
-    check_decoder(model, config.decoder)
-    if config.stop_tokens is None:
-        stop_ids = stop_token_ids(model, tokenizer)
-    else:
-        stop_ids = token_ids(tokenizer, config.stop_tokens)
-    return Sampling(
-        stop_ids=stop_ids,
-        pad_id=pad_token_id(model, tokenizer),
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_completion_tokens=config.max_completion_tokens,
-        stop_strings=config.stop_strings,
-        max_rows=config.max_rows,
-        decoder=config.decoder,
-        logprobs=logprobs or (algorithm is not None and algorithm.correction not in (None, "none")),
-        nucleus=algorithm is not None and algorithm.nucleus == "replay",
-    )
-
-
-def check_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
-    """Raise ValueError if the decoder does not support the model."""
-    if decoder != "hf" and not has_plain_cache(model):
-        raise ValueError(f"--rollout.decoder {decoder} does not support {type(model).__name__}'s cache; choose hf")
-    if decoder == "graphs" and not (attends_fully(model) and model.config._attn_implementation == "sdpa"):
-        has = f"{type(model).__name__}'s ({model.config._attn_implementation}); choose pspo"
-        raise ValueError(f"--rollout.decoder graphs needs sdpa attention and full attention in every layer, not {has}")
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    group_size: int = 1,
-) -> Rollout:
-    """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
-
-    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
-    """
-    draw = generate_by_library if sampling.decoder == "hf" else decode
-    at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
-    states = torch_states(model.device)
-    while True:
-        try:
-            parts = []
-            for i in range(0, len(prompts), at_a_time):
-                prompt_ids, prompt_mask = left_pad(prompts[i : i + at_a_time], sampling.pad_id, model.device)
-                completions = draw(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
-                parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
-            return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
-        except RuntimeError as error:
-            if at_a_time == 1 or not is_out_of_memory(error):
-                raise
-        parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
-        at_a_time = math.ceil(at_a_time / 2)
-        set_torch_states(states, model.device)
-        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
-
-
-def left_pad(
-    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
-    width = max(map(len, prompts))
-    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def make_rollout(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completions: Completions,
-    sampling: Sampling,
-) -> Rollout:
-    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
-
-    Masks come from lengths, never from token values: a pad token may equal a stop token.
-    """
-    device = prompt_ids.device
-    ids = completions.ids.to(device)
-    rows, width = ids.shape
-    group_size = rows // len(prompt_ids)
-    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
-    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
-    is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long, device=device))
-    if sampling.stop_strings:
-        stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))
-        is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
-    terminated = is_stop.any(dim=1)
-    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
-    mask = torch.arange(width, device=device) < lengths[:, None]
-    tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
-    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens, sampling.stop_ids)
-    logprobs = completions.logprobs.to(device).where(mask, 0.0) if sampling.logprobs else None
-    return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, completions.nucleus)
-
-
-def decode_greedily(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    prompts: Sequence[Sequence[int]],
-) -> list[list[int]]:
-    """The first four tokens of two greedy completions of each prompt, whatever would end them."""
-    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
-    return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
-
-
-def torch_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's global generators: the CPU's, and this GPU's."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def set_torch_states(states: list[Tensor], device: torch.device) -> None:
-    """Set them; a GPU's state is left out where there is none."""
-    torch.set_rng_state(states[0].cpu())
-    if len(states) > 1 and device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), device)
-
-
-# ---------------------------------------------------------------- the decoding loop
 
 
 @dataclass
@@ -220,13 +68,11 @@ def decode(
     group_size: int,
 ) -> Completions:
     """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
-    state = prefill(model, prompt_ids, prompt_mask, sampling, group_size)
-    stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=prompt_ids.device)
+    device = model.device
+    state = begin(model, prompt_ids, prompt_mask, sampling, group_size)
+    stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
-    fixed_step = None
-    if sampling.decoder == "graphs":
-        fixed_step = FixedStep(state.cache, state.positions, state.attention_mask, state.prompt_length)
-    check_every = GPU_CHECK_EVERY if prompt_ids.is_cuda else 1
+    check_every = GPU_CHECK_EVERY if device.type == "cuda" else 1
     while True:
         sample(state, sampling)
         state.ended |= torch.isin(state.tokens, stop_ids)
@@ -238,38 +84,50 @@ def decode(
             finished = int(state.ended.sum())
             if finished == len(state.ended):
                 break
-            if fixed_step is None and finished >= MIN_FINISHED * len(state.ended):
+            if finished >= MIN_FINISHED * len(state.ended):
                 drop_finished_rows(state)
-        if fixed_step is None:
-            state.positions += 1
-            mask = state.attention_mask[..., : state.prompt_length + state.length]
-            state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
-        else:
-            state.logits = fixed_step.next_logits(model, state.tokens)
+        state.positions += 1
+        mask = state.attention_mask[..., : state.prompt_length + state.length]
+        state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
     logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
     nucleus = None if state.nuclei is None else state.nuclei.collect(state.length)
     return Completions(state.completions[:, : state.length], logprobs, nucleus)
 
 
-def prefill(
+class Prefill(NamedTuple):
+    """What a pass over N prompts leaves: logits (N, V) of the next token, last positions (N, 1), keys and values."""
+
+    logits: Tensor
+    positions: Tensor
+    cache: DynamicCache
+
+
+def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
+    """Pass prompts (N, P) through the model once."""
+    positions = to_device((prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0), model.device)
+    mask = pass_mask(model, to_device(prompt_mask.long(), model.device), prompt_ids.shape[1])
+    cache = DynamicCache(config=model.config)
+    logits = next_logits(model, cache, to_device(prompt_ids, model.device), mask, positions)
+    return Prefill(logits, positions[:, -1:], cache)
+
+
+def begin(
     model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sampling, group_size: int
 ) -> DecodeState:
-    """Pass each prompt through the model once, and repeat what comes of it for the rows of its group."""
+    """Prefill, and repeat what comes of each prompt for the rows of its group."""
     limit = sampling.max_completion_tokens
-    cache = DynamicCache(config=model.config)
-    prompt_mask = prompt_mask.long()
-    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = next_logits(model, cache, prompt_ids, prompt_mask, positions)
+    logits, positions, cache = prefill(model, prompt_ids, prompt_mask)
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = BufferedLayer(layer, group_size, limit)
         else:
             layer.batch_repeat_interleave(group_size)
-    attention_mask = pad(prompt_mask, (0, limit), value=1).repeat_interleave(group_size, dim=0)
+    attention_mask = to_device(pad(prompt_mask.long(), (0, limit), value=1), model.device)
+    attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
     if attends_fully(model) and model.config._attn_implementation == "sdpa":
         attention_mask = attention_mask.bool()[:, None, None]  # the form that attention needs, made once
-    completions = prompt_ids.new_full((len(prompt_ids) * group_size, limit), sampling.pad_id)
-    live = torch.arange(len(completions), device=prompt_ids.device)
+    live = torch.arange(len(prompt_ids) * group_size, device=model.device)
+    completions = live.new_full((len(live), limit), sampling.pad_id)
     return DecodeState(
         completions=completions,
         logprobs=torch.zeros_like(completions, dtype=torch.float32) if sampling.logprobs else None,
@@ -277,7 +135,7 @@ def prefill(
         live=live,
         ended=torch.zeros_like(live, dtype=torch.bool),
         logits=logits.repeat_interleave(group_size, dim=0),
-        positions=positions[:, -1:].repeat_interleave(group_size, dim=0),
+        positions=positions.repeat_interleave(group_size, dim=0),
         attention_mask=attention_mask,
         prompt_length=prompt_ids.shape[1],
         cache=cache,
@@ -295,8 +153,7 @@ def sample(state: DecodeState, sampling: Sampling) -> None:
     scores = state.logits.float() / (sampling.temperature or 1.0)  # (b, V)
     allowed = scores
     if sampling.top_k > 0:
-        least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
-        allowed = scores.masked_fill(scores < least, -torch.inf)
+        allowed = cut_top_k(scores, sampling.top_k)
     if state.nuclei is not None:
         scores = allowed = state.nuclei.cut(allowed, sampling.top_p, state)
     if sampling.temperature > 0:
@@ -330,9 +187,7 @@ class BufferedLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, group_size: int, max_completion_tokens: int):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        dtype = layer.keys.dtype
-        if torch.is_autocast_enabled(layer.keys.device.type):  # attention would cast the whole cache at every step
-            dtype = torch.get_autocast_dtype(layer.keys.device.type)
+        dtype = cache_dtype(layer.keys)
         self.buffers = []
         for states in (layer.keys, layer.values):
             repeated = states.to(dtype).repeat_interleave(group_size, dim=0)
@@ -355,7 +210,34 @@ class BufferedLayer(DynamicLayer):
         self.set_length(self.get_seq_length())
 
 
+def cache_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of buffers for keys and values: autocast's, or attention would cast all of them at every step."""
+    device_type = states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's global generators: the CPU's, and this GPU's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_torch_states(states: list[Tensor], device: torch.device) -> None:
+    """Set them; a GPU's state is left out where there is none."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
 # ---------------------------------------------------------------- drawing a token
+
+
+def cut_top_k(scores: Tensor, top_k: int) -> Tensor:
+    """Scores (b, V) with -inf below the k-th largest of each row."""
+    least = scores.topk(min(top_k, scores.shape[1])).values[:, -1:]
+    return scores.masked_fill(scores < least, -torch.inf)
 
 
 def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -363,10 +245,10 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
     Takes probabilities (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the
     nucleus' edge all belong to it; the library keeps an arbitrary few of them. On a CPU a token outside the nucleus is
-    drawn again; rows without a token in it after `MAX_TRIES`, and all on a GPU, are sorted.
+    drawn again; where that fails `MAX_TRIES` times, and on a GPU, its edge is found first.
     """
     if probs.is_cuda:  # rejection would make the CPU wait for the GPU
-        return sample_sorted(probs, top_p)
+        return sample_exponential(probs, top_p)
     limit = top_p if top_p < 1 else math.inf
     cdf = probs.cumsum(dim=1, dtype=torch.float64)  # float32 would round a rare token's share by a per cent
     rows = torch.arange(len(probs))
@@ -383,29 +265,38 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
             return tokens
         probs = probs[is_outside]
         cdf = cdf[is_outside]
-    tokens[rows] = sample_sorted(probs, top_p)
+    tokens[rows] = sample_exponential(probs, top_p)
     return tokens
 
 
-def sample_sorted(probs: Tensor, top_p: float) -> Tensor:
-    """`sample_nucleus` by sorting the probabilities (b, V)."""
-    probs, tokens = probs.sort(dim=1, descending=True)
+def sample_exponential(probs: Tensor, top_p: float) -> Tensor:
+    """`sample_nucleus` in a fixed number of operations, without a wait for a GPU: a CUDA graph can hold them."""
     probs = probs * (probs >= nucleus_edge(probs, top_p))
     # as torch.multinomial, without its check, which aborts the process on a GPU if a logit is NaN
-    return tokens.gather(1, (probs / torch.empty_like(probs).exponential_()).argmax(dim=1, keepdim=True)).squeeze(1)
+    return (probs / torch.empty_like(probs).exponential_()).argmax(dim=1)
 
 
-def nucleus_edge(ordered: Tensor, top_p: float) -> Tensor:
-    """The least probability inside the nucleus, (b, 1), of probabilities (b, V) in descending order."""
-    limit = top_p if top_p < 1 else math.inf
-    is_inside = ordered.cumsum(dim=1) - ordered < limit
-    return ordered.where(is_inside, torch.inf).amin(dim=1, keepdim=True)
+def nucleus_edge(probs: Tensor, top_p: float) -> Tensor:
+    """The least probability inside the nucleus, (b, 1), of probabilities (b, V) float32, which are not sorted.
+
+    Bisection over the bits of a float32 in [0, 1], which are in the order of the numbers: 30 passes find the least
+    number with less than top_p of the mass strictly above it.
+    """
+    if top_p >= 1:
+        return torch.zeros_like(probs[:, :1])
+    low = torch.zeros_like(probs[:, :1], dtype=torch.int32)
+    high = torch.ones_like(probs[:, :1]).view(torch.int32)
+    for _ in range(30):
+        middle = (low + high) // 2
+        is_enough = probs.where(probs > middle.view(torch.float32), 0.0).sum(dim=1, keepdim=True) < top_p
+        high = middle.where(is_enough, high)
+        low = low.where(is_enough, middle + 1)
+    return high.view(torch.float32)
 
 
 def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V); without impossible tokens."""
-    edge = nucleus_edge(probs.sort(dim=1, descending=True).values, top_p)
-    return (probs >= edge) & (probs > 0)
+    return (probs >= nucleus_edge(probs, top_p)) & (probs > 0)
 
 
 class NucleusRecorder:
@@ -428,5 +319,6 @@ class NucleusRecorder:
 
     def collect(self, length: int) -> Nucleus:
         """The nuclei of the first ``length`` columns."""
-        ids = torch.cat(self.ids)[torch.cat(self.rows).argsort(stable=True)]
-        return Nucleus(list(ids.split(self.counts.sum(dim=1).tolist())), self.counts[:, :length])
+        ids = torch.cat(self.ids)[torch.cat(self.rows).argsort(stable=True)].cpu()
+        counts = self.counts[:, :length].cpu()
+        return Nucleus(list(ids.split(counts.sum(dim=1).tolist())), counts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
 from pspo.model.find import check_token_ids
-from pspo.rollout.decode import left_pad, make_rollout
+from pspo.rollout.generate import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
 from pspo.rollout.types import Completions, Rollout, Sampling
@@ -112,7 +112,7 @@ class EngineSampler:
         check_token_ids(self.learner.policy.config, self.tokenizer, prompts.ids)
         with self.sampler.rng_context():
             ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
-        prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id, self.learner.policy.device)
+        prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
         return make_rollout(self.tokenizer, prompt_ids, prompt_mask, Completions(ids, logprobs), self.sampling)
 
     def with_sampling(self, sampling: Sampling) -> EngineSampler:
@@ -163,7 +163,7 @@ def check_engine(sampler: EngineSampler, prompts: Prompts) -> float:
             rollout = few.draw(prompts, group_size=2)
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, few.sampling.temperature)
+    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, few.sampling.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
     if not error <= sampler.engine.tolerance:
         raise ValueError(

@@ -61,7 +61,7 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
         groups.append(spare.pop(0) if spare and not signal[group] else group)
     prompts = experience.prompts + fresh.prompts
     rows = [group * group_size + i for group in groups for i in range(group_size)]
-    indices = torch.tensor(rows, device=experience.rewards.device)
+    indices = torch.tensor(rows)
 
     def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
         """The rows' values by name, None where there is none."""

@@ -1,81 +1,261 @@
-"""Decoder "graphs": a forward pass with shapes and addresses that never change, on a GPU as a CUDA graph.
+"""Decoder "graphs": the decoding loop for a GPU, a whole step of which is one CUDA graph.
 
-All rows stay in the batch, and the attention mask hides the columns that are not written yet.
+A step is a forward pass, a token drawn for each row, its log-prob, and which rows have ended. Shapes and addresses
+never change: keys and values are written at a column that is a tensor, and the attention mask hides the columns that
+are not written yet. Every 16 tokens the CPU asks how many rows are left; if half as many rows are enough, those move to
+the front, and the graph of half as many goes on. Buffers and graphs are kept for the next rollout.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
 import torch
-import transformers
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
+from pspo.model import to_device
+from pspo.rollout.decode import (
+    GPU_CHECK_EVERY,
+    Prefill,
+    cache_dtype,
+    cut_top_k,
+    prefill,
+    sample_nucleus,
+    set_torch_states,
+    torch_states,
+)
+from pspo.rollout.types import Completions, Sampling
 
-class FixedStep:
-    """The passes after the prefill; the first on a GPU is captured, the others replay it.
+MIN_ROWS = 8  # of a graph: fewer are hardly faster
+COLUMN_STEP = 64  # the buffers' width is a multiple: a prompt that is a little longer needs no new graphs
+GRAPH_DECODERS: WeakKeyDictionary[PreTrainedModel, GraphDecoder] = WeakKeyDictionary()
 
-    Args:
-        cache: of prefilled layers with ``buffers`` (b, heads, P + T, dim); they are replaced.
-        positions: (b, 1) int64, of the prompts' last tokens.
-        attention_mask: (b, 1, 1, P + T) bool.
-        prompt_length: P.
+
+def decode_by_graphs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    sampling: Sampling,
+    group_size: int,
+) -> Completions:
+    """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
+    rows = len(prompt_ids) * group_size
+    limit = sampling.max_completion_tokens
+    columns = prompt_ids.shape[1] + limit
+    prefilled = prefill(model, prompt_ids, prompt_mask)
+    decoder = GRAPH_DECODERS.pop(model, None)  # kept again at the end: not if memory runs out
+    if decoder is not None and not decoder.fits(prefilled, rows, columns, limit):
+        decoder = None  # its buffers go before new ones come
+    if decoder is None:
+        decoder = GraphDecoder(prefilled, rows, columns, limit)
+    decoder.load(model, prefilled, prompt_mask, sampling, group_size)
+    decoder.draw(prefilled.logits.repeat_interleave(group_size, dim=0), sampling)
+    n = decoder.size(rows)
+    stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
+    length = 1
+    while length < limit:
+        if length % GPU_CHECK_EVERY == 0:
+            if stop_strings is not None:
+                decoder.end_rows(n, length, stop_strings)
+            live = int((~decoder.ended[:n]).sum())
+            if live == 0:
+                break
+            n = decoder.shrink(n, live)
+        decoder.advance(model, n, sampling)
+        length += 1
+    GRAPH_DECODERS[model] = decoder
+    logprobs = decoder.logprobs[:rows, :length] if sampling.logprobs else None
+    return Completions(decoder.completions[:rows, :length], logprobs)
+
+
+class GraphDecoder:
+    """Buffers of R rows and C columns, and graphs that decode the first rows of them.
+
+    Attributes:
+        keys, values: of each layer, (R, heads, C, dim).
+        weights: of linear layers in autocast's dtype, by name: a graph would cast them at every token.
+        tokens, positions: (R, 1) int64, drawn last, and where.
+        visible: (R, 1, 1, C) bool, the columns that are attended to.
+        ended: (R,) bool.
+        rows: (R,) int64, the completion that each row of the buffers decodes.
+        column, length: (1,) int64, the column to write next, and the number of tokens drawn.
+        completions, logprobs: (R, limit).
     """
 
-    def __init__(self, cache: DynamicCache, positions: Tensor, attention_mask: Tensor, prompt_length: int):
-        self.column = torch.tensor([prompt_length], device=positions.device)  # (1,), to write next
-        self.cache = cache
-        cache.layers = [FixedLayer(layer.buffers, self.column) for layer in cache.layers]
-        self.tokens = torch.zeros_like(positions)  # (b, 1)
-        self.positions = positions.clone()
-        columns = torch.arange(attention_mask.shape[-1], device=positions.device)
-        self.visible = attention_mask & (columns < self.column)
-        self.graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> None:
+        device = prefilled.logits.device
+        columns += -columns % COLUMN_STEP
+        self.keys = []
+        self.values = []
+        for layer in prefilled.cache.layers:
+            for buffers, states in ((self.keys, layer.keys), (self.values, layer.values)):
+                shape = (rows, states.shape[1], columns, states.shape[3])
+                buffers.append(states.new_zeros(shape, dtype=cache_dtype(states)))
+        self.weights: dict[str, Tensor] = {}
+        self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.visible = torch.zeros(rows, 1, 1, columns, dtype=torch.bool, device=device)
+        self.ended = torch.ones(rows, dtype=torch.bool, device=device)
+        self.rows = torch.arange(rows, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.completions = torch.zeros(rows, limit, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(rows, limit, device=device)
+        self.graphs: dict[tuple[int, bool, str], torch.cuda.CUDAGraph] = {}
 
-    def next_logits(self, model: transformers.PreTrainedModel, tokens: Tensor) -> Tensor:
-        """(b, V) logits of the token after the tokens (b,)."""
-        self.tokens.copy_(tokens[:, None])
-        self.positions += 1
-        self.visible.index_fill_(3, self.column, True)
-        if not tokens.is_cuda:
-            self.logits = self.forward(model)
-        else:
-            if self.graph is None:
-                self.capture(model)
-            self.graph.replay()
-        self.column += 1
-        return self.logits
+    def fits(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> bool:
+        """True if the buffers are large enough, and of the dtype of the keys."""
+        is_large = rows <= len(self.tokens) and columns <= self.visible.shape[3] and limit <= self.completions.shape[1]
+        return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.keys[0].dtype
 
-    def forward(self, model: transformers.PreTrainedModel) -> Tensor:
-        output = model(
-            input_ids=self.tokens,
-            attention_mask=self.visible,
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
+    def load(
+        self, model: PreTrainedModel, prefilled: Prefill, prompt_mask: Tensor, sampling: Sampling, group_size: int
+    ) -> None:
+        """Begin with prefilled prompts (N, P), each for ``group_size`` rows."""
+        rows = len(prompt_mask) * group_size
+        width = prompt_mask.shape[1]
+        for i, layer in enumerate(prefilled.cache.layers):
+            self.keys[i][:rows, :, :width] = layer.keys.repeat_interleave(group_size, dim=0)
+            self.values[i][:rows, :, :width] = layer.values.repeat_interleave(group_size, dim=0)
+        self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
+        self.visible.fill_(False)
+        self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, model.device).repeat_interleave(group_size, dim=0)
+        self.ended.fill_(True)
+        self.ended[:rows] = False
+        self.rows.copy_(torch.arange(len(self.rows), device=model.device))
+        self.column.fill_(width)
+        self.length.zero_()
+        self.completions.fill_(sampling.pad_id)
+        self.cast_weights(model)
 
-    def capture(self, model: transformers.PreTrainedModel) -> None:
-        warm_up = torch.cuda.Stream()  # capture needs every kernel to have run once, on another stream
-        warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):
+    def cast_weights(self, model: PreTrainedModel) -> None:
+        """Under autocast, copy the weights of linear layers in its dtype."""
+        device_type = model.device.type
+        if not torch.is_autocast_enabled(device_type):
+            self.weights = {}
+            return
+        dtype = torch.get_autocast_dtype(device_type)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module.weight.dtype != dtype:
+                key = f"{name}.weight"
+                if key in self.weights:
+                    self.weights[key].copy_(module.weight)
+                else:
+                    self.weights[key] = module.weight.detach().to(dtype)
+
+    def size(self, rows: int) -> int:
+        """The least number of rows of a graph that holds so many: all of the buffers', a half, a quarter, ..."""
+        n = len(self.tokens)
+        while n // 2 >= max(rows, MIN_ROWS):
+            n //= 2
+        return n
+
+    def shrink(self, n: int, live: int) -> int:
+        """Move the rows that have not ended to the front, if a smaller graph holds them; returns its size."""
+        size = self.size(live)
+        if size < n:
+            order = self.ended[:n].long().argsort(stable=True)[:size]
+            by_row = (self.tokens, self.positions, self.visible, self.ended, self.rows, *self.keys, *self.values)
+            for buffer in by_row:
+                buffer[:size] = buffer[order]
+        return size
+
+    def end_rows(self, n: int, length: int, stop_strings: StopStringCriteria) -> None:
+        """End the rows whose completions hold a stop string within the tokens since the last check."""
+        ids = self.completions[:, :length].cpu()
+        found = torch.zeros(len(ids), dtype=torch.bool)
+        for end in range(length - GPU_CHECK_EVERY + 1, length + 1):
+            found |= stop_strings(ids[:, :end], None)
+        self.ended[:n] |= to_device(found, self.ended.device)[self.rows[:n]]
+
+    def advance(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
+        """A token more for the first n rows; on a GPU by a graph, on a CPU by the step itself."""
+        if self.tokens.device.type != "cuda":
+            self.step(model, n, sampling)
+            return
+        key = (n, torch.is_autocast_enabled("cuda"), str(replace(sampling, max_completion_tokens=1)))
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(model, n, sampling)
+        self.graphs[key].replay()
+
+    def capture(self, model: PreTrainedModel, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        """Capture a step. It runs before on another stream, as a capture needs; what that changes is restored."""
+        changed = (self.tokens, self.positions, self.visible, self.ended, self.column, self.length)
+        saved = [buffer.clone() for buffer in (*changed, self.completions, self.logprobs)]
+        states = torch_states(self.tokens.device)
+
+        def restore() -> None:
+            for buffer, values in zip((*changed, self.completions, self.logprobs), saved, strict=True):
+                buffer.copy_(values)
+            set_torch_states(states, self.tokens.device)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(3):
-                self.forward(model)
-        torch.cuda.current_stream().wait_stream(warm_up)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self.forward(model)
+                self.step(model, n, sampling)
+                restore()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None  # graphs never run at the same time
+        with torch.cuda.graph(graph, pool=pool):
+            self.step(model, n, sampling)
+        restore()
+        return graph
+
+    def step(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
+        """A forward pass over the tokens drawn last, and the next token of each of the first n rows."""
+        self.positions[:n] += 1
+        self.visible[:n].index_fill_(3, self.column, True)
+        cache = DynamicCache(config=model.config)
+        pairs = zip(self.keys, self.values, strict=True)
+        cache.layers = [FixedLayer(keys[:n], values[:n], self.column) for keys, values in pairs]
+        inputs = {
+            "input_ids": self.tokens[:n],
+            "attention_mask": self.visible[:n],
+            "position_ids": self.positions[:n],
+            "past_key_values": cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        output = functional_call(model, self.weights, kwargs=inputs, tie_weights=False)
+        self.column += 1
+        self.draw(output.logits[:, -1], sampling)
+
+    def draw(self, logits: Tensor, sampling: Sampling) -> None:
+        """Draw the next token of the first n rows from logits (n, V); padding where a row has ended."""
+        n = len(logits)
+        scores = logits.float() / (sampling.temperature or 1.0)
+        allowed = cut_top_k(scores, sampling.top_k) if sampling.top_k > 0 else scores
+        greedy = sampling.temperature == 0
+        tokens = allowed.argmax(dim=1) if greedy else sample_nucleus(allowed.softmax(dim=1), sampling.top_p)
+        tokens = tokens.where(~self.ended[:n], sampling.pad_id)
+        places = (self.rows[:n], self.length.expand(n))
+        self.completions.index_put_(places, tokens)
+        if sampling.logprobs:
+            self.logprobs.index_put_(places, -cross_entropy(scores, tokens, reduction="none"))
+        for stop_id in sampling.stop_ids:
+            self.ended[:n] |= tokens == stop_id
+        self.tokens[:n] = tokens[:, None]
+        self.length += 1
 
 
 class FixedLayer(DynamicLayer):
-    """A cache layer of whole buffers (b, heads, P + T, dim), written at a column (1,) int64 that others move."""
+    """A cache layer of whole buffers (n, heads, C, dim), written at a column (1,) int64 that others move."""
 
-    def __init__(self, buffers: list[Tensor], column: Tensor):
+    def __init__(self, keys: Tensor, values: Tensor, column: Tensor):
         super().__init__()
-        self.lazy_initialization(*buffers)
-        self.keys, self.values = buffers
+        self.dtype = keys.dtype
+        self.device = keys.device
+        self.is_initialized = True
+        self.keys = keys
+        self.values = values
         self.column = column
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,8 @@ def generate_by_library(
     The model is in evaluation mode meanwhile, as a KV cache needs it, and its generation config is hidden: unset
     fields would be filled from it.
     """
-    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
-    prompt_mask = prompt_mask.long().repeat_interleave(group_size, dim=0)
+    prompt_ids = prompt_ids.to(model.device).repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.long().to(model.device).repeat_interleave(group_size, dim=0)
     criteria = StoppingCriteriaList()
     if sampling.stop_strings:
         criteria.append(CompletionStopStrings(tokenizer, sampling.stop_strings, prompt_ids.shape[1]))

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.model.find import check_token_ids
-from pspo.rollout.decode import generate, set_torch_states, torch_states
+from pspo.rollout.decode import set_torch_states, torch_states
+from pspo.rollout.generate import generate
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Rollout, Sampling
 

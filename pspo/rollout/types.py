@@ -10,12 +10,7 @@ from transformers import PreTrainedModel
 
 from pspo.config import Decoder
 from pspo.losses import LossInputs
-from pspo.model import Targets, token_logprobs, unflatten
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+from pspo.model import Targets, to_device, token_logprobs, unflatten
 
 
 def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
@@ -28,8 +23,8 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
 class Sampling:
     """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens.
 
-    Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (the same with fixed shapes, on a GPU as a CUDA graph), and "hf"
-    (transformers' own `generate`, the reference).
+    Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (`pspo.rollout.graphs`, for a GPU), and "hf" (transformers' own
+    `generate`, the reference). `make_sampling` chooses for "auto".
     """
 
     stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
@@ -47,6 +42,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.decoder == "hf" and (self.logprobs or self.nucleus):
             raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
+        if self.decoder == "graphs" and self.nucleus:
+            raise ValueError("nucleus is unavailable with decoder=graphs")
 
     def greedy(self) -> "Sampling":
         """Greedy decoding, with the same decoder, limit and stop tokens."""
@@ -102,7 +99,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class Rollout:
-    """B prompts with one completion each; the rows of one prompt are adjacent.
+    """B prompts with one completion each, on the CPU; the rows of one prompt are adjacent.
 
     Attributes:
         prompt_ids: (B, P) int64, left-padded.
@@ -181,7 +178,7 @@ class Rollout:
     def reward_inputs(self) -> dict[str, list]:
         """Inputs of rewards other than the texts: sampled token ids, rows that hit the limit, environment rewards."""
         lengths = self.loss_mask.sum(dim=1).tolist()
-        ids = [row.tolist() for row in self.completion_ids[self.loss_mask].cpu().split(lengths)]
+        ids = [row.tolist() for row in self.completion_ids[self.loss_mask].split(lengths)]
         inputs = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
         if self.environment_rewards is not None:
             inputs["environment_rewards"] = self.environment_rewards
@@ -217,7 +214,7 @@ class Batch:
 
     Attributes:
         rollout: B rows.
-        advantages: (B, 1) or (B, T) float32.
+        advantages: (B, 1) or (B, T) float32, on the CPU.
         old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until the first visit.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
         indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
@@ -246,28 +243,30 @@ class Batch:
 
         Before the first optimizer step of the rows the old log-probs are the policy's own: then all ratios are 1.
         """
+        device = logprobs.device
         completion_mask = self.rollout.completion_mask[rows]
+        sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
         return LossInputs(
             logprobs,
-            logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows],
-            self.advantages[rows],
-            self.rollout.loss_mask[rows],
+            logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows].to(device),
+            to_device(self.advantages[rows], device),
+            to_device(self.rollout.loss_mask[rows], device),
             unflatten(entropies, completion_mask),
             None if self.ref_logprobs is None else self.ref_logprobs[rows],
-            None if self.rollout.sampler_logprobs is None else self.rollout.sampler_logprobs[rows],
+            None if sampler_logprobs is None else to_device(sampler_logprobs[rows], device),
             step,
         )
 
     def masked_row(self) -> "Batch":
         """One row without an unmasked token: a microbatch whose gradient is 0."""
-        row = self.rows(torch.zeros(1, dtype=torch.long, device=self.advantages.device))
+        row = self.rows(torch.zeros(1, dtype=torch.long))
         masked = replace(row.rollout, completion_mask=torch.zeros_like(row.rollout.completion_mask))
         return replace(row, rollout=masked)
 
     def halves(self) -> list["Batch"]:
         """The first and the second half of the rows; a single row stays whole."""
-        parts = torch.arange(len(self.rollout), device=self.advantages.device).tensor_split(2)
+        parts = torch.arange(len(self.rollout)).tensor_split(2)
         return [self.rows(part) for part in parts if len(part)]
 
     def padded_tokens(self, shared: bool = True) -> int:

@@ -104,7 +104,7 @@ class Checkpointer:
         if ranks == dist.world_size():
             with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
                 file = folder / f"rank-{dist.rank()}.pt"
-                states |= torch.load(file, map_location=policy.device, weights_only=True)
+                states |= torch.load(file, map_location="cpu", weights_only=True)
         else:
             print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
             self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])

@@ -9,6 +9,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, LossInputs, corrected_tokens, diagnose, diagnose_correction, kl_estimate
+from pspo.model import select_tokens
 
 DIAGNOSED = ("logprob", "old_logprob", "advantage", "weight", "row")
 
@@ -21,17 +22,19 @@ class Visit:
         inputs: of the loss, (b, t).
         loss: scalar, their share of the minibatch's loss.
         weights: (b, t), d surrogate's loss / d logprob of each token, before terms and aggregation.
-        rows: (b,) int64, their numbers in the rollout.
+        rows: (b,) int64, their numbers in the rollout, on the CPU.
+        mask: (b, t) bool, that of the inputs, on the CPU.
     """
 
     inputs: LossInputs
     loss: Tensor
     weights: Tensor
     rows: Tensor
+    mask: Tensor
 
 
 def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, Tensor]:
-    """By name the values (n,) at this rank's unmasked tokens, with the names of `pspo.run.tokens`."""
+    """By name the values (n,) at this rank's unmasked tokens, on the CPU, with the names of `pspo.run.tokens`."""
     columns = defaultdict(list)
     for visit in visits:
         x = visit.inputs
@@ -43,8 +46,6 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
             "entropy": x.entropies,
             "sampler_logprob": x.sampler_logprobs,
             "reference_logprob": x.ref_logprobs,
-            "row": visit.rows[:, None],
-            "position": torch.arange(x.mask.shape[1], device=x.mask.device),
         }
         if algorithm.correction != "none":
             corrected = corrected_tokens(
@@ -53,8 +54,11 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
             values["corrected"] = corrected.to(x.old_logprobs.dtype)
         for name, value in values.items():
             if value is not None:
-                columns[name].append(value.expand_as(x.mask)[x.mask])
-    return {name: torch.cat(parts) for name, parts in columns.items()}
+                columns[name].append(select_tokens(value.expand_as(x.mask), visit.mask))
+    values = torch.stack([torch.cat(parts) for parts in columns.values()]).cpu()  # one wait for a GPU
+    rows = torch.cat([visit.rows[:, None].expand_as(visit.mask)[visit.mask] for visit in visits])
+    positions = torch.cat([visit.mask.nonzero()[:, 1] for visit in visits])
+    return dict(zip(columns, values, strict=True)) | {"row": rows, "position": positions}
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:

@@ -1,0 +1,173 @@
+"""Sample completions of prompts: `generate`, by one of three decoders, and the rollout made of what they draw.
+
+Every field that shapes the distribution is explicit in `Sampling`, which `make_sampling` fills.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+
+from pspo import distributed as dist
+from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
+from pspo.model import attends_fully, has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids
+from pspo.model.chat import completion_texts
+from pspo.model.find import token_ids
+from pspo.rollout.decode import decode, set_torch_states, torch_states
+from pspo.rollout.graphs import decode_by_graphs
+from pspo.rollout.library import generate_by_library
+from pspo.rollout.types import Completions, Rollout, Sampling, join
+
+DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_library}
+
+
+def make_sampling(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    algorithm: AlgorithmConfig | None = None,
+    logprobs: bool = False,
+) -> Sampling:
+    """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
+
+    Log-probs are recorded on request, or if ``algorithm`` corrects by them; nuclei if it replays them. Raises
+    ValueError if the decoder does not support the model.
+    """
+    nucleus = algorithm is not None and algorithm.nucleus == "replay"
+    decoder = find_decoder(model, config.decoder, nucleus)
+    if config.stop_tokens is None:
+        stop_ids = stop_token_ids(model, tokenizer)
+    else:
+        stop_ids = token_ids(tokenizer, config.stop_tokens)
+    return Sampling(
+        stop_ids=stop_ids,
+        pad_id=pad_token_id(model, tokenizer),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_completion_tokens=config.max_completion_tokens,
+        stop_strings=config.stop_strings,
+        max_rows=config.max_rows,
+        decoder=decoder,
+        logprobs=logprobs or (algorithm is not None and algorithm.correction not in (None, "none")),
+        nucleus=nucleus,
+    )
+
+
+def find_decoder(model: PreTrainedModel, decoder: Decoder, nucleus: bool) -> Decoder:
+    """The decoder that --rollout.decoder asks for; "auto": graphs on a GPU, else pspo, else hf.
+
+    Says in one line why auto takes a slower one. Raises ValueError if the decoder does not support the model.
+    """
+    plain_cache = None if has_plain_cache(model) else f"it does not support {type(model).__name__}'s cache"
+    fault = plain_cache or fault_for_graphs(model, nucleus)
+    if decoder == "graphs" and fault:
+        raise ValueError(f"--rollout.decoder graphs: {fault}; choose {'hf' if plain_cache else 'pspo'}")
+    if decoder == "pspo" and plain_cache:
+        raise ValueError(f"--rollout.decoder pspo: {plain_cache}; choose hf")
+    if decoder != "auto":
+        return decoder
+    if model.device.type == "cuda" and fault is None:
+        return "graphs"
+    chosen = "hf" if plain_cache else "pspo"
+    if model.device.type == "cuda" or plain_cache:
+        print(f"decoder  {chosen}: {fault}")
+    return chosen
+
+
+def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:
+    """Why CUDA graphs cannot draw from the model; None if they can."""
+    if not attends_fully(model) or model.config._attn_implementation != "sdpa":
+        return "graphs need sdpa attention, and full attention in every layer"
+    if dist.is_sharded(model):
+        return "graphs need weights that stay where they are, not fsdp2's"
+    return "graphs record no nucleus (--algorithm.nucleus replay)" if nucleus else None
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group_size: int = 1,
+) -> Rollout:
+    """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
+
+    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
+    """
+    draw = DECODERS[sampling.decoder]
+    at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
+    states = torch_states(model.device)
+    while True:
+        try:
+            parts = []
+            for i in range(0, len(prompts), at_a_time):
+                prompt_ids, prompt_mask = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
+                completions = draw(model, tokenizer, prompt_ids, prompt_mask, sampling, group_size)
+                parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
+            return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
+        except RuntimeError as error:
+            if at_a_time == 1 or not is_out_of_memory(error):
+                raise
+        parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
+        at_a_time = math.ceil(at_a_time / 2)
+        set_torch_states(states, model.device)
+        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def make_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completions: Completions,
+    sampling: Sampling,
+) -> Rollout:
+    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
+
+    Masks come from lengths, never from token values: a pad token may equal a stop token.
+    """
+    ids = completions.ids.cpu()
+    n_rows, width = ids.shape
+    group_size = n_rows // len(prompt_ids)
+    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
+    is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long))
+    if sampling.stop_strings:
+        stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))
+        is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
+    terminated = is_stop.any(dim=1)
+    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
+    width = int(lengths.max())  # on a GPU tokens are drawn on until the next check
+    mask = torch.arange(width) < lengths[:, None]
+    ids = ids[:, :width].where(mask, sampling.pad_id)
+    tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
+    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens, sampling.stop_ids)
+    logprobs = completions.logprobs[:, :width].cpu().where(mask, 0.0) if sampling.logprobs else None
+    nucleus = completions.nucleus.rows(torch.arange(n_rows), width) if sampling.nucleus else None
+    return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, nucleus)
+
+
+def decode_greedily(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """The first four tokens of two greedy completions of each prompt, whatever would end them."""
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
+    return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
