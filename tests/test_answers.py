@@ -133,11 +133,6 @@ def test_contains_answer(completion, gold, found):
     assert contains_answer(completion, gold) is found
 
 
-def test_contains_an_answer_beyond_what_python_prints():
-    assert contains_answer("1e9999", 10**9999)
-    assert not contains_answer("1e9999", 10**9999 + 1)
-
-
 @settings(deadline=None)
 @given(
     st.integers(-(10**40), 10**40),

@@ -57,10 +57,8 @@ def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, cap
     [
         (["--model.name_or_path=Qwen/Qwen2.5-0.5B-Instruct", "--data.name=gsm8k+math"],
          "Qwen/Qwen2.5-0.5B-Instruct", ["openai/gsm8k", "EleutherAI/hendrycks_math"]),
-        (["--model.name_or_path=gpt2", "--data.name=svamp", "--data.path=/home/me/data"], None, ["ChilleD/SVAMP"]),
         (["--model.name_or_path=/home/me/secret/my-model", "--data.name=file"], None, None),
         (["--model.name_or_path=my-folder"], None, None),  # of a hub id's form, but a folder here
-        ([], None, None),
     ],
 )  # fmt: skip
 def test_the_hub_reads_its_front_matter(here, args, base_model, datasets):

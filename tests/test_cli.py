@@ -332,7 +332,6 @@ def bad_input(tmp_path_factory) -> Path:
     for name, missing in (("cut", "none"), ("no-tokenizer", "tokenizer*")):
         shutil.copytree(ASSETS / "tiny-base", folder / name, ignore=shutil.ignore_patterns(missing))
     (folder / "cut/model.safetensors").write_bytes(b"half a file")
-    (folder / "file").write_text("mine")
     (folder / "no-files").mkdir()
     own_data(folder / "train-only", "train")
     own_data(folder / "columns", "train", "test", prompt="question")
@@ -343,7 +342,6 @@ def bad_input(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("switches", "named"),
     [
-        ("model.name_or_path=./no/model", "--model.name_or_path"),
         ("model.name_or_path=runs/my-run/best", "--model.name_or_path"),  # no hub id has two slashes
         ("model.name_or_path=no-files", "--model.name_or_path"),
         ("model.name_or_path=./cut", "--model.name_or_path"),
@@ -354,7 +352,6 @@ def bad_input(tmp_path_factory) -> Path:
         ("data.name=file data.path=train-only", "test.jsonl"),
         ("data.max_prompt_tokens=3", "--data.max_prompt_tokens"),
         ("{draw}.max_completion_tokens=600", "max_completion_tokens must be below 512"),
-        ("run.output_dir=file", "file"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_by_name(bad_input, monkeypatch, refused, command, switches, named):

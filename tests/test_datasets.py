@@ -290,8 +290,6 @@ def test_any_set_of_the_hub(monkeypatch, tmp_path):
         load_problems("me/cities", "test", hub={"splits": named}, **columns)
     with pytest.raises(ValueError, match=r"has no test split, only .*--data\.hub"):
         load_problems("me/cities", "test", hub={"splits": {"test": "eval"}}, **columns)
-    with pytest.raises(ValueError, match=r"me/cities test_sft record 1: no column 'prompt', only q, a, lang"):
-        load_problems("me/cities", "test", answer_kind="none")
     tables["eval_numbers"] = [{"prompt": "2?", "answer": 2.0}, {"prompt": "?", "answer": None}]
     assert answers(load_problems("me/cities", "test", hub={"splits": {"test": "eval_numbers"}})) == [2]
     mixed = load_problems("me/cities+arithmetic", "train", limit=60, **columns)

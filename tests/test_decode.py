@@ -336,20 +336,3 @@ def test_log_probs_of_sampled_tokens_are_the_models_own(tiny_model, tokenizer, o
     rows = rollout.rows(some)
     assert torch.equal(rows.sampler_logprobs, rollout.sampler_logprobs[some, : rows.completion_ids.shape[1]])
     assert generate(model, tokenizer, PROMPTS, replace(sampling, logprobs=False)).sampler_logprobs is None
-
-
-@pytest.mark.parametrize("decoder", OWN_LOOP)
-def test_under_autocast_keys_and_values_are_kept_as_attention_takes_them(tiny_model, tokenizer, monkeypatch, decoder):
-    model, seen = tiny_model(initializer_range=0.02), []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, value, **options):
-        seen.append((key.dtype, value.dtype))
-        return attention(query, key, value, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    with torch.autocast("cpu", torch.bfloat16):
-        rollout = generate(model, tokenizer, PROMPTS, replace(SAMPLING, decoder=decoder, logprobs=True), group_size=2)
-        assert set(seen[2:]) == {(torch.bfloat16, torch.bfloat16)}  # after the prefill of two layers
-        expected = token_logprobs(model, *rollout.token_ids, SAMPLING.temperature)
-    torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=0.1)

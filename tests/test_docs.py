@@ -115,15 +115,6 @@ def test_every_name_in_the_api_exists():
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
-def test_example_of_a_sweep(workspace, monkeypatch, capsys):
-    first, second = (text for _, text in blocks("yaml"))
-    assert first in (ROOT / "configs/sweep/first.yaml").read_text(encoding="utf-8")
-    (workspace / "mine.yaml").write_text(second, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["pspo", "sweep", "--config", "mine.yaml", "--dry_run"])
-    pspo.__main__.main()
-    assert re.search(r"full +25 ", capsys.readouterr().out)
-
-
 def test_the_example_loss_is_the_formula_it_shows(workspace):
     (text,) = (text for name, text in blocks("python") if name == "my_loss.py")
     surrogate = runpy.run_path(str(workspace / "my_loss.py"))["SoftClip"](width=0.3)

@@ -11,11 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_command
 
-import pspo.evaluate.__main__
-import pspo.evaluate.evaluation
-from pspo.cli.files import append_jsonl, read_jsonl
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import chunks, evaluate
@@ -249,21 +245,6 @@ def draw(load, tokenizer):
     return run
 
 
-def test_a_last_line_that_was_cut_off_is_left_out_and_other_damage_is_named(tmp_path):
-    file = tmp_path / "completions.jsonl"
-    assert read_jsonl(file) == []
-    records = [{"a": "\u2028\r\n\x85 #### é"}, {"a": 0.1, "b": float("nan")}]
-    append_jsonl(file, *records)
-    whole = file.read_bytes()
-    assert read_jsonl(file) == [records[0], {"a": 0.1, "b": None}]
-    for end in range(whole.index(b"\n") + 1, len(whole)):
-        file.write_bytes(whole[:end])
-        assert read_jsonl(file) == records[:1]
-    file.write_bytes(b"{]\n" + whole)
-    with pytest.raises(ValueError, match=r"completions\.jsonl is damaged"):
-        read_jsonl(file)
-
-
 def test_a_seed_draws_the_same_completions_and_leaves_torch_alone(draw):
     def texts(seed, **how):
         return [record["completion"] for record in draw(seed, **how).completions]
@@ -275,16 +256,3 @@ def test_a_seed_draws_the_same_completions_and_leaves_torch_alone(draw):
     assert texts(0) == first != texts(1)
     assert any(len(set(first[i : i + 3])) > 1 for i in range(0, len(first), 3))  # samples of one problem differ
     assert texts(0, temperature=0.0) == texts(1, temperature=0.0)
-
-
-def long_ones_fail(completions):
-    return [1.0 if len(text) < 5 else {}["short"] for text in completions]
-
-
-def test_an_evaluation_whose_reward_fails_ends_with_the_user_s_frames(here, capsys):
-    args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--reward.functions=[test_evaluate.long_ones_fail]"]
-    assert run_command(pspo.evaluate.__main__.main, *args) == 1
-    err = capsys.readouterr().err
-    assert "pspo.evaluate: a reward failed" in err
-    assert "KeyError: 'short'\n\nthe same command resumes evaluation" in err
-    assert "pspo/run/" not in err

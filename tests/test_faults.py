@@ -195,13 +195,6 @@ def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_hap
     assert_same(Path("whole"), Path("out"))
 
 
-def test_a_reward_that_fails_at_once_leaves_nothing_to_resume(capsys):
-    Path("broken").touch()
-    assert train("--reward.functions=[test_faults.Bad]", "--reward.functions.at=0") == 1
-    assert "last checkpoint: none yet" in capsys.readouterr().err
-    assert not checkpoints(Path("out"))
-
-
 def test_on_error_none_leaves_out_the_completions_that_fail_and_says_so(capsys):
     FIRST_FAILURES.clear()
     args = ["--reward.functions=[test_faults.fails_on_threes, test_faults.Length]", "--reward.on_error=none"]

@@ -10,7 +10,6 @@ import pytest
 from pspo.tasks import arithmetic, calculator, letters
 from pspo.tasks.answers import extract_answer, is_correct, matches_format
 from pspo.tasks.arithmetic import SPLITS, split_of
-from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
 
 TASKS = {"arithmetic": arithmetic.problems, "letters": letters.problems, "sums": calculator.problems}
@@ -61,11 +60,6 @@ def test_a_seed_decides_the_problems_and_no_split_shares_one(task):
     for a, b in itertools.combinations(SPLITS, 2):
         assert not texts[a] & texts[b]
     assert all(split_of(text) == split for split in SPLITS for text in texts[split])
-
-
-@every_task
-def test_load_problems_knows_them(task):
-    assert load_problems(task, "test", limit=20, seed=5) == take(task, "test", 20, seed=5)
 
 
 def solve(prompt: str) -> int:

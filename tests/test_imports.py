@@ -72,13 +72,6 @@ def test_the_trainer_imports_neither_of_the_other_packages():
         assert not packages & {"pspo_lab", "pspo_vllm"}, name
 
 
-def test_losses_know_nothing_of_models():
-    for name in FILES:
-        if room_of(name) == "losses":
-            packages = {module.partition(".")[0] for module in imported(TREES[name])}
-            assert not packages & {"transformers", "datasets", "jsonargparse"}, name
-
-
 @every_file
 def test_no_branch_on_a_method_outside_losses(name):
     """But for the default in config.py."""

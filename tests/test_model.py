@@ -89,13 +89,6 @@ def refused(match):
     assert len(str(error.value)) < 600
 
 
-def test_attention_that_the_model_lacks(tiny_model, model_folder, load):
-    folder = model_folder(tiny_model("Gemma2"))
-    load(folder, attn_implementation="eager")
-    with pytest.raises(ValueError, match="attn_implementation"):
-        load(folder, attn_implementation="sdpa")
-
-
 def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
     broken = model_folder()
     (broken / "config.json").write_text("{")
@@ -231,17 +224,6 @@ def test_values_and_gradients_are_those_of_float64(layers, shape, bias):
         assert got.shape == expected.shape
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@needs_onednn
-def test_a_frozen_layer_gets_no_gradient_and_passes_one_on(layers):
-    theirs, ours = layers(16, 8)
-    ours.requires_grad_(False)
-    x = torch.randn(4, 16, requires_grad=True)
-    ours(x).sum().backward()
-    assert ours.weight.grad is None
-    assert ours.bias.grad is None
-    torch.testing.assert_close(x.grad, theirs.weight.sum(dim=0).expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
 @needs_onednn

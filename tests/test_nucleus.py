@@ -104,19 +104,6 @@ def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, ro
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
 
-def test_rows_are_trimmed_with_their_sets(rollout):
-    order = torch.tensor([7, 2, 2])
-    part = rollout.rows(order)
-    for new, old in enumerate(order.tolist()):
-        assert kept_sets(part, new) == kept_sets(rollout, old)
-    mask = rollout.completion_mask.clone()
-    mask[0] = False
-    mask[:, 1] = False  # whatever is masked afterwards takes its set along
-    ids, counts = rollout.nucleus.select(slice(None), mask)
-    expected = [kept for i in range(1, len(rollout)) for t, kept in enumerate(kept_sets(rollout, i)) if t != 1]
-    assert [set(part.tolist()) for part in ids.split(counts.tolist())] == expected
-
-
 def replay(surrogate, **algorithm):
     algorithm = {"nucleus": "replay", "epochs": 2} | algorithm
     return make_config(surrogate, **algorithm, optimizer={"max_grad_norm": 0.0})

@@ -12,7 +12,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import reference
-import torch
 from processes import run_command
 
 import pspo.train
@@ -200,15 +199,6 @@ def test_every_batch_has_the_columns_of_the_data():
     check_rewards([lambda hint: hint], problems)
     alone = {"problems": problems[1:], "completion_ids": None, "truncated": None}
     assert called_with(lambda hint: [float(h is None) for h in hint], ["x"], **alone) == {"<lambda>": [1.0]}
-
-
-@pytest.mark.parametrize(
-    "returned",
-    [[1, 0.5], (True, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5], requires_grad=True),
-     [np.float32(1), Fraction(1, 2)], [torch.tensor(1), 0.5], [np.bool_(True), np.float64(0.5)]],
-)  # fmt: skip
-def test_what_counts_as_numbers(returned):
-    assert called_with(lambda completions: returned) == {"<lambda>": [1.0, 0.5]}
 
 
 def test_none_leaves_the_function_out_of_the_sum():

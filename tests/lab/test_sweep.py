@@ -211,25 +211,6 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
 
 
-@pytest.mark.nightly
-def test_a_second_sweep_is_refused_until_the_first_and_its_runs_have_ended(here, capsys):
-    sweep_file(methods={"pspo": {}})
-    world(seconds=600)
-    command = ["-m", "pspo", "sweep", "--config", "sweep.yaml", "--launcher", f"{sys.executable} {{command}}"]
-    with subprocess.Popen([PYTHON, *command], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}) as first:
-        wait_for_calls(1)
-        assert sweep() == 2
-        first.kill()  # alone: its run goes on
-    assert sweep() == 2
-    assert "--output out is in use by another sweep or its runs" in capsys.readouterr().err
-    os.kill(noted()[0]["pid"], signal.SIGKILL)
-    world()
-    while (code := sweep()) == 2:
-        time.sleep(0.1)
-    assert code == 0
-    assert calls() == ["e/pspo/seed-0"] * 2
-
-
 def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     sweep_file(methods={"pspo": {}})
     assert sweep() == 0

@@ -6,7 +6,6 @@ What a hostile folder holds (a broken run, a model, a chat template) never runs.
 import csv
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pyarrow
@@ -20,7 +19,6 @@ from processes import run_command
 import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.run.folders import checkpoints, find_damage
 from pspo.tasks import load_problems
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
@@ -141,27 +139,6 @@ def refused(capsys, *args: str) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert not Path("executed").exists()
     return line
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """A run with two checkpoints."""
-    run = tmp_path_factory.mktemp("run") / "out"
-    assert run_command(pspo.train.main, *TINY, f"--run.output_dir={run}") == 0
-    return run
-
-
-@settings(fixtures, max_examples=200)
-@given(st.data())
-def test_any_change_of_a_checkpoint_is_damage(saved, tmp_path, data):
-    """Bytes anywhere overwritten, cut or put in."""
-    shutil.copytree(checkpoints(saved)[0], tmp_path / "step-000004", dirs_exist_ok=True)
-    file = tmp_path / "step-000004" / data.draw(st.sampled_from(["model.safetensors", "parts.pt", "rank-0.pt"]))
-    before = file.read_bytes()
-    place, cut = data.draw(st.integers(0, len(before))), data.draw(st.integers(0, 9))
-    after = before[:place] + data.draw(st.binary(max_size=9)) + before[place + cut :]
-    file.write_bytes(after)
-    assert (find_damage(tmp_path / "step-000004") is None) == (after == before)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

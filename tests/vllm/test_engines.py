@@ -27,19 +27,6 @@ def test_a_missing_vllm_is_refused_before_anything_is_loaded(monkeypatch, capsys
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(
-    ("switches", "message"),
-    [
-        (("--rollout.lag=1", "--algorithm.correction=token_mask"), "--algorithm.correction must be none"),
-        (("--algorithm.nucleus=replay",), "--algorithm.nucleus must be ignore with an engine"),
-        (("--rollout.engine=nowhere.Engine",), "--rollout.engine nowhere.Engine"),
-    ],
-)
-def test_what_an_engine_cannot_do_is_refused(capsys, switches, message):
-    assert run_command(pspo.train.main, "--rollout.engine=pspo_vllm.VLLM", *switches) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_an_engine_draws_during_each_update_with_the_weights_before_it(monkeypatch):
     """And ratios are formed against its own log-probs: rollout i of weights i - 1 is trained on in update i."""
     began, events = Copy.begin, []
