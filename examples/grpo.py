@@ -51,7 +51,8 @@ def train(steps: int = STEPS, seed: int = 0) -> torch.nn.Module:
 
         # 4. The rows that have a gradient, (b, t); those without need no forward pass. b <= B, t <= T.
         rows = rows_to_train(rollout, advantages)
-        trained, mask = rollout.rows(rows), rollout.rows(rows).completion_mask
+        trained = rollout.rows(rows)  # on the CPU, as all rollouts
+        mask = trained.completion_mask.to(policy.device)
 
         # 5. Two epochs over the same rollout. In the first the policy is still the one that drew it: the ratio is 1.
         old_logprobs = None

@@ -4,6 +4,7 @@ import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_the_pages_step_equals_update(tmp_path, tiny_model):
     own_step = example("own_step.py", tmp_path)["own_step"]
 
     class NoTexts:
+        added_tokens_decoder = MappingProxyType({})
+        eos_token_id = pad_token_id = bos_token_id = None
+
         @staticmethod
         def batch_decode(ids, **_):
             return [""] * len(ids)

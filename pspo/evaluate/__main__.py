@@ -28,7 +28,7 @@ from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import as_text, label, table
-from pspo.model import casts_to_bf16, has_plain_cache, load_policy, load_tokenizer
+from pspo.model import casts_to_bf16, load_policy, load_tokenizer
 from pspo.model.exactness import check_exactness
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
 from pspo.rollout import Prompts, Sampler, decode_greedily, load_prompts, make_sampling
@@ -58,7 +58,6 @@ def prepare(
         stop_strings=config.eval.stop_strings,
         top_p=config.eval.top_p,
         max_rows=config.eval.max_tokens,  # which is the limit here
-        decoder="pspo" if has_plain_cache(policy) else "hf",
     )
     sampling = make_sampling(policy, tokenizer, rollout)
     decode = partial(decode_greedily, policy, tokenizer, sampling)

@@ -23,7 +23,9 @@ def autocast(mode: str, device: torch.device) -> torch.autocast:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def is_out_of_memory(error: Exception) -> bool:
