@@ -9,6 +9,7 @@ import torch
 from batches import completions
 from transformers import TopPLogitsWarper
 
+import pspo.rollout.graphs
 from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
@@ -74,7 +75,9 @@ GREEDY_CASES = {
 
 @pytest.mark.parametrize(("prompts", "options"), GREEDY_CASES.values(), ids=GREEDY_CASES)
 @pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Gemma2", "GPT2"])
-def test_greedy_is_the_argmax_of_the_plain_model(tiny_model, tokenizer, name, prompts, options):
+def test_greedy_is_the_argmax_of_the_plain_model(monkeypatch, tiny_model, tokenizer, name, prompts, options):
+    monkeypatch.setattr(pspo.rollout.graphs, "GPU_CHECK_EVERY", 2)  # so that rows leave early
+    monkeypatch.setattr(pspo.rollout.graphs, "MIN_ROWS", 1)
     model, sampling = tiny_model(name), replace(GREEDY, max_completion_tokens=20, **options)
     free = [argmax_loop(model, prompt, replace(sampling, stop_ids=())) for prompt in prompts]
     sampling = replace(sampling, stop_ids=sorted({free[0][4], free[-1][11]}))  # rows end at different times

@@ -1,5 +1,6 @@
 """Models are exact or refused: log-probs of padded batches, and decoded tokens, are those of each row alone."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,10 +13,11 @@ from test_logprobs import gradients, make_groups, make_rows
 import pspo.evaluate.__main__
 import pspo.train
 from pspo.config import ModelConfig, RolloutConfig
-from pspo.model import shares_prompts, token_logprobs
+from pspo.model import token_logprobs
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts
 from pspo.rollout import decode_greedily, generate, make_sampling
+from pspo.rollout.generate import fault_for_graphs
 
 IN_CI = "bart bloom cohere deepseek_v3 gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral qwen3_next"
 PROMPTS = [list(range(20, 70)), [7, 8, 9]]
@@ -23,8 +25,7 @@ PROMPTS = [list(range(20, 70)), [7, 8, 9]]
 
 def check(policy, tokenizer):
     """`check_exactness` with the decoder that the model takes; returns the sampling."""
-    decoder = "pspo" if shares_prompts(policy) else "hf"
-    sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder=decoder, max_completion_tokens=12))
+    sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=12))
     check_exactness(policy, PROMPTS, partial(decode_greedily, policy, tokenizer, sampling))
     return sampling
 
@@ -46,11 +47,13 @@ def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
         return
     sampling = check(policy, tokenizer)
     assert sampling.decoder == outcome
-    drawn = generate(policy, tokenizer, [[60, 61, 62, 63, 64, 65, 66, 67, 68], [5]], sampling.greedy(), group_size=2)
-    for i in range(len(drawn)):
-        likeliest = reference.vocabulary_logprobs(policy, drawn.token_ids, i).amax(dim=1)
-        own = reference.row_logprobs(policy, drawn.token_ids, i)
-        torch.testing.assert_close(own, likeliest, rtol=1e-4, atol=1e-3)
+    for decoder in {outcome, "graphs"} if fault_for_graphs(policy, nucleus=False) is None else {outcome}:
+        greedy = replace(sampling.greedy(), decoder=decoder)
+        drawn = generate(policy, tokenizer, [[60, 61, 62, 63, 64, 65, 66, 67, 68], [5]], greedy, group_size=2)
+        for i in range(len(drawn)):
+            likeliest = reference.vocabulary_logprobs(policy, drawn.token_ids, i).amax(dim=1)
+            own = reference.row_logprobs(policy, drawn.token_ids, i)
+            torch.testing.assert_close(own, likeliest, rtol=1e-4, atol=1e-3)
     for rows in (make_groups((9, 3, 6)), make_rows((30, 12, 3, 40), (20, 1, 30, 9))):
         rows = [rows[0] + 10, rows[1], rows[2] + 10, rows[3]]  # no special tokens
         actual, expected = token_logprobs(policy, *rows), reference.batch_logprobs(policy, rows)

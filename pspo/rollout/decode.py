@@ -279,19 +279,17 @@ def sample_exponential(probs: Tensor, top_p: float) -> Tensor:
 def nucleus_edge(probs: Tensor, top_p: float) -> Tensor:
     """The least probability inside the nucleus, (b, 1), of probabilities (b, V) float32, which are not sorted.
 
-    Bisection over the bits of a float32 in [0, 1], which are in the order of the numbers: 30 passes find the least
-    number with less than top_p of the mass strictly above it.
+    Float32 numbers in [0, 1] are in the order of their bits, of which 30 can be set. From the highest on, a bit is set
+    if at least top_p of the mass is strictly above: then the next number is the least with less above it.
     """
     if top_p >= 1:
         return torch.zeros_like(probs[:, :1])
-    low = torch.zeros_like(probs[:, :1], dtype=torch.int32)
-    high = torch.ones_like(probs[:, :1]).view(torch.int32)
-    for _ in range(30):
-        middle = (low + high) // 2
-        is_enough = probs.where(probs > middle.view(torch.float32), 0.0).sum(dim=1, keepdim=True) < top_p
-        high = middle.where(is_enough, high)
-        low = low.where(is_enough, middle + 1)
-    return high.view(torch.float32)
+    bits = torch.zeros_like(probs[:, :1], dtype=torch.int32)
+    for bit in reversed(range(30)):
+        higher = bits + (1 << bit)
+        above = (probs * (probs > higher.view(torch.float32))).sum(dim=1, keepdim=True)
+        bits = higher.where(above >= top_p, bits)
+    return (bits + 1).view(torch.float32)
 
 
 def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
