@@ -6,9 +6,10 @@ import pytest
 import torch
 from batches import completions
 from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer
 
 from pspo.config import SYSTEM_PROMPT, RolloutConfig
-from pspo.model.chat import render_prompts
+from pspo.model.chat import completion_texts, render_prompts
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 from pspo.tasks import math_reward
 
@@ -126,6 +127,15 @@ def test_rewards_see_tags_whether_they_are_special_or_not(tokenizer, special, op
     (text,) = generate(Scripted([[*ids, end, pad]]), tokenizer, [prompt], sampling).texts
     assert text == opened.strip() + drawn
     assert math_reward(text, gold) == value
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_tokenizer_in_python_drops_its_end_token_too(special):
+    tokenizer = ByT5Tokenizer()  # whose end token has no flag of a special one
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    ids = tokenizer("<think>two</think>#### 5")["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id
+    assert completion_texts(tokenizer, [[5]], [ids]) == ["<think>two</think>#### 5"]
 
 
 # ---------------------------------------------------------------- rollouts and their rows
