@@ -1,0 +1,379 @@
+"""pspo on a simulated GPU: configurations run to their end, with the CPU's numbers; launches and waits are counted.
+
+    PYTHONPATH=. python tests/simulated_gpu.py tests/test_simulated_gpu.py
+
+checks the simulation and prints what `COUNTS` should be. Most configurations are nightly tests; they need g++.
+"""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from processes import metric_lines, one_layer, run_command
+from test_docs import blocks
+
+import pspo.evaluate.__main__
+import pspo.train
+import pspo.update
+from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from pspo.losses import Surrogate
+from pspo.model import autocast, load_policy, load_tokenizer
+from pspo.rollout import generate, load_prompts, make_sampling
+from pspo.run.learner import make_learner
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated GPU needs g++")
+
+TESTS = Path(__file__).parent
+COUNTED_WITH = ("2.13", "5.23.0")  # torch, transformers
+
+# Kernel launches, and waits of the CPU: of the embedded model (4 layers) and 2 x 2 rows, which no stop token ends.
+COUNTS = """\
+decoder pspo: the prompts, and a token               516    18
+decoder pspo: 16 tokens                             6377     1
+decoder graphs: the first call besides              1657     1
+decoder graphs: the prompts, and a token             532     9
+decoder graphs: 16 tokens                             18     1
+decoder hf: the prompts, and a token                 342    18
+decoder hf: 16 tokens                               4184    32
+decoder pspo, log-probs: the prompts, and a token     522    19
+decoder pspo, log-probs: 16 tokens                  6441     1
+decoder pspo, nucleus: the prompts, and a token      546    21
+decoder pspo, nucleus: 16 tokens                    6633    17
+decoder graphs, stop strings: the first call besides    1657     1
+decoder graphs, stop strings: the prompts, and a token     532     9
+decoder graphs, stop strings: 16 tokens               23     2
+update: a microbatch                              1553.5     8
+update: a step                                       119     2
+update: a rollout                                      0     0
+update, KL and entropy: a microbatch              1587.5     8
+update, KL and entropy: a step                       124     2
+update, KL and entropy: a rollout                   1148    16
+update, nucleus and correction: a microbatch      1569.5     8
+update, nucleus and correction: a step               159     2
+update, nucleus and correction: a rollout              0     0
+"""
+
+
+# ---------------------------------------------------------------- pieces of a user
+
+
+@dataclass(frozen=True)
+class TensorLoss(Surrogate):
+    """A clipped surrogate that makes tensors: a scalar on the CPU, zeros on the GPU."""
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        largest = torch.tensor(1.2)
+        ratio = torch.minimum((logprobs - old_logprobs).exp(), largest)
+        return torch.where(mask, -ratio * advantages, torch.zeros(mask.shape, device=mask.device))
+
+
+def spread_reward(completions):
+    """Rewards that differ between prompts, also of equal completions of one: by their lengths."""
+    return [(len(completion) % 5) / 4 for completion in completions]
+
+
+def tensor_reward(completions):
+    return torch.tensor([float(len(completion) % 3) for completion in completions])
+
+
+def raw_advantages(rewards, group_size, lengths):
+    """Advantages that do not cancel where the completions of a group are equal."""
+    baseline = torch.tensor(0.3)
+    return rewards - baseline + 0.1 * (lengths % 2)
+
+
+def half_advantages(rewards, group_size):
+    """As `raw_advantages`, but 0 in every second group."""
+    is_odd = torch.arange(len(rewards), device=rewards.device) // group_size % 2
+    return (rewards - 0.3) * is_odd
+
+
+# ---------------------------------------------------------------- runs
+
+TINY = (
+    "--rollout.prompts=4", "--rollout.group_size=2", "--rollout.max_completion_tokens=12", "--data.limit=40",
+    "--run.max_steps=2", "--run.test_limit=0", "--run.validate_every=0", "--run.quiet",
+    "--optimizer.lr=1e-3", "--reward.functions=[test_simulated_gpu.spread_reward]",
+)  # fmt: skip
+SAME_DRAWS = (
+    "--rollout.top_k=1", "--model.autocast=none", "--algorithm.advantages=test_simulated_gpu.raw_advantages",
+)  # fmt: skip
+SAMPLED = {  # whose draws are another generator's: they only run to their end
+    "pspo": ("--rollout.decoder=pspo",),
+    "hf": ("--rollout.decoder=hf",),
+    "nucleus": ("--algorithm.nucleus=replay", "--algorithm.minibatches=2"),
+    "bf16 weights": ("--model.dtype=bfloat16",),
+    "LoRA under autocast": ("--model.lora.rank=4",),
+    "lag under autocast": ("--rollout.lag=1", "--run.max_steps=4"),
+    "resample": ("--rollout.resample=2",),
+}
+COMPARED = {
+    "default": (),
+    "minibatches": ("--algorithm.minibatches=2", "--run.max_steps=4"),
+    "microbatches": ("--optimizer.microbatch_tokens=200",),
+    "KL": ("--algorithm.beta=0.1",),
+    "entropy": ("--algorithm.entropy_coef=0.01",),
+    "correction": ("--algorithm.correction=token_truncate", "--algorithm.minibatches=2"),
+    "terms": ("--algorithm.terms=[{class_path: OffPolicyMask, init_args: {threshold: 0.1}}]",),
+    "lag": ("--rollout.lag=1", "--run.max_steps=4"),
+    "lag, proximal": ("--rollout.lag=1", "--algorithm.ratio_to=proximal", "--run.max_steps=4"),
+    "rows without gradient": ("--algorithm.advantages=test_simulated_gpu.half_advantages",),
+    "LoRA": ("--model.lora.rank=4",),
+    "LoRA, KL": ("--model.lora.rank=4", "--algorithm.beta=0.1"),
+    "environment": ("--rollout.environment=test_episodes.TwoTurns",),
+    "checkpointing": ("--model.gradient_checkpointing=true",),
+    "bf16 autocast": ("--model.autocast=bf16",),
+    "graphs": ("--rollout.decoder=graphs", "--rollout.max_completion_tokens=40", "--rollout.prompts=8"),
+    "pspo": ("--rollout.decoder=pspo", "--rollout.max_completion_tokens=40"),
+    "hf": ("--rollout.decoder=hf",),
+    "stop strings": ('--rollout.stop_strings=["="]',),
+    "max_rows": ("--rollout.max_rows=2",),
+    "a user's tensors": (
+        "--algorithm.surrogate=test_simulated_gpu.TensorLoss", "--reward.functions=[test_simulated_gpu.tensor_reward]",
+    ),
+    "validation": ("--run.validate_every=1", "--run.validation_limit=8", "--run.test_limit=8"),
+    "SGD, schedule": ("--optimizer.name=sgd", "--optimizer.schedule=cosine", "--optimizer.warmup_steps=1"),
+}  # fmt: skip
+
+
+def simulate(*args: str | Path, cwd: Path) -> str:
+    """Run a command on the simulated GPU, to a good end; what it prints."""
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    command = [sys.executable, str(TESTS / "simulated_gpu.py"), *map(str, args)]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def train_simulated(folder: Path, *args: str) -> None:
+    model = f"--model.name_or_path={one_layer()}"
+    simulate("-m", "pspo.train", model, *TINY, f"--run.output_dir={folder}", *args, cwd=folder.parent)
+
+
+def train(folder: Path, *args: str) -> None:
+    model = f"--model.name_or_path={one_layer()}"
+    assert run_command(pspo.train.main, model, *TINY, f"--run.output_dir={folder}", *args) == 0
+
+
+def assert_good(run: Path) -> list[dict[str, float]]:
+    """Assert that a run has ended and no step was skipped; its metrics."""
+    lines = metric_lines(run)
+    assert (run / "summary.json").exists()
+    assert not any(line["step_skipped"] for line in lines)
+    assert all(math.isfinite(value) for line in lines for value in line.values() if value is not None)
+    return lines
+
+
+def assert_close(one: list[dict], other: list[dict], **tolerance: float) -> None:
+    assert len(one) == len(other)
+    for line, expected in zip(one, other, strict=True):
+        assert line == pytest.approx(expected, **tolerance)
+
+
+def test_the_default_runs_to_its_end(tmp_path):
+    train_simulated(tmp_path / "gpu")
+    assert_good(tmp_path / "gpu")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SAMPLED)
+def test_runs_to_its_end(tmp_path, name):
+    train_simulated(tmp_path / "gpu", *SAMPLED[name])
+    assert_good(tmp_path / "gpu")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMPARED)
+def test_has_the_cpus_numbers(tmp_path, name):
+    train_simulated(tmp_path / "gpu", *SAME_DRAWS, *COMPARED[name])
+    train(tmp_path / "cpu", *SAME_DRAWS, *COMPARED[name])
+    tolerance = {"rel": 0.1, "abs": 0.02} if name == "bf16 autocast" else {"rel": 1e-4, "abs": 1e-5}
+    assert_close(assert_good(tmp_path / "gpu"), assert_good(tmp_path / "cpu"), **tolerance)
+
+
+# ---------------------------------------------------------------- commands, one after the other
+
+
+@pytest.mark.nightly
+def test_resumes_forks_evaluates_and_exports(tmp_path):
+    steps = ("--run.save_every=2", "--run.max_steps=4")
+    train_simulated(tmp_path / "whole", *steps)
+    train_simulated(tmp_path / "parts", *steps, "--run.max_steps=2")
+    train_simulated(tmp_path / "parts", *steps)
+    assert assert_good(tmp_path / "parts") == assert_good(tmp_path / "whole")
+    fork = f"--run.fork_from={tmp_path / 'parts'}"
+    train_simulated(tmp_path / "fork", *steps, fork, "--run.max_steps=6", "--optimizer.lr=1e-4")
+    assert_good(tmp_path / "fork")
+
+    model = f"--model.name_or_path={tmp_path / 'whole/final'}"
+    args = (model, "--data.limit=8", "--eval.max_completion_tokens=24", "--run.quiet")
+    simulate("-m", "pspo.evaluate", *args, "--run.output_dir=gpu", cwd=tmp_path)
+    assert run_command(pspo.evaluate.__main__.main, *args, f"--run.output_dir={tmp_path / 'cpu'}") == 0
+    gpu, cpu = (tmp_path / name / "completions.jsonl" for name in ("gpu", "cpu"))
+    assert gpu.read_bytes() == cpu.read_bytes()  # greedy
+    sampled = ("--eval.temperatures=[0.6]", "--eval.samples=2", "--run.output_dir=sampled")
+    simulate("-m", "pspo.evaluate", *args, *sampled, cwd=tmp_path)
+
+
+@pytest.mark.nightly
+def test_exports_adapters(tmp_path):
+    train_simulated(tmp_path / "run", "--model.lora.rank=4")
+    simulate("-m", "pspo", "export", f"--model.name_or_path={tmp_path / 'run/final'}", "--output_dir=out", cwd=tmp_path)
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["grpo", "own_loop.py", "one_call.py"])
+def test_examples_and_the_library(tmp_path, name):
+    if name == "grpo":
+        text = (TESTS.parent / "examples/grpo.py").read_text().replace("STEPS, EPOCHS = 100, 2", "STEPS, EPOCHS = 2, 2")
+    else:
+        text = dict(blocks("python"))[name].replace('"max_steps": 40', '"max_steps": 2')
+        text = text.replace("TrainConfig()", "TrainConfig(run=RunConfig(max_steps=2))")
+        text = text.replace("import TrainConfig", "import RunConfig, TrainConfig")
+    (tmp_path / "script.py").write_text(text)
+    simulate("script.py", cwd=tmp_path)
+
+
+# ---------------------------------------------------------------- one process: the simulation's rules, and the counts
+
+
+def check_rules() -> None:
+    """What a GPU refuses is refused, and a graph replays into the same memory."""
+    from simulated_gpu import waits
+
+    gpu = torch.arange(4.0, device="cuda")
+    cpu = torch.ones(4)
+    for mix in (lambda: gpu + cpu, lambda: gpu @ cpu, lambda: torch.cat([gpu, cpu]), lambda: cpu[gpu > 1]):
+        with pytest.raises(RuntimeError, match="same device"):
+            mix()
+    with pytest.raises(TypeError, match="convert cuda"):
+        gpu.numpy()
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(2, device="cuda", generator=torch.Generator())
+    assert (gpu * torch.tensor(2.0))[torch.tensor([1, 3])].tolist() == [2.0, 6.0]
+
+    before = sum(waits["other"].values())
+    gpu.sum().item()
+    gpu[gpu > 1].cpu()
+    cpu.to("cuda")
+    assert sum(waits["other"].values()) - before == 4  # item, boolean mask, to the CPU, to the GPU
+    cpu.pin_memory().to("cuda", non_blocking=True)
+    assert sum(waits["other"].values()) - before == 4
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu += 1
+        double = gpu * 2
+    assert gpu.tolist() == [0.0, 1.0, 2.0, 3.0]  # a capture computes nothing
+    for _ in range(2):
+        graph.replay()
+    assert double.tolist() == [4.0, 6.0, 8.0, 10.0]
+    gpu.zero_()
+    graph.replay()
+    assert double.tolist() == [2.0] * 4
+    with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        gpu.sum().item()
+
+
+def totals() -> tuple[int, int]:
+    from simulated_gpu import launches, waits
+
+    return sum(map(Counter.total, launches.values())), sum(map(Counter.total, waits.values()))
+
+
+def difference(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] - other[0], one[1] - other[1]
+
+
+def decoding_counts(decoder: str, **settings) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Launches and waits of 16 tokens, of what precedes them, and of what only the first call does (a capture)."""
+    policy = load_policy(ModelConfig())
+    tokenizer = load_tokenizer(ModelConfig())
+    prompts = load_prompts(DataConfig(limit=2), tokenizer, "train").ids
+    sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder=decoder))
+    counts = []
+    captures = decoder == "graphs"
+    for n in (33, 17, 33) if captures else (17, 33):
+        before = totals()
+        with autocast("auto", policy.device):
+            limited = replace(sampling, stop_ids=(), max_completion_tokens=n, **settings)
+            generate(policy, tokenizer, prompts, limited, group_size=2)
+        counts.append(difference(totals(), before))
+    *first, short, long = counts
+    tokens = difference(long, short)
+    if captures:
+        yield "the first call besides", difference(first[0], long)
+    yield "the prompts, and a token", difference(short, tokens)
+    yield "16 tokens", tokens
+
+
+def update_counts(**settings) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Launches and waits of a microbatch, of an optimizer step besides, and of a rollout's division into them."""
+    from simulated_gpu import calls, launches, waits
+
+    config = TrainConfig(
+        rollout=RolloutConfig(prompts=2, group_size=2, decoder="pspo"),
+        optimizer=OptimizerConfig(microbatch_tokens=100),
+        algorithm=AlgorithmConfig(**settings),
+    )
+    learner = make_learner(config, torch.device("cuda"))
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(DataConfig(limit=2), tokenizer, "train").ids
+    sampling = make_sampling(learner.policy, tokenizer, config.rollout, config.algorithm)
+    limited = replace(sampling, stop_ids=(), max_completion_tokens=8)
+    rollout = generate(learner.policy, tokenizer, prompts, limited, group_size=2)
+    for counter in (calls, launches, waits):
+        counter.clear()
+    pspo.update.update(learner, rollout, torch.tensor([1.0, -1.0, 0.5, -0.5]), config)
+    for name, function in {"a microbatch": "backward", "a step": "take_step", "a rollout": "update"}.items():
+        n = calls[function]
+        yield name, (launches[function].total() / n, waits[function].total() / n)
+
+
+def print_counts() -> None:
+    """Print `COUNTS`."""
+    from simulated_gpu import count_phase
+
+    for name in ("backward", "take_step", "update"):
+        count_phase(f"pspo.update:{name}")
+    tables = {f"decoder {decoder}": decoding_counts(decoder) for decoder in ("pspo", "graphs", "hf")}
+    tables["decoder pspo, log-probs"] = decoding_counts("pspo", logprobs=True)
+    tables["decoder pspo, nucleus"] = decoding_counts("pspo", nucleus=True)
+    tables["decoder graphs, stop strings"] = decoding_counts("graphs", stop_strings=("never",))
+    tables["update"] = update_counts()
+    tables["update, KL and entropy"] = update_counts(beta=0.1, entropy_coef=0.1)
+    tables["update, nucleus and correction"] = update_counts(nucleus="replay", correction="token_truncate")
+    for name, counts in tables.items():
+        for what, (launched, waited) in counts:
+            print(f"{name + ': ' + what:<48}{launched:>8g}{waited:>6g}")
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    return simulate(__file__, cwd=tmp_path_factory.mktemp("counts"))
+
+
+def test_the_simulation_refuses_what_a_gpu_refuses(printed):
+    assert printed  # `check_rules` has passed
+
+
+def test_counts(printed):
+    if not torch.__version__.startswith(COUNTED_WITH[0]) or transformers.__version__ != COUNTED_WITH[1]:
+        pytest.skip(f"counted with torch {COUNTED_WITH[0]} and transformers {COUNTED_WITH[1]}")
+    assert printed == COUNTS, f"COUNTS is now:\n{printed}"
+
+
+if __name__ == "__main__":
+    check_rules()
+    print_counts()
