@@ -1,18 +1,24 @@
 """Numbers gone bad and models that bring code, through the command: no weight and no checkpoint meets them."""
 
+import contextlib
 import json
 import math
+import multiprocessing
+import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from processes import Payload, assert_same, one_layer, run_command
+from processes import Payload, assert_same, one_layer, run_command, until
 from safetensors.torch import load_file
 
 import pspo.run.recorder
@@ -28,6 +34,7 @@ from pspo.tasks import Problem, Reward
 from pspo.tasks.failures import FIRST_FAILURES
 from pspo.tasks.workers import worker_pool
 
+FORKS = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("here")
 TINY = (
     f"--model.name_or_path={one_layer()}",
@@ -193,6 +200,93 @@ def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_hap
     assert train(*args) == 0
     shutil.rmtree("out/checkpoints/step-000004")  # of the failure
     assert_same(Path("whole"), Path("out"))
+
+
+def lengths_by_processes(completions):
+    """A pool, one that is late, and a process that is ended at once: all end by SIGTERM."""
+    with FORKS.Pool(4) as pool:
+        lengths = pool.map(len, completions)
+    with FORKS.Pool(1) as pool, contextlib.suppress(multiprocessing.TimeoutError):
+        pool.apply_async(time.sleep, (60,)).get(timeout=0.1)
+    for _ in range(5):
+        process = FORKS.Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == -signal.SIGTERM
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    assert child.wait(20) == -signal.SIGTERM
+    return lengths
+
+
+class UsesProcesses(NoClip):
+    def __call__(self, *tensors):
+        lengths_by_processes(["a"])
+        return super().__call__(*tensors)
+
+
+@pytest.mark.parametrize("args", [(), ("--reward.workers=1",), ("--algorithm.surrogate=test_faults.UsesProcesses",)])
+def test_processes_of_a_users_code_are_ordinary_ones(args):
+    worker_pool.cache_clear()
+    assert train("--reward.functions=[test_faults.lengths_by_processes]", "--run.max_steps=2", *args) == 0
+
+
+def waits_in_a_pool(completions):
+    with FORKS.Pool(2) as pool:
+        for child in multiprocessing.active_children():
+            Path(f"child-{child.pid}").touch()
+        return pool.map(slow_length, completions)
+
+
+def slow_length(completion):
+    time.sleep(0.3)
+    return len(completion)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 75)])
+def test_a_signal_while_a_reward_uses_a_pool(number, code):
+    """A killed run takes its children with it; Ctrl-C, which a terminal sends to all, stops the run when it is done."""
+    command = [sys.executable, "-m", "pspo.train", *TINY, "--run.output_dir=out", "--run.quiet=true"]
+    command += ["--reward.functions=[test_faults.waits_in_a_pool]"]
+    path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, start_new_session=True) as running:
+        until(lambda: len(list(Path().glob("child-*"))) >= 2)
+        time.sleep(0.2)
+        if number == signal.SIGKILL:
+            running.kill()
+        else:
+            os.killpg(running.pid, number)
+        assert running.wait(timeout=60) == code
+    until(lambda: not any(is_alive(int(path.name[6:])) for path in Path().glob("child-*")))
+
+
+def is_alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+def test_a_run_in_a_thread():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(train).result() == 0
+
+
+class Changes(Reward):
+    def __call__(self, completions):
+        torch.set_grad_enabled(False)
+        torch.set_flush_denormal(True)
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        return Length()(completions, None)
+
+
+def test_a_reward_that_changes_torchs_state_changes_no_number():
+    assert train("--reward.functions=[test_faults.Length]") == 0
+    Path("out").rename("whole")
+    assert train("--reward.functions=[test_faults.Changes]") == 0
+    final = "final/model.safetensors"
+    assert Path("whole", final).read_bytes() == Path("out", final).read_bytes()
 
 
 def test_on_error_none_leaves_out_the_completions_that_fail_and_says_so(capsys):

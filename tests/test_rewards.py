@@ -1,17 +1,21 @@
 """Rewards: their exact values, plug-ins, and what is refused."""
 
 import asyncio
+import contextlib
 import importlib
 import math
 import os
 import re
+import sys
 import time
+import warnings
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import reference
+import torch
 from processes import run_command
 
 import pspo.train
@@ -101,6 +105,9 @@ def test_total_is_the_weighted_sum():
         ([float("nan"), 1.0], "returned nan for completion 0"),
         ([1.0, float("-inf")], "returned -inf for completion 1"),
         ([1.0, 1j], "for completion 1"), (None, "Returns returned None"), (1.0, "Returns returned 1.0"),
+        ([1.0, 10**400], "^reward Returns returned a number beyond 1.8e308 for completion 1; it must be a finite"),
+        ([-Fraction(10**5000, 3), 1.0], "beyond 1.8e308 for completion 0"),
+        (10**400, "beyond 1.8e308; it must return"),
     ],
 )  # fmt: skip
 def test_a_bad_return_value_names_the_reward(value, message):
@@ -139,6 +146,40 @@ def test_a_reward_that_changes_the_folder_changes_it_for_itself(here):
     before = os.getcwd()
     assert total_rewards([Leaves("chdir")], None, *batch(("#### 5", 5)))[0] == [1.0]
     assert os.getcwd() == before
+
+
+def torch_state():
+    denormal = torch.full((), 1e-40, dtype=torch.float32, device="cpu")
+    return (torch.is_grad_enabled(), torch.get_float32_matmul_precision(), (denormal * 1).item() == 0,
+            torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled())  # fmt: skip
+
+
+def changes_torch(completions):
+    torch.set_grad_enabled(False)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_flush_denormal(True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_reward_that_changes_torchs_state_changes_it_for_itself(raises):
+    """Else it would stop gradients, or change the run's numbers without a word."""
+    before = torch_state()
+
+    def reward(completions):
+        changes_torch(completions)
+        changed = torch_state()
+        assert all(one != other for one, other in zip(before, changed, strict=True))
+        return [] if raises else [1.0]
+
+    with contextlib.suppress(ValueError):
+        total_rewards([reward], None, *batch(("#### 5", 5)))
+    assert torch_state() == before
 
 
 # --- what a reward may ask for ----------------------------------------------------------------------------------------
@@ -184,6 +225,12 @@ def test_what_is_not_there_is_refused_by_name():
     message = "reward asks_for_typo: missing a required argument: 'hnit'; there is only answer, .*, hint, level, "
     with pytest.raises(RewardError, match=message):
         check_rewards([asks_for_typo], PROBLEMS)
+
+
+@pytest.mark.parametrize("function", [lambda completions, /: [0.0], lambda completions, /, **everything: [0.0], len])
+def test_parameters_without_names_are_refused(function):
+    with pytest.raises(RewardError, match=r"^reward (<lambda>|len) has parameters before a /.*, so remove the /$"):
+        check_rewards([function], PROBLEMS)
 
 
 @pytest.mark.parametrize("name", ["step", "truncated", "prompts", "completion_ids"])
@@ -242,6 +289,13 @@ def test_what_functions_log_as_trls_do(work):
         total_rewards([work.logs], None, texts, problems, workers=workers, logged=logged)
         assert logged == {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
 
+    def logs_too_much(completions, log_extra):
+        log_extra("huge", [10**400])
+        return [0.0]
+
+    total_rewards([logs_too_much], None, texts[:1], problems[:1], logged=logged)
+    assert logged["huge"] == [str(10**400)]  # which no mean of the metrics could hold
+
     def logs_too_few(completions, log_extra):
         log_extra("x", [1])
         return [0.0] * len(completions)
@@ -295,6 +349,38 @@ def test_trl_style_functions_run_unchanged():
     assert totals == [1 + 3 + 1 + 1.5, 0 + 1 + 1.5]
 
 
+SEMAPHORE = asyncio.Semaphore(1)  # of the first loop that waits for it
+
+
+async def calls_in_turn(completions):
+    async def one(text):
+        async with SEMAPHORE:
+            await asyncio.sleep(0.001)
+            if text == "exit":
+                sys.exit(3)
+            return len(text)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def asks_for_a_loop(completions):
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        loop = asyncio.get_event_loop()
+    return loop.run_until_complete(asyncio.sleep(0, [2.0] * len(completions)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_async_functions_have_one_loop_for_all_calls(workers):
+    """What a module makes once, such as a semaphore, works in every call; a task's exit ends its call alone."""
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    problems = [Problem("?")] * 3
+    for _ in range(3):
+        totals, _ = total_rewards([calls_in_turn, asks_for_a_loop], None, ["a", "bc", ""], problems, workers=workers)
+        assert totals == [3, 4, 2]
+        with pytest.raises(Exception, match=r"reward calls_in_turn called sys.exit\(3\)"):
+            total_rewards([calls_in_turn], None, ["exit", "a", "b"], problems, workers=workers)
+
+
 def test_async_functions_run_in_a_notebook():
     async def cell():  # a notebook's loop is running
         return called_with(judge, completions=["abcdef", "hello"], problems=[PROBLEMS[1]] * 2)
@@ -307,6 +393,22 @@ def test_async_functions_run_in_a_notebook():
 
 WORK = """
 import array, asyncio, os, time
+
+def catches_all(completions):
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+
+def catches_each(completions):
+    values = []
+    for completion in completions:
+        try:
+            time.sleep(60)
+        except Exception:
+            values.append(0)
+    return values
 
 async def hangs_async(completions):
     await asyncio.sleep(60)
@@ -379,6 +481,15 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_on_x, "a", "x", workers=2, timeout=1)
     with pytest.raises(TimeoutError, match=r"reward hangs_async took longer than 0.2 sec"):
         in_workers(work.hangs_async, "a", timeout=0.2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["catches_all", "catches_each"])
+def test_a_reward_that_catches_everything_is_late_all_the_same(work, name, workers):
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"^reward {name} took longer than 0.2 seconds$"):
+        in_workers(getattr(work, name), *"abcd", workers=workers, timeout=0.2)
+    assert time.monotonic() - began < 20
 
 
 def test_answers_that_are_no_numbers_are_refused_before_a_model_is_loaded():

@@ -10,6 +10,7 @@ from pspo import distributed as dist
 from pspo.model import is_out_of_memory
 from pspo.rollout.engine import EngineError
 from pspo.tasks.failures import end_forks, user_traceback
+from pspo.tasks.workers import SIGNALS, replace_handlers, restore_handlers
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal; the same command resumes
 EXIT_INTERRUPTED = 130  # stopped at once
@@ -43,17 +44,16 @@ class StopSignals:
         self.is_drawing = False
 
     def __enter__(self) -> "StopSignals":
-        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        replace_handlers(self.receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        restore_handlers()
         self.error = None
 
     def receive(self, number: int, _: FrameType | None) -> None:
         self.error = Stopped()
-        for other in self.previous:
+        for other in SIGNALS:
             signal.signal(other, signal.default_int_handler)
         name = signal.Signals(number).name
         line = f"\n{name}: stopping after this pass or update; a second one stops at once\n"

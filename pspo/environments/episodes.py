@@ -8,7 +8,6 @@ observations out of the loss. Token ids go in and out: what the model drew is ne
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +21,8 @@ from pspo.rollout import Prompts, Rollout
 from pspo.rollout.sampler import WrappedSampler
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment
+from pspo.tasks.failures import RewardError, undo_changes
+from pspo.tasks.rewards import finite_number, show_number
 
 MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns
 
@@ -61,7 +62,8 @@ class EnvironmentSampler(WrappedSampler):
             for _ in range(group_size):
                 episodes.append(Episode(self.make_environment(), problem, prompt_ids))
         for episode in episodes:
-            episode.environment.reset(episode.problem)
+            with undo_changes():
+                episode.environment.reset(episode.problem)
         max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
         first_turns = self.sampler.draw(prompts, group_size)
         live = self.play(episodes, first_turns, is_last=max_turns == 1)
@@ -109,11 +111,14 @@ class EnvironmentSampler(WrappedSampler):
         """Give a turn of the model to the environment; returns the observation, and whether the episode is over."""
         environment = episode.environment
         calls = [parse_calls(self.tokenizer, text)] if hasattr(environment, "tools") else []
-        observation, reward, is_done = environment.step(text, *calls)
-        if not math.isfinite(reward):
-            raise ValueError(f"{type(environment).__name__}.step returned {reward!r} as reward; it must be finite")
+        with undo_changes():
+            observation, reward, is_done = environment.step(text, *calls)
+        number = finite_number(reward)
+        if number is None:
+            shown = show_number(reward)
+            raise RewardError(f"{type(environment).__name__}.step returned {shown} as reward; it must be finite")
         episode.text = text
-        episode.reward += float(reward)
+        episode.reward += number
         return observation, is_done
 
 

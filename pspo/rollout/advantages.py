@@ -20,6 +20,7 @@ from pspo.config import Advantages
 from pspo.losses.surrogates import token_values
 from pspo.rollout.experience import Experience
 from pspo.tasks import Problem
+from pspo.tasks.failures import undo_changes
 
 
 def estimate_advantages(
@@ -55,7 +56,8 @@ def estimate_advantages(
     function = gdpo if estimator == "gdpo" else estimator
     parameters = inspect.signature(function).parameters
     arguments = {name: value for name, value in optional.items() if name in parameters}
-    advantages = function(rewards, group_size, **arguments)
+    with undo_changes():
+        advantages = function(rewards, group_size, **arguments)
     return token_values(advantages, mask & ~rewards.isnan()[:, None], "advantages", estimator).squeeze(1)
 
 

@@ -21,7 +21,7 @@ from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
-from pspo.tasks.failures import FIRST_FAILURES
+from pspo.tasks.failures import FIRST_FAILURES, undo_changes
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Run:
         self.write_rollout()
         if self.on_rollout is not None:
             state = self.generators.state_dict()
-            self.on_rollout(experience, steps)
+            with undo_changes():
+                self.on_rollout(experience, steps)
             self.generators.load_state_dict(state)  # the run is bit for bit the same without it
 
     def write_rollout(self) -> None:

@@ -1,12 +1,13 @@
-"""Failures of a user's own code: what is shown of them."""
+"""A user's own code: what is shown of its failures, and what it may not change."""
 
 import contextlib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -54,6 +55,39 @@ def end_forks() -> Iterator[None]:
     finally:
         if os.getpid() != process:
             os._exit(1)
+
+
+def torch_modes() -> dict[Callable[[Any], Any], Any]:
+    """Setters of torch's state in this process or thread, and the present values; none before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    device = torch.get_default_device()
+    modes = {
+        torch.set_grad_enabled: torch.is_grad_enabled(),
+        torch.set_default_dtype: torch.get_default_dtype(),
+        torch.set_default_device: None if device.type == "cpu" else device,  # "cpu" would slow every call of torch
+        torch.set_flush_denormal: sys.float_info.min / 2 == 0,
+        torch.set_deterministic_debug_mode: torch.get_deterministic_debug_mode(),
+        torch.set_num_threads: torch.get_num_threads(),
+    }
+    with contextlib.suppress(RuntimeError):  # after torch.backends.cuda.matmul.fp32_precision = "tf32"
+        modes[torch.set_float32_matmul_precision] = torch.get_float32_matmul_precision()
+    return modes
+
+
+@contextlib.contextmanager
+def undo_changes() -> Iterator[None]:
+    """Restore the current folder and `torch_modes` after a user's code, whose changes end with its call."""
+    before = torch_modes()
+    try:
+        with contextlib.chdir("."):
+            yield
+    finally:
+        present = torch_modes()
+        for restore, value in before.items():
+            if present.get(restore) != value:
+                restore(value)
 
 
 def report_failure(name: str, error: Exception) -> None:

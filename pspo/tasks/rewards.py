@@ -14,19 +14,21 @@ import asyncio
 import contextlib
 import inspect
 import math
+import sys
+import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
-from numbers import Real
+from numbers import Rational, Real
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
-from pspo.tasks.failures import RewardError, report_failure
+from pspo.tasks.failures import RewardError, report_failure, undo_changes
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
@@ -144,6 +146,10 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     for function in functions:
         if isinstance(function, MathReward):
             function([""] * len(problems), problems)  # raises for an answer that is no number
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        if inspect.Parameter.POSITIONAL_ONLY in kinds:
+            what = "has parameters before a /, which take no names: rewards are called by names, so remove the /"
+            raise RewardError(f"reward {reward_name(function)} {what}")
         try:
             inspect.signature(function).bind(**reward_arguments(function, inputs))
         except TypeError as error:
@@ -171,7 +177,49 @@ class RewardLog:
 
     def log_extra(self, name: str, values: Sequence[Any]) -> None:
         values = [value.item() if hasattr(value, "item") else value for value in values]
-        self.columns[name] = [value if isinstance(value, float | int | str | None) else str(value) for value in values]
+        plain = [isinstance(value, float | int | str | None) and not is_too_large(value) for value in values]
+        self.columns[name] = [value if keep else str(value) for value, keep in zip(values, plain, strict=True)]
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process's async rewards, always running, so that a module's semaphores and clients last."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task, which keeps it for who awaits it
+                loop.run_forever()
+
+    threading.Thread(target=run, name="async rewards", daemon=True).start()
+    return loop
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Result of a coroutine in `event_loop`; it is cancelled if a signal ends the wait."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()
+
+
+def is_too_large(value: Any) -> bool:
+    """True for a whole number or fraction that no float can hold."""
+    return isinstance(value, Rational) and abs(value) > sys.float_info.max
+
+
+def finite_number(value: Any) -> float | None:
+    """A number, of numpy or torch too, as a float; None if it is none, not finite, or `is_too_large`."""
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, Real) or is_too_large(value) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def show_number(value: Any) -> str:
+    """What is no `finite_number`, without thousands of digits."""
+    return "a number beyond 1.8e308" if is_too_large(value) else repr(value)
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
@@ -180,26 +228,25 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     log = RewardLog(n, {})
     arguments = arguments | {logger: getattr(log, logger) for logger in LOGGERS if logger in arguments}
     try:
-        with contextlib.chdir("."):  # a function's change of the current folder ends with it
+        with undo_changes():
             values = function(**arguments)
             if inspect.iscoroutine(values):
-                with ThreadPoolExecutor(1) as thread:  # because in a notebook a loop is running in this one
-                    values = thread.submit(asyncio.run, values).result()
+                values = run_coroutine(values)
     except SystemExit as error:
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        raise RewardError(f"reward {name} returned {values!r}; it must return a list of numbers")
+        raise RewardError(f"reward {name} returned {show_number(values)}; it must return a list of numbers")
     for what, column in {"returned": values, **log.columns}.items():
         if len(column) != n:
             raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
     numbers: list[float | None] = []
     for i, value in enumerate(values):
-        number = value.item() if hasattr(value, "item") else value  # of numpy or torch
-        if number is not None and not (isinstance(number, Real) and math.isfinite(number)):
-            what = f"returned {value!r} for completion {i}; it must be a finite number or None"
+        number = finite_number(value)
+        if number is None and value is not None:
+            what = f"returned {show_number(value)} for completion {i}; it must be a finite number or None"
             raise RewardError(f"reward {name} {what}")
-        numbers.append(None if number is None else float(number))
+        numbers.append(number)
     return numbers, log.columns
 
 

@@ -18,10 +18,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
+from types import FrameType
 from typing import Any
 
 from pspo.tasks.failures import WorkerError, end_forks, user_traceback
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PREVIOUS_HANDLERS: list[dict[int, Any]] = []  # that were replaced in this process, the outermost first
+_fork = threading.local()  # of this thread's fork: the mask of signals before it
 START = "from pspo.tasks.workers import run_process; run_process({module!r}, {descriptor}, {arguments})"
 
 
@@ -42,8 +46,7 @@ def start_python(module: str, *arguments: int, **variables: str) -> tuple[subpro
 
 def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> None:
     """Serve until the parent ends; what a scheduler sends to all processes of a job is ignored: the trainer saves."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # before the import, which may take long
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replace_handlers(lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
     end_with_parent()
     importlib.import_module(module).serve(Connection(descriptor), *arguments)
 
@@ -52,6 +55,47 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, however that ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def replace_handlers(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Handle SIGTERM and SIGINT in this process, but not in its forks; nothing in a thread, where Python forbids it."""
+    if threading.current_thread() is threading.main_thread():
+        PREVIOUS_HANDLERS.append({number: signal.signal(number, handler) for number in SIGNALS})
+
+
+def restore_handlers() -> None:
+    """Undo `replace_handlers`."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in PREVIOUS_HANDLERS.pop().items():
+            signal.signal(number, handler)
+
+
+def before_fork() -> None:
+    """Block the signals, so that one sent to a child waits until the child has its own handlers."""
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _fork.in_main_thread = threading.current_thread() is threading.main_thread()
+
+
+def unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
+def restore_in_child() -> None:
+    """Make the fork of a process with `replace_handlers` an ordinary child, as of a `multiprocessing.Pool`.
+
+    It ends with its parent, and leaves the first Ctrl-C, which a terminal sends to all, to it.
+    """
+    if PREVIOUS_HANDLERS:
+        previous = PREVIOUS_HANDLERS[0]
+        PREVIOUS_HANDLERS.clear()
+        signal.signal(signal.SIGTERM, previous[signal.SIGTERM])
+        signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, previous[number]))
+        if _fork.in_main_thread:  # others may end before the process
+            end_with_parent()
+    unblock_signals()
+
+
+os.register_at_fork(before=before_fork, after_in_parent=unblock_signals, after_in_child=restore_in_child)
 
 
 class Worker:
