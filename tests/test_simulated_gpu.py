@@ -216,7 +216,7 @@ def test_resumes_forks_evaluates_and_exports(tmp_path):
     assert_good(tmp_path / "fork")
 
     model = f"--model.name_or_path={tmp_path / 'whole/final'}"
-    args = (model, "--data.limit=8", "--eval.max_completion_tokens=24", "--run.quiet")
+    args = (model, "--model.autocast=none", "--data.limit=8", "--eval.max_completion_tokens=24", "--run.quiet")
     simulate("-m", "pspo.evaluate", *args, "--run.output_dir=gpu", cwd=tmp_path)
     assert run_command(pspo.evaluate.__main__.main, *args, f"--run.output_dir={tmp_path / 'cpu'}") == 0
     gpu, cpu = (tmp_path / name / "completions.jsonl" for name in ("gpu", "cpu"))
