@@ -17,7 +17,7 @@ from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, selec
 from pspo.rollout.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.rollout.types import Batch, Rollout
 from pspo.run.learner import Learner
-from pspo.run.step_metrics import Visit, step_metrics, token_columns
+from pspo.run.tokens import Visit, step_metrics, token_columns
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from pspo.config import DataConfig, ModelConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import parse_calls
-from pspo.model import ASSETS, load_policy, load_tokenizer, token_logprobs
+from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, load_prompts, make_sampling
@@ -135,6 +135,7 @@ class Script:
     sampling: Sampling
     turns: deque
     calls: list = field(default_factory=list)
+    model_config: object = field(default_factory=lambda: load_model_config(ModelConfig()))
 
     def with_sampling(self, sampling):
         return replace(self, sampling=sampling)

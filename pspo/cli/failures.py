@@ -9,7 +9,7 @@ from types import FrameType
 from pspo import distributed as dist
 from pspo.model import is_out_of_memory
 from pspo.rollout.engine import EngineError
-from pspo.tasks.failures import end_forks, user_traceback
+from pspo.tasks.failures import user_traceback
 from pspo.tasks.workers import SIGNALS, replace_handlers, restore_handlers
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal; the same command resumes
@@ -67,13 +67,13 @@ def fail_together() -> Iterator[None]:
     """If the block raises on any rank, raise on all of them, see `raise_together`."""
     failure = None
     try:
-        with end_forks():
-            yield
+        yield
     except (Exception, Stopped) as error:  # a user's code may raise anything
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
-    raise_together(failure)
+    if failure is not None or dist.world_size() > 1:
+        raise_together(failure)
 
 
 def raise_together(failure: BaseException | None) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo.environments.tools import parse_calls
 from pspo.model.chat import completion_texts, encode, render_prompts
+from pspo.model.find import check_token_ids
 from pspo.rollout import Prompts, Rollout
 from pspo.rollout.sampler import WrappedSampler
 from pspo.tasks import Problem
@@ -73,6 +74,7 @@ class EnvironmentSampler(WrappedSampler):
             room = self.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
             sampler = self.sampler.with_sampling(replace(self.sampling, max_completion_tokens=room))
             contexts = [episode.prompt_ids + episode.ids for episode in live]
+            check_token_ids(self.model_config, self.tokenizer, contexts)  # an observation may hold any token
             turns = sampler.draw(Prompts([episode.problem for episode in live], contexts), 1)
             live = self.play(live, turns, is_last=turn == max_turns)
         return episodes_to_rollout(first_turns, episodes, self.sampling.pad_id)

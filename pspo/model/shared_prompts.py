@@ -62,7 +62,8 @@ def body_states(
     """(b, t, H) last hidden states of tokens (b, t), on top of a cache; the mask (b, T) is of all columns."""
     ids = to_device(ids, model.device)
     positions = to_device(positions, model.device)
-    mask = pass_mask(model, to_device(mask, model.device), ids.shape[1])
+    if model.device.type == "cuda":
+        mask = pass_mask(model, to_device(mask, model.device), ids.shape[1])
     body = model.base_model(
         input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None
     )
@@ -70,11 +71,11 @@ def body_states(
 
 
 def pass_mask(model: PreTrainedModel, mask: Tensor, n: int) -> Tensor:
-    """The attention mask of a pass over the last n of the columns of a mask (b, T).
+    """The attention mask, on a GPU, of a pass over the last n of the columns of a mask (b, T).
 
-    On a GPU what each token attends to, (b, 1, n, T) bool: transformers would wait for the GPU before it makes that.
+    It is what each token attends to, (b, 1, n, T) bool: transformers would wait for the GPU before it makes that.
     """
-    if mask.device.type != "cuda" or model.config._attn_implementation != "sdpa" or not attends_fully(model):
+    if model.config._attn_implementation != "sdpa" or not attends_fully(model):
         return mask
     columns = torch.arange(mask.shape[1], device=mask.device)
     return mask.bool()[:, None, None] & (columns <= columns[-n:, None])

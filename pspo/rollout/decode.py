@@ -105,7 +105,9 @@ class Prefill(NamedTuple):
 def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
     """Pass prompts (N, P) through the model once."""
     positions = to_device((prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0), model.device)
-    mask = pass_mask(model, to_device(prompt_mask.long(), model.device), prompt_ids.shape[1])
+    mask = prompt_mask.long()
+    if model.device.type == "cuda":
+        mask = pass_mask(model, to_device(mask, model.device), prompt_ids.shape[1])
     cache = DynamicCache(config=model.config)
     logits = next_logits(model, cache, to_device(prompt_ids, model.device), mask, positions)
     return Prefill(logits, positions[:, -1:], cache)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
-from pspo.model.find import check_token_ids
 from pspo.rollout.generate import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
@@ -80,6 +79,7 @@ class EngineSampler:
     def __post_init__(self) -> None:
         self.tokenizer = self.sampler.tokenizer
         self.sampling = self.sampler.sampling
+        self.model_config = self.sampler.model_config
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         self.collect()
@@ -109,7 +109,6 @@ class EngineSampler:
             self.prefetched = None
 
     def _complete(self, prompts: Prompts, group_size: int) -> Rollout:
-        check_token_ids(self.learner.policy.config, self.tokenizer, prompts.ids)
         with self.sampler.rng_context():
             ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
         prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.model.find import check_token_ids
 from pspo.rollout.decode import set_torch_states, torch_states
 from pspo.rollout.generate import generate
 from pspo.rollout.prompts import Prompts
@@ -29,6 +28,7 @@ class RolloutSampler(Protocol):
 
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
+    model_config: PretrainedConfig
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         """Draw ``group_size`` completions of each prompt."""
@@ -72,8 +72,11 @@ class Sampler:
     rng_context: Callable[[], AbstractContextManager] = nullcontext
     stop: StopFlag = field(default_factory=StopFlag)
 
+    @property
+    def model_config(self) -> PretrainedConfig:
+        return self.policy.config
+
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        check_token_ids(self.policy.config, self.tokenizer, prompts.ids)  # an observation may hold any token
         device_type = self.policy.device.type
         with self.rng_context(), torch.autocast(device_type, torch.bfloat16, enabled=self.casts_to_bf16):
             self.stop.is_drawing = True
@@ -107,6 +110,10 @@ class WrappedSampler:
     @property
     def sampling(self) -> Sampling:
         return self.sampler.sampling
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        return self.sampler.model_config
 
     def with_sampling(self, sampling: Sampling) -> RolloutSampler:
         return replace(self, sampler=self.sampler.with_sampling(sampling))
