@@ -2,7 +2,7 @@
 
     python3 -m venv trl-env && trl-env/bin/pip install -c constraints.txt -e '.[peers]'
     trl-env/bin/pip install --target verl-only --no-deps verl==0.9.1     # it wants another transformers than trl
-    PYTHONPATH=verl-only trl-env/bin/python -m benchmarks.conformance   # the tables of docs/conformance.md, 1 minute
+    PYTHONPATH=verl-only trl-env/bin/python -m benchmarks.conformance   # the tables of conformance.md, 1 minute
 
 Log-probs are given, float32; the gradient is with respect to them. A minibatch of 8 rows of uneven lengths, one masked
 out and one with advantage 0, is accumulated over 2 microbatches of unequal token counts.

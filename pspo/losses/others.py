@@ -2,7 +2,7 @@
 
 With one advantage per row, every gradient here equals its source's under every aggregation. A sequence-level ratio s or
 weight w is held fixed by a stop-gradient sg; a token's loss moves that token's log-prob alone. Some names mean
-something else in TRL or verl: docs/conformance.md has the settings that agree.
+something else in TRL or verl: docs/guide/trl.md has the settings that agree.
 """
 
 import math
