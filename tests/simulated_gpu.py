@@ -330,6 +330,8 @@ def count(name: str, args: tuple, kwargs: dict, runs_on_gpu: bool) -> None:
 
 def count_transfer(source: torch.Tensor, to_gpu: bool, non_blocking: bool, is_target_pinned: bool) -> None:
     """Count the wait for a copy between CPU and GPU: there is none if it is non-blocking and the CPU's side pinned."""
+    if source.numel() == 0:  # torch returns before it copies
+        return
     if on_cpu(source) and to_gpu and not (non_blocking and hasattr(source, "simulates_pinned")):
         wait("copy to the GPU, unpinned")
     if on_gpu(source) and not to_gpu and not (non_blocking and is_target_pinned):

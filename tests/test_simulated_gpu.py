@@ -37,27 +37,27 @@ COUNTED_WITH = ("2.13", "5.23.0")  # torch, transformers
 
 # Kernel launches, and waits of the CPU: of the embedded model (4 layers) and 2 x 2 rows, which no stop token ends.
 COUNTS = """\
-decoder pspo: the prompts, and a token               516    18
+decoder pspo: the prompts, and a token               516     1
 decoder pspo: 16 tokens                             6377     1
 decoder graphs: the first call besides              1657     1
-decoder graphs: the prompts, and a token             532     9
+decoder graphs: the prompts, and a token             532     1
 decoder graphs: 16 tokens                             18     1
-decoder hf: the prompts, and a token                 342    18
+decoder hf: the prompts, and a token                 342    10
 decoder hf: 16 tokens                               4184    32
-decoder pspo, log-probs: the prompts, and a token     522    19
+decoder pspo, log-probs: the prompts, and a token     522     2
 decoder pspo, log-probs: 16 tokens                  6441     1
-decoder pspo, nucleus: the prompts, and a token      546    21
+decoder pspo, nucleus: the prompts, and a token      546     4
 decoder pspo, nucleus: 16 tokens                    6633    17
 decoder graphs, stop strings: the first call besides    1657     1
-decoder graphs, stop strings: the prompts, and a token     532     9
+decoder graphs, stop strings: the prompts, and a token     532     1
 decoder graphs, stop strings: 16 tokens               23     2
-update: a microbatch                              1553.5     8
+update: a microbatch                              1553.5     0
 update: a step                                       119     2
 update: a rollout                                      0     0
-update, KL and entropy: a microbatch              1587.5     8
+update, KL and entropy: a microbatch              1587.5     0
 update, KL and entropy: a step                       124     2
-update, KL and entropy: a rollout                   1148    16
-update, nucleus and correction: a microbatch      1569.5     8
+update, KL and entropy: a rollout                   1148     0
+update, nucleus and correction: a microbatch      1569.5     0
 update, nucleus and correction: a step               159     2
 update, nucleus and correction: a rollout              0     0
 """
