@@ -79,7 +79,7 @@ class GraphDecoder:
 
     Attributes:
         keys, values: of each layer, (R, heads, C, dim).
-        weights: of linear layers in autocast's dtype, by name: a graph would cast them at every token.
+        weights: weights and biases of linear layers in autocast's dtype: a graph would cast them at every token.
         tokens, positions: (R, 1) int64, drawn last, and where.
         visible: (R, 1, 1, C) bool, the columns that are attended to.
         ended: (R,) bool.
@@ -135,19 +135,22 @@ class GraphDecoder:
         self.cast_weights(model)
 
     def cast_weights(self, model: PreTrainedModel) -> None:
-        """Under autocast, copy the weights of linear layers in its dtype."""
+        """Under autocast, copy the weights and biases of linear layers in its dtype."""
         device_type = model.device.type
         if not torch.is_autocast_enabled(device_type):
             self.weights = {}
             return
         dtype = torch.get_autocast_dtype(device_type)
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and module.weight.dtype != dtype:
-                key = f"{name}.weight"
+            if not isinstance(module, nn.Linear):
+                continue
+            for key, weight in module.named_parameters(prefix=name, recurse=False):
+                if weight.dtype == dtype:
+                    continue
                 if key in self.weights:
-                    self.weights[key].copy_(module.weight)
+                    self.weights[key].copy_(weight)
                 else:
-                    self.weights[key] = module.weight.detach().to(dtype)
+                    self.weights[key] = weight.detach().to(dtype)
 
     def size(self, rows: int) -> int:
         """The least number of rows of a graph that holds so many: all of the buffers', a half, a quarter, ..."""
@@ -224,7 +227,11 @@ class GraphDecoder:
             "use_cache": True,
             "logits_to_keep": 1,
         }
-        output = functional_call(model, self.weights, kwargs=inputs, tie_weights=False)
+        device = self.tokens.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        # Autocast's cache would give a capture copies of parameters that are gone, or old, when the graph is replayed.
+        with torch.autocast(device, torch.get_autocast_dtype(device), enabled=is_cast, cache_enabled=False):
+            output = functional_call(model, self.weights, kwargs=inputs, tie_weights=False)
         self.column += 1
         self.draw(output.logits[:, -1], sampling)
 
