@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from vllm.utils.network_utils import get_ip, get_open_port
 
 from pspo import distributed as dist
-from pspo_vllm.weights import weights_of_files
+from pspo_vllm.weights import meta_tensor, weights_of_files
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class PolicyWeights:
         return weights_of_files(self.policy)
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self]
+        weights = weights_of_files(self.policy, gather=meta_tensor)
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
 
 
 def send(policy: transformers.PreTrainedModel, url: str, gpus: int, timeout: float) -> None:

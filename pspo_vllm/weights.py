@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import torch
@@ -15,13 +15,25 @@ from pspo.model.adapters import merged_weights
 
 
 @torch.no_grad()
-def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say."""
+def weights_of_files(
+    policy: transformers.PreTrainedModel, gather: Callable[[Tensor], Tensor] = dist.full_tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say.
+
+    A weight that is tied to another one is left out, as in files.
+    """
     from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
 
     def layer_prefix(named_weight: tuple[str, Tensor]) -> str:
         return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
 
+    first_names = {name for name, _ in policy.named_parameters()}
+    tied = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - first_names
     for _, layer in groupby(merged_weights(policy), layer_prefix):
-        weights = {name: dist.full_tensor(weight) for name, weight in layer}
+        weights = {name: gather(weight) for name, weight in layer if name not in tied}
         yield from revert_weight_conversion(policy, weights).items()
+
+
+def meta_tensor(weight: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype without data."""
+    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
