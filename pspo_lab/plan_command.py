@@ -1,7 +1,7 @@
 """Plan a training run: does it fit, and how long does it take? ``pspo plan``, with the switches of pspo.train.
 
 Prints memory per GPU, the least seconds of a rollout and of its optimizer steps, bytes sent, the hours of
-run.max_steps, by arithmetic. docs/guide/one-gpu.md has the assumptions, the formulas and what was checked.
+run.max_steps, by arithmetic. docs/gpu.md has the assumptions, the formulas and what was checked.
 """
 
 import math
@@ -10,18 +10,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from pspo.cli.parse import parse, user_errors
-from pspo_lab.plan_cost import (
-    PHASES,
-    PlanConfig,
-    Strategy,
-    candidates,
-    choose,
-    memory,
-    messages,
-    seconds,
-    shapes,
-    total,
-)
+from pspo_lab.plan_cost import PlanConfig, Strategy, candidates, choose, memory, messages, seconds, shapes, total
 from pspo_lab.plan_shapes import Shape
 
 
@@ -31,7 +20,8 @@ def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, obj
     tried = [s] if s else candidates(config, gpus)
     gigabytes = [[sum(parts.values()) / 1e9 for parts in memory(shape, config, one).values()] for one in tried]
     cells = {"model": name, "GPUs": gpus, "strategy": s.name if s else "does not fit"}
-    for phase, gb in zip(PHASES, min(gigabytes, key=max), strict=True):  # if none fits, of the one that needs least
+    least = min(gigabytes, key=max)  # if none fits, of the one that needs least
+    for phase, gb in zip(("rollout", "training"), least, strict=True):
         cells[f"GB {phase}"] = f"{gb:.1f}"
     return cells | time_cells(shape, config, s, gpus) if s else cells
 
@@ -39,36 +29,33 @@ def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, obj
 def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict[str, object]:
     """Seconds, bytes and rates of a placement that fits."""
     phases = seconds(shape, config, s)
-    draw, train = (sum(phases[phase].values()) for phase in PHASES)
+    draw, train = (sum(parts.values()) for parts in phases.values())
     ring = s.shards if s.name == "fsdp2" else gpus
     rollout_gb, step_gb = (size * (1 - 1 / ring) / 1e9 for size, _ in messages(shape, config, s))
-    cells: dict[str, object] = {
-        "rollout s": f"{draw:.2f}",
-        "training s": f"{train:.2f}",
-        "GB sent/rollout": f"{rollout_gb:.1f}",
-        "GB sent/step": f"{step_gb:.1f}",
-    }
     rollout = config.rollout
     tokens = rollout.prompts * rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
     alone = total(seconds(shape, config, Strategy("none", 1)))
     rollouts = math.ceil(config.run.max_steps / (config.algorithm.epochs * config.algorithm.minibatches))
-    cells["hours"] = f"{rollouts * total(phases) / 3600:.2f}"
-    cells["tokens/s"] = f"{tokens / total(phases):,.0f}"
-    cells["efficiency"] = f"{alone / gpus / total(phases):.0%}"
-    return cells
+    return {
+        "rollout s": f"{draw:.2f}",
+        "training s": f"{train:.2f}",
+        "GB sent/rollout": f"{rollout_gb:.1f}",
+        "GB sent/step": f"{step_gb:.1f}",
+        "hours": f"{rollouts * total(phases) / 3600:.2f}",
+        "tokens/s": f"{tokens / total(phases):,.0f}",
+        "efficiency": f"{alone / gpus / total(phases):.0%}",
+    }
 
 
 def details(shape: Shape, config: PlanConfig, unit: str) -> pd.DataFrame:
     """Memory (GB) or time (ms) by part, with a column for each number of GPUs that the model fits."""
     columns = {}
     for gpus in config.plan.gpus:
-        s = choose(shape, config, gpus)
-        if s is None:
-            continue
-        phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
-        columns[f"{gpus}: {s.name}"] = {
-            f"{phase}: {part}": value / scale for phase in PHASES for part, value in phases[phase].items()
-        }
+        if s := choose(shape, config, gpus):
+            phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
+            columns[f"{gpus}: {s.name}"] = {
+                f"{phase}: {part}": value / scale for phase, parts in phases.items() for part, value in parts.items()
+            }
     table = pd.DataFrame(columns).rename_axis(columns=unit)
     return table[(table != 0).any(axis=1)]
 

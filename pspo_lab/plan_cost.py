@@ -1,4 +1,4 @@
-"""Memory, least time and communication of a training run, by strategy: formulas in README.md, inputs in `shapes`."""
+"""Memory, least time and communication of a training run, by strategy: formulas in docs/gpu.md, inputs in `shapes`."""
 
 import math
 import re
@@ -11,8 +11,11 @@ from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
 from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
 
-PHASES = ("rollout", "training")
-SAMPLER_BYTES = 36  # per logit where the vocabulary is sorted: scores, probabilities and sums, and int64 indices
+SAMPLER_BYTES = 36  # per logit, at most; scores, probabilities and noise are 22
+SAMPLER_TRAFFIC = 54  # per logit read and written for a token: scaled, softmax, noise, largest
+NUCLEUS_TRAFFIC = 540  # besides, where top_p cuts: 30 passes over the vocabulary
+LAUNCH = 5e-6  # seconds in which the CPU launches a kernel
+GRAPH_KERNEL = 1.5e-6  # seconds, at least, of a kernel that a CUDA graph launches
 LOGIT_TOKENS = 256  # tokens whose logits, and their gradient, exist at a time
 OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2, "paged_adamw8bit": 0, "sgd": 0}  # per trained element, on the GPU
 OPTIMIZER_TRAFFIC = {"adamw": 28, "adamw8bit": 16, "paged_adamw8bit": 16, "sgd": 12}  # read and written in a step
@@ -23,7 +26,7 @@ class Assumptions:
     """The machine, and the numbers that a configuration does not hold.
 
     Args:
-        gpu: H100 (SXM, 80 GB) or H200 (SXM, 141 GB), 8 to a node; another one is --plan.memory GB of an H100.
+        gpu: A100, H100 (80 GB) or H200 (141 GB), all SXM, 8 to a node; another one is --plan.memory GB of one of them.
         memory: GB of a GPU; unset, all that it has.
         gpus: numbers of GPUs; a line for each.
         strategy: ddp (all replicated) or fsdp2 (sharded over all) of several GPUs; auto, the fastest that fits.
@@ -36,7 +39,7 @@ class Assumptions:
         moving: share of the groups whose rewards differ; the others leave the training.
     """
 
-    gpu: Literal["H100", "H200"] = "H100"
+    gpu: Literal["A100", "H100", "H200"] = "H100"
     memory: float | None = None
     gpus: list[PositiveInt] = field(default_factory=lambda: [1, 8, 32, 128, 512])
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
@@ -271,13 +274,14 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
         unseen += algorithm.minibatches
     passes = steps * max((forward + backward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
     passes *= load.microbatches
-    sent = steps * gpu.collective(*reduced, s.gpus)
+    kernels = 650 * shape.layers + 40 if frozen else 501 * shape.layers + 148  # of a microbatch, counted as below
     hidden = passes if s.shards > 1 else 0.0  # a layer is gathered and reduced while others compute
     moved = OPTIMIZER_TRAFFIC[config.optimizer.name] * trained / s.shards
     training = {
         "passes": passes,
+        "launches": max(0.0, LAUNCH * load.microbatches * kernels * (steps + unseen / 3) - passes),
         "optimizer": steps * moved / gpu.bandwidth,
-        "communication": max(0.0, sent - hidden),
+        "communication": max(0.0, steps * gpu.collective(*reduced, s.gpus) - hidden),
     }
     return {"rollout": drawing, "training": training}
 
@@ -291,13 +295,21 @@ def decoding_seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str,
     limit = rollout.max_completion_tokens
     length = config.completion_tokens
     groups = load.rows / rollout.group_size
-    read = math.ceil(load.rows / rollout.max_rows) * 2 * shape.matrices / gpu.bandwidth  # all weights, for each batch
+    batches = math.ceil(load.rows / rollout.max_rows)
+    read = batches * 2 * shape.matrices / gpu.bandwidth  # all weights, for each batch
     live = load.rows * length / limit  # rows that end leave the batch
-    return {
+    nucleus = rollout.top_p < 1
+    parts = {
         "prefill": max(shape.flops(groups * prompt, groups * prompt**2, groups) / gpu.flops, read),
         "decoding": limit * max(shape.flops(live, 0, live) / gpu.flops, read),
         "cache": load.rows * length * (prompt + length / 2) * shape.kv_bytes / gpu.bandwidth,
+        "sampler": limit * live * shape.vocab * (SAMPLER_TRAFFIC + NUCLEUS_TRAFFIC * nucleus) / gpu.bandwidth,
     }
+    # Kernels of a token, counted on a simulated GPU under bf16 autocast.
+    kernels = limit * batches * (46 * shape.layers + 38 + 181 * nucleus)
+    if rollout.decoder in ("auto", "graphs") and s.name != "fsdp2":
+        return parts | {"launches": GRAPH_KERNEL * kernels}
+    return parts | {"launches": max(0.0, LAUNCH * kernels - sum(parts.values()))}
 
 
 def total(phases: dict[str, dict[str, float]]) -> float:

@@ -139,4 +139,8 @@ class GPU:
         return max(within, between) + calls * (gpus - 1) * self.latency
 
 
-GPUS = {"H100": GPU(80e9, 989e12, 3.35e12), "H200": GPU(141e9, 989e12, 4.8e12)}  # SXM; NVIDIA's datasheets, dense
+GPUS = {  # SXM; NVIDIA's datasheets, dense
+    "A100": GPU(80e9, 312e12, 2.039e12, nvlink=300e9, network=25e9),
+    "H100": GPU(80e9, 989e12, 3.35e12),
+    "H200": GPU(141e9, 989e12, 4.8e12),
+}
