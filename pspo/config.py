@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pspo import losses
+from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.sources import default_answer_kind
@@ -29,6 +30,7 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
 
 
+PATHS = {"model.name_or_path", "data.path", "data.chat_template", "run.output_dir", "run.fork_from"}  # or other values
 COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
@@ -47,6 +49,10 @@ class Section:
     def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
+            if f"{self.section}.{part.name}" in PATHS and isinstance(value, str):
+                path = local_path(value)
+                if value.startswith("~"):
+                    object.__setattr__(self, part.name, str(path))
             if part.metadata and value is not None:
                 is_within = all(COMPARISONS[name](value, limit) for name, limit in part.metadata.items())
                 rule = " and ".join(f"{name} {limit}" for name, limit in part.metadata.items())
@@ -74,6 +80,17 @@ class LoraFolder(LoraConfig, name="model.lora"):
     """Adapters of a PEFT folder, as `ModelConfig.resolved` finds them."""
 
     name_or_path: str = ""
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """PEFT's configuration of a folder of adapters; ValueError if the file is damaged."""
+    file = folder / "adapter_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model.name_or_path: {file} is damaged: {error}") from error
+    require(isinstance(content, dict), "model.name_or_path", f"has {file}, which must hold an object", content)
+    return content
 
 
 @dataclass(frozen=True)
@@ -108,12 +125,13 @@ class ModelConfig(Section, name="model"):
     def resolved(self) -> "ModelConfig":
         """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder."""
         config = self
-        folder = Path(self.name_or_path).expanduser()
+        folder = Path(self.name_or_path)
         if (folder / "adapter_config.json").is_file():
             require(self.lora.rank == 0, "model.lora.rank", "must be 0 with a PEFT folder's adapters", self.lora.rank)
-            peft_config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            peft_config = read_adapter_config(folder)
             base = peft_config.get("base_model_name_or_path")
-            require(base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
+            names_base = isinstance(base, str) and base
+            require(names_base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
             adapters = LoraFolder(name_or_path=str(folder))
             config = replace(self, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
         if config.has_adapters and importlib.util.find_spec("peft") is None:
@@ -133,7 +151,7 @@ def default_lr(model: ModelConfig) -> float:
     model = model.resolved()
     folder = Path(__file__).parent / "assets" / model.name_or_path
     if not folder.is_dir():
-        folder = Path(model.name_or_path).expanduser()
+        folder = Path(model.name_or_path)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     is_tiny = 0 < size < TINY_BYTES
     if model.has_adapters:

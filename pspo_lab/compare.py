@@ -24,6 +24,7 @@ from pspo.evaluate.results import (
     measures,
     table,
 )
+from pspo.tasks.files import local_path
 
 KINDS = [("problem", int), ("sample", int), ("temperature", int | float), ("prompt", str | list), ("completion", str),
          ("gold", str | int | float | None), ("rewards", dict),
@@ -41,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> None:
     paths = parser.parse_args(args).paths
     tolerate_output()
     with user_errors("pspo compare"):
-        files = [completions_file(path) for path in paths]
+        files = [completions_file(local_path(path)) for path in paths]
         if len(files) == 1 and files[0].name == "test-after.jsonl":
             files.insert(0, files[0].with_name("test-before.jsonl"))
         if len(files) != 2:

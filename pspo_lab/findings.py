@@ -144,7 +144,10 @@ def check_rewards(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]
         last = smooth.iloc[-1]
         if peak > 0 and last < 0.8 * peak and smooth.idxmax() != smooth.index[-1]:
             text = f"the reward fell from {peak:.2f} to {last:.2f}"
-            yield Finding(3, text, "a lower --optimizer.lr or fewer --algorithm.epochs; `best/` has the better model")
+            advice = "a lower --optimizer.lr or fewer --algorithm.epochs"
+            if config.get("run.validate_every", 0):
+                advice += "; `best/` has the better model"
+            yield Finding(3, text, advice)
     first_reward, last_reward = metrics.ends("validation_reward")
     first, last = metrics.ends("validation_accuracy")
     if last_reward > first_reward + 0.05 and last < first - 0.05:

@@ -22,10 +22,11 @@ import pandas as pd
 
 from pspo.cli.files import write_text
 from pspo.cli.terminal import one_line, tolerate_output
+from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
 from pspo_lab.findings import find
 from pspo_lab.paper import against_paper
-from pspo_lab.runs import Runs, pack, read_runs, warn
+from pspo_lab.runs import Runs, pack, read_runs, skip_unreadable, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, number_long_labels, shared_sentence
 from pspo_lab.tables import (
     NOTES,
@@ -45,10 +46,10 @@ def report(*runs: str | Path, output_dir: str | Path = "report") -> Any:
     """Write the report of some runs, as the command does; returns it for a notebook, with its pictures."""
     from IPython.display import Markdown
 
-    output = Path(output_dir)
+    output = local_path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        write_report(read_runs([Path(run) for run in runs]), output)
+        write_report(read_runs([local_path(run) for run in runs]), output)
 
     def inline(link: re.Match) -> str:
         image = base64.b64encode((output / link[2]).read_bytes()).decode()
@@ -132,8 +133,9 @@ def worst_findings(runs: Runs, label: pd.Series) -> list[str]:
     for name, metrics in runs.metrics.groupby("run", sort=False):
         switches = runs.configs.loc[name].dropna().to_dict()
         summary = runs.folders[name].summary if name in runs.folders else {}
-        for finding in find(metrics, switches, summary)[:1]:
-            lines.append(f"{label[name]}, seed {switches[SEED]}: {finding.text}. Try: {finding.advice}")
+        with skip_unreadable(Path(name)):
+            for finding in find(metrics, switches, summary)[:1]:
+                lines.append(f"{label[name]}, seed {switches[SEED]}: {finding.text}. Try: {finding.advice}")
     return [one_line(line) for line in lines]
 
 
@@ -146,10 +148,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
     options = parser.parse_args(args)
     tolerate_output()
-    output = options.pack or options.output_dir
     try:
+        output = local_path(options.pack or options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        runs = read_runs(options.runs)
+        runs = read_runs([local_path(run) for run in options.runs])
         files = pack(runs, output) if options.pack else write_report(runs, output)
         if options.against:
             text = against_paper(runs)

@@ -17,6 +17,7 @@ import pandas as pd
 
 from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
 from pspo.cli.terminal import one_line
+from pspo.tasks.files import local_path
 from pspo_lab.settings import (
     DATA,
     MODEL,
@@ -133,8 +134,8 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     rows: list[Row] = []  # of numbers
     for folder in run_folders:
         with skip_unreadable(folder):
+            name = str(local_path(folder))
             run = read_run(folder)
-            name = str(folder)
             rows += [{"run": name, **row} for row in summary_rows(run)]
             runs[name] = run
             configs[name] = run.switches | {"experiment": str(folder.parent.parent)}

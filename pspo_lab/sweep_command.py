@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from subprocess import DEVNULL
@@ -34,6 +35,7 @@ from pspo.cli.failures import EXIT_STOPPED
 from pspo.cli.files import lock, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.terminal import Bar
+from pspo.tasks.files import local_path
 from pspo_lab.sweep_plan import Job, Method, SweepConfig, make_plan, switch_words
 
 
@@ -134,6 +136,7 @@ def next_command(job: Job) -> tuple[list[str], Path]:
 def main(args: Sequence[str] | None = None) -> None:
     sweep, _ = parse(SweepConfig, "pspo sweep", args)
     with user_errors("pspo sweep"):
+        sweep = replace(sweep, output=str(local_path(sweep.output)))
         plan = make_plan(sweep)
         if sweep.dry_run:
             return show_plan(plan)

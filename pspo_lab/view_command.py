@@ -27,6 +27,7 @@ from markupsafe import Markup
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
 from pspo.cli.terminal import tolerate_output
+from pspo.tasks.files import local_path
 from pspo_lab.runs import read_runs
 from pspo_lab.view_data import make_surrogate, page_data, surrogate_classes
 
@@ -37,7 +38,7 @@ def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -
     """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
     from IPython.display import IFrame
 
-    page = html.escape(make_page([Path(run) for run in runs], surrogates))
+    page = html.escape(make_page([local_path(run) for run in runs], surrogates))
     return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
 
 
@@ -132,10 +133,11 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     tolerate_output()
     with user_errors("pspo view"):
+        runs = [local_path(run) for run in options.runs]
         if options.watch:
-            return serve(options.runs, options.surrogates, options.port)
-        output = options.output or options.runs[0] / "view.html"
-        write_text(output, make_page(options.runs, options.surrogates))
+            return serve(runs, options.surrogates, options.port)
+        output = local_path(options.output or runs[0] / "view.html")
+        write_text(output, make_page(runs, options.surrogates))
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")
 
 

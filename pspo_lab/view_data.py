@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from pspo.losses import Surrogate, token_weights
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import COLOURS, OTHERS_COLOUR
 from pspo_lab.findings import find
-from pspo_lab.runs import LabRun, Runs, skip_unreadable
+from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
 from pspo_lab.settings import ARGUMENT, DATA, MODEL, SEED, SURROGATE, labels, methods, setting_numbers
 from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL
 
@@ -101,6 +101,8 @@ def describe_run(run: LabRun, label: str) -> Record:
     best_step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
     events = []
     if best_step is not None:
+        if not isinstance(best_step, int):
+            raise ValueError(f"best/validation.json or summary.json is damaged: the best step is {best_step!r}")
         events.append({"step": best_step, "kind": "best", "text": f"best model (step {best_step})"})
     return {
         "name": run.folder.name,
@@ -155,7 +157,10 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
     files = [{int(file.stem.partition("-")[2]): file for file in folder.glob(f"{TOKENS}/step-*.parquet")
               if file.stem.partition("-")[2].isdecimal()} for folder in folders]  # fmt: skip
-    visits = sum(parquet.read_metadata(file).num_rows for run_files in files for file in run_files.values())
+    visits = 0
+    for file in chain.from_iterable(run_files.values() for run_files in files):
+        with contextlib.suppress(OSError, ValueError):  # `read_sequences` names a damaged file
+            visits += parquet.read_metadata(file).num_rows
     groups = []
     left_out = 0
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
@@ -194,8 +199,9 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     """By problem and sample the completions that a rollout's file has: their tokens, and every visit to them."""
     try:
         table = pd.read_parquet(file)[TOKEN_COLUMNS]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{file} is not what a run records ({error})") from error
+    except (OSError, KeyError, ValueError) as error:
+        warn(f"{file} is not what a run records ({error}); left out")
+        return {}
     if table.empty:  # no optimizer step visited the rollout
         return {}
     keys = ["step", "problem", "sample"]

@@ -17,6 +17,7 @@ import requests
 from pspo import distributed as dist
 from pspo.cli.failures import EXIT_STOPPED
 from pspo.config import require
+from pspo.tasks.files import local_path
 
 FORWARDED_SIGNALS = {  # to the trainer, which saves and ends
     signal.SIGTERM: signal.SIGTERM,
@@ -53,9 +54,10 @@ def launch(
 
     for number in FORWARDED_SIGNALS:
         signal.signal(number, forward_signal)
-    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    log_folder = local_path(log_dir)
+    log_folder.mkdir(parents=True, exist_ok=True)
     urls = [f"http://{host}:{port}" for port in ports]
-    logs = [Path(log_dir) / f"server-{port}.log" for port in ports]
+    logs = [log_folder / f"server-{port}.log" for port in ports]
     servers: list[subprocess.Popen[bytes]] = []
     try:
         for port, log in zip(ports, logs, strict=True):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+import pspo.evaluate.__main__
 import pspo.run.export
 import pspo.train
 from pspo.config import DistributedConfig, LoraConfig, ModelConfig
@@ -145,6 +146,38 @@ def test_a_field_is_refused_before_the_model_is_loaded(field, base, tmp_path):
     said = rf"^--model\.name_or_path .*adapters: its adapter_config.json sets {field} to .*"
     with pytest.raises(ValueError, match=said):
         load_policy(config, CPU)
+
+
+DAMAGED = {
+    "half a download": ("adapter_model.safetensors", lambda content: content[: len(content) // 2]),
+    "an LFS pointer": ("adapter_model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+    "no mapping": ("adapter_config.json", lambda _: b"[]"),
+    "half a configuration": ("adapter_config.json", lambda content: content[: len(content) // 2]),
+    "a .bin": ("adapter_model.bin", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+}
+
+
+@pytest.mark.parametrize("command", [pspo.evaluate.__main__.main, pspo.run.export.main])
+@pytest.mark.parametrize(("name", "damage"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_adapters_are_named(command, name, damage, base, here, capsys):
+    write_adapters(here / "adapters", {}, ALL_Q, base)
+    file = here / "adapters" / name
+    if file.suffix == ".bin":
+        (here / "adapters/adapter_model.safetensors").rename(file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command(["--model.name_or_path=adapters"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--model.name_or_path: adapters/{name} " in line or f"adapters/{name}, which must hold" in line
+
+
+def test_adapters_in_a_bin_are_read(base, tmp_path):
+    adapters = write_adapters(tmp_path / "adapters", {}, ALL_Q, base)
+    (tmp_path / "adapters/adapter_model.safetensors").unlink()
+    weights = {name: values.detach().float() for name, values in adapters.items()}
+    torch.save(weights, tmp_path / "adapters/adapter_model.bin")
+    assert_exact(tmp_path / "adapters", base, adapters, ALL_Q)
+    pspo.run.export.main([f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'merged'}"])
 
 
 def test_a_bias_is_exported(base, tmp_path):

@@ -4,8 +4,10 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 import typing
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,9 @@ import yaml
 
 import pspo
 import pspo.__main__
-from pspo.cli.files import to_yaml
+from pspo.cli.files import flat, to_yaml
 from pspo.cli.parse import parse, switch_types
-from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import PATHS, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
 from pspo.tasks import FormatReward, MathReward
 
@@ -106,13 +108,49 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
         assert (rollout.prompts, rollout.group_size) == expected
 
 
-def test_an_alias_cannot_expand_into_a_million_values(yaml_file, capsys):
-    lines = ["data:", "  hub:", "    l0: &l0 [1, 2]"]
-    lines += [f"    l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
+@pytest.mark.parametrize("place", ["file", "text", "other file"])
+def test_an_alias_cannot_expand_into_many_values(yaml_file, capsys, place, tmp_path):
+    """Eight levels, which took 40 s; also as the text of a switch, and in a file that the file names."""
+    lists = ["l0: &l0 [1, 2]"] + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 5)}]" for n in range(1, 9)]
+    bomb = f"{{{', '.join(lists)}}}"
+    (tmp_path / "bomb.yaml").write_text(f"options: {bomb}")
+    contents = {"file": f"{{options: {bomb}}}", "text": f"{{options: '{bomb}'}}", "other file": "bomb.yaml"}
+    began = time.perf_counter()
     with pytest.raises(SystemExit, match=r"^2$"):
-        train_config(*yaml_file("\n".join(lines)))
-    assert "own.yaml is damaged: over 1,000,000 values" in capsys.readouterr().err
+        train_config(*yaml_file(f"optimizer: {contents[place]}"))
+    assert time.perf_counter() - began < 1
+    assert {"file": "own.yaml is damaged: over 10,000 values", "text": "optimizer.options", "other file": "bomb.yaml"}[
+        place
+    ] in capsys.readouterr().err
+
+
+def test_an_alias_stands_for_its_value(yaml_file):
     assert train_config(*yaml_file("run: {seed: &n 7, keep: *n}")).run.keep == 7
+
+
+def test_home_folders_are_expanded_in_every_path(yaml_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yaml_file("data: {name: file, path: ~/data.jsonl, chat_template: ~/chat.jinja}")
+    words = [
+        "--config=~/own.yaml",
+        "--run.output_dir=~/run",
+        "--run.fork_from=~/parent",
+        "--model.name_or_path=~/model",
+    ]
+    config, settings = parse(TrainConfig, "pspo.train", words)
+    paths = {"model.name_or_path": "model", "data.path": "data.jsonl", "data.chat_template": "chat.jinja",
+             "run.output_dir": "run", "run.fork_from": "parent"}  # fmt: skip
+    assert paths.keys() == PATHS
+    for switch, name in paths.items():
+        assert attrgetter(switch)(config) == flat(settings)[switch] == str(tmp_path / name)
+    assert parse(EvaluateConfig, "pspo.evaluate", ["--run.output_dir=~/e"])[0].run.output_dir == f"{tmp_path}/e"
+    assert ModelConfig("./~").name_or_path == "./~"
+
+
+def test_a_path_that_is_not_utf_8_is_refused(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_config("--run.output_dir=caf\udce9")
+    assert "the path caf\\udce9 is not UTF-8: rename" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)

@@ -13,10 +13,11 @@ import torch
 from processes import Payload, assert_same, at_call, before, forked
 from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 (fixtures)
 
+import pspo.run.folders
 import pspo.run.recorder
 from pspo.cli.files import read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, describe_file
+from pspo.run.folders import checkpoints, describe_file, find_damage
 from pspo.run.resume import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -57,6 +58,19 @@ def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     assert_same(whole, cut_off)
 
 
+def test_a_file_of_another_size_is_refused_unread(cut_off, monkeypatch):
+    newest = cut_off / "checkpoints/step-000004"
+    os.truncate(newest / "model.safetensors", 60 * 2**30)  # sparse
+    monkeypatch.setattr(pspo.run.folders, "describe_file", lambda path: pytest.fail(f"read {path}"))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    only = {"model.safetensors": manifest["model.safetensors"]}
+    (newest / "manifest.json").write_text(json.dumps(only))
+    assert "model.safetensors has 64424509440 bytes" in find_damage(newest)
+    for content in ({"parts.pt": []}, [], {"parts.pt": {}}):
+        (newest / "manifest.json").write_text(json.dumps(content))
+        assert "manifest.json" in find_damage(newest)
+
+
 def test_a_crafted_checkpoint_is_not_executed(cut_off):
     newest = cut_off / "checkpoints/step-000004"
     torch.save({"learner": Payload()}, newest / "parts.pt")
@@ -74,7 +88,10 @@ def stamps(folder: Path) -> dict[Path, int]:
 
 def cannot_be_read(path: Path) -> None:
     path.unlink()
-    path.symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    path.symlink_to("/proc/self/mem")  # of 0 bytes, the first of which is an input/output error
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    manifest[path.name]["bytes"] = 0
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
 
 
 SPOILT = {  # how a run's folder is spoiled, and what is said
@@ -82,6 +99,9 @@ SPOILT = {  # how a run's folder is spoiled, and what is said
         lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"
     ),
     "the best model is missing": (lambda run: shutil.rmtree(run / "best"), "out/best/validation.json"),
+    "the best model is damaged": (
+        lambda run: flip(run / "best/model.safetensors"), "out/best is damaged: model.safetensors is not what was saved"
+    ),
     "the disk fails": (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
     "metrics.jsonl": (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "out/metrics.jsonl is damaged"),
     "config.yaml": (lambda run: (run / "config.yaml").write_text("model: {na"), "out/config.yaml is damaged"),

@@ -385,7 +385,6 @@ def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
         ("a.jsonl", '{"prompt": "p", "answer": null}', ["1 test problems", "numeric"]),
         ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
-        ("a.jsonl", b'{"prompt": "caf\xe9"}', ["utf-8"]),
         ("a.jsonl", '{"prompt": "p \\ud800", "answer": 1}', ["'\\ud800'", "surrogates not allowed"]),
         ("a.json", "[]", ["too few"]),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
@@ -400,6 +399,23 @@ def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name
     with pytest.raises(ValueError, match=re.escape(str(path))) as error:
         load_problems("file", "test", path)
     assert all(part in str(error.value) for part in named), error.value
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("encoding", ["Latin-1", "UTF-16", "UTF-16-LE"])
+def test_another_encoding_is_named_with_the_file(tmp_path, suffix, encoding):
+    content = {"csv": "prompt,answer\nCafé?,1\n"}.get(suffix, '{"prompt": "Café?", "answer": 1}\n')
+    (tmp_path / f"own.{suffix}").write_bytes(content.encode(encoding))
+    named = rf"own\.{suffix}: .*not UTF-8 but probably {encoding.removesuffix('-LE')}"
+    with pytest.raises(ValueError, match=named):
+        load_problems("file", "test", tmp_path / f"own.{suffix}")
+
+
+def test_long_fields_of_a_csv_are_read(tmp_path):
+    prompt = "x" * 200_000
+    (tmp_path / "own.csv").write_text(f"prompt,answer\n{prompt},1\n")
+    (problem,) = load_problems("file", "test", tmp_path / "own.csv")
+    assert problem.prompt == prompt
 
 
 def test_malformed_folders_and_arguments(tmp_path):

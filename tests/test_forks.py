@@ -202,6 +202,7 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     shutil.copytree("out", "kept")
     assert train("refused", "--run.fork_from=nowhere") == 2
     assert "nowhere is neither an undamaged checkpoint nor a run's folder with one" in capfd.readouterr().err
+    assert train("refused", "--run.fork_from=out/best") == 2
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
 

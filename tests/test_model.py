@@ -77,6 +77,8 @@ def test_locate(tmp_path):
         for load in (load_tokenizer, lambda config: load_policy(config, CPU)):
             with refused(rf"--model\.name_or_path: there is no {re.escape(str(folder / 'config.json'))}$"):
                 load(ModelConfig(name_or_path=str(folder)))
+    with refused(r"--model.name_or_path: .*config.json is a file; name the folder that it is in"):
+        load_tokenizer(ModelConfig(str(ASSETS / "tiny-base" / "config.json")))
     with refused(r"--model.name_or_path: there is no no/such/folder/config.json"):
         locate("./no/such/folder")
 

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig
+from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, TrainConfig
 from pspo.model import ASSETS
 from pspo.model.chat import encode, encode_marked, render_prompts
 from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
-from pspo.rollout import Prompts, encode_prompts, load_prompts, prompt_order
+from pspo.rollout import Prompts, PromptStream, encode_prompts, load_prompts, prompt_order
 from pspo.tasks import Problem
 
 
@@ -284,3 +284,13 @@ def test_prompt_order_is_a_permutation_an_epoch():
     assert first(10, 3, 40) == chosen
     assert first(10, 4, 40) != chosen
     assert first(1, 0, 3) == [0, 0, 0]
+
+
+def test_a_stream_seeks_any_position_at_once(load_words):
+    stream = PromptStream(load_words(), TrainConfig())
+    drawn = [stream.next(7)[0] for _ in range(9)]
+    for skipped in range(9):
+        stream.seek(7 * skipped)
+        assert [stream.next(7)[0] for _ in range(9 - skipped)] == drawn[skipped:]
+    stream.seek(10**15)
+    assert sorted(stream.next(20)[0]) == list(range(20))  # 10**15 is a multiple of 20

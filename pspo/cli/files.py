@@ -19,7 +19,7 @@ from pspo import __version__
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
-MAX_VALUES = 1e6  # of a YAML file
+MAX_VALUES = 10_000  # of a YAML file, with its aliases written out
 MAPPINGS = {"data.chat_template", "data.columns", "data.hub", "optimizer.options"}  # switches whose value is a mapping
 
 
@@ -84,15 +84,18 @@ def read_config(path: Path) -> Settings:
 
 
 def _load_yaml(content: bytes) -> Any:
-    loader = yaml.SafeLoader(content)
-    node = loader.get_single_node()
-    if _expanded_size(node, {}) > MAX_VALUES:
-        raise ValueError(f"over {MAX_VALUES:,.0f} values, with its aliases written out")
-    return loader.construct_document(node)
+    check_yaml(content)
+    return yaml.safe_load(content)
+
+
+def check_yaml(content: str | bytes) -> None:
+    """Raise YAMLError for a key that stands twice, or for aliases that would expand into too many values."""
+    if _expanded_size(yaml.compose(content, yaml.SafeLoader), {}) > MAX_VALUES:
+        raise yaml.YAMLError(f"over {MAX_VALUES:,} values, with its aliases written out")
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
-    """The number of values below a node, with aliases written out; ValueError for a key that stands twice."""
+    """The number of values below a node, with aliases written out; YAMLError for a key that stands twice."""
     if node not in sizes:
         sizes[node] = math.inf  # of an alias to a node that it is in
         children = []
@@ -102,7 +105,8 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
             keys = set()
             for key, child in node.value:
                 if key.value in keys:
-                    raise ValueError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {line}")
                 keys.add(key.value)
                 children.append(child)
         sizes[node] = 1 + sum(_expanded_size(child, sizes) for child in children)

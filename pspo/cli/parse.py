@@ -20,15 +20,27 @@ from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, get_loader, set_dumper, set_loader
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, read_config, to_yaml
+from pspo.cli.files import Settings, check_yaml, read_config, to_yaml
 from pspo.cli.terminal import one_line, tolerate_output
+from pspo.config import PATHS
 from pspo.model import is_out_of_memory
+from pspo.tasks.files import local_path
 
 C = TypeVar("C")
 METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
+load_yaml = get_loader("yaml")
+
+
+def load_checked(text: str) -> Any:
+    """A YAML value or file as jsonargparse reads it, once `check_yaml` has found no fault."""
+    check_yaml(text)
+    return load_yaml(text)
+
+
+set_loader("yaml", load_checked, exceptions=(yaml.YAMLError,))
 set_dumper("yaml", to_yaml)
 
 
@@ -57,7 +69,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
         raise ValueError(short_message(error, switches)) from error
     config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
     for switch in switches:
-        if namespace[switch] is None:  # perhaps a default that depends on other switches
+        if namespace[switch] is None or switch in PATHS:  # perhaps a default that depends on other switches, or ~
             namespace[switch] = attrgetter(switch)(config)
     resolved = parser.dump(namespace, skip_unset=False)
     if only_print:
@@ -144,7 +156,7 @@ def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
 
 def config_file(name: str) -> str:
     """The path of a YAML file or method; ValueError if the file is damaged."""
-    file = Path(name)
+    file = local_path(name)
     if not file.exists():
         file = METHODS.get(name.lower(), file)
     if file.is_file():

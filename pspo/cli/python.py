@@ -41,7 +41,7 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
     data.setdefault("path", "data")
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
-    run.setdefault("output_dir", default_output(config))
+    run["output_dir"] = config.run.output_dir or default_output(config)
     folder = Path(run["output_dir"]) / "data"
     folder.mkdir(parents=True, exist_ok=True)
     for split, records in problems.items():

@@ -6,7 +6,6 @@ train: rollouts, log-probs and gradients run the same layers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.config import LoraConfig, ModelConfig
+from pspo.config import LoraConfig, ModelConfig, read_adapter_config
 
 if TYPE_CHECKING:
     import peft
@@ -114,7 +113,7 @@ def check_layers(policy: PreTrainedModel) -> None:
 
 def check_adapter_config(folder: str) -> None:
     """Raise ValueError for a PEFT folder whose adapter_config.json sets what `EXACT_FIELDS` does not have."""
-    settings = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_adapter_config(Path(folder))
     for name, value in settings.items():
         allowed = EXACT_FIELDS.get(name, ())
         if value and allowed is not None and value not in allowed:
@@ -144,6 +143,22 @@ def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """The float32 weights of a PEFT folder by name; ValueError for a file that is missing or damaged."""
+    file = folder / "adapter_model.safetensors"
+    older = folder / "adapter_model.bin"
+    try:
+        if file.exists() or not older.exists():
+            saved = load_file(file)
+        else:
+            file = older
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+        return {name: values.float() for name, values in saved.items()}
+    except Exception as error:  # the libraries raise anything on a damaged file
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise ValueError(f"--model.name_or_path: {file} does not load ({reason}); download or copy it again") from error
+
+
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
     """Set a model's adapters to those of a PEFT folder or hub id; without one, A is random and B is 0."""
@@ -156,14 +171,12 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)  # as PEFT's
             dist.set_parameter(parameter, values)
         return
-    from peft.utils import load_peft_weights
-
-    saved = load_peft_weights(source, device="cpu")
+    saved = read_adapters(Path(source))
     saved_shapes = {name: values.shape for name, values in saved.items()}
     if saved_shapes != {name: parameter.shape for name, parameter in parameters.items()}:
         raise ValueError(f"--model.name_or_path {source}: its adapters are not those of its adapter_config.json")
     for name, parameter in parameters.items():
-        dist.set_parameter(parameter, saved[name].float())
+        dist.set_parameter(parameter, saved[name])
 
 
 def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:

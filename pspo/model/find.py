@@ -22,7 +22,9 @@ def locate(name_or_path: str) -> str:
     """The folder of an embedded or a local model, or the name as a hub id; ValueError for a folder without a model."""
     if (ASSETS / name_or_path / "config.json").is_file():
         return str(ASSETS / name_or_path)
-    path = Path(name_or_path).expanduser()
+    path = Path(name_or_path)
+    if path.is_file():
+        raise ValueError(f"--model.name_or_path: {path} is a file; name the folder that it is in")
     if path.is_dir() or path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         if not (path / "config.json").is_file():
             raise ValueError(f"--model.name_or_path: there is no {path / 'config.json'}")
@@ -54,7 +56,7 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     template = None if data is None else data.chat_template
     template_file = None
     if isinstance(template, str):
-        template_file = Path(template).expanduser()
+        template_file = Path(template)
         is_file = template_file.is_file()
         require(is_file, "data.chat_template", "must be a mapping of arguments, or a Jinja file", template)
     elif model.lora.name_or_path is not None:

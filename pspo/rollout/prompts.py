@@ -120,9 +120,9 @@ def encode_prompts(
     return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt))
 
 
-def prompt_order(n: int, seed: int) -> Iterator[int]:
-    """Endless passes over n prompts, each in a new random order."""
-    for epoch in count():
+def prompt_order(n: int, seed: int, first_epoch: int = 0) -> Iterator[int]:
+    """Endless passes over n prompts, each in a new random order, from ``first_epoch`` on."""
+    for epoch in count(first_epoch):
         yield from np.random.default_rng((seed, epoch)).permutation(n).tolist()
 
 
@@ -161,7 +161,8 @@ class PromptStream:
 
     def seek(self, position: int) -> None:
         self.position = position
-        self.order = islice(prompt_order(len(self.prompts), self.config.run.seed), position, None)
+        epoch, drawn = divmod(position, len(self.prompts))
+        self.order = islice(prompt_order(len(self.prompts), self.config.run.seed, epoch), drawn, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "fingerprint": self.fingerprint}

@@ -16,9 +16,10 @@ from safetensors import safe_open
 from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
-from pspo.model.adapters import is_quantized, merged_weights
+from pspo.model.adapters import is_quantized, merged_weights, read_adapters
 from pspo.model.save import write_model
 from pspo.run.folders import whole_folder
+from pspo.tasks.files import local_path
 
 CPU = torch.device("cpu")
 
@@ -39,13 +40,14 @@ class ExportConfig:
 def export(config: ExportConfig) -> None:
     """Merge, save and print where; raises ValueError for a model without adapters, or adapters that do not fit it."""
     model = config.model.resolved()
-    output = Path(config.output_dir)
+    output = local_path(config.output_dir)
     if model.lora.name_or_path is None:
         raise ValueError("--model.name_or_path must be a PEFT folder: other models are whole")
     if output.exists():
         raise ValueError(f"--output_dir {output} must not exist yet")
     adapters = Path(model.lora.name_or_path)
     tokenizer = load_tokenizer(config.model)
+    read_adapters(adapters)  # raises for a damaged file
     dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
     adapted = load_policy(replace(model, dtype=dtype), CPU)
     if not is_quantized(adapted):
@@ -63,7 +65,10 @@ def export(config: ExportConfig) -> None:
 
 def base_dtype(adapters: Path) -> str:
     """The dtype of the weights beside which adapters were trained; float32 of adapters that do not say."""
-    with safe_open(adapters / "adapter_model.safetensors", framework="pt") as weights:
+    file = adapters / "adapter_model.safetensors"
+    if not file.exists():
+        return "float32"
+    with safe_open(file, framework="pt") as weights:
         return (weights.metadata() or {}).get("base_dtype", "float32")
 
 

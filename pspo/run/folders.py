@@ -5,7 +5,6 @@ A checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of e
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.cli.files import lock, write_json
+from pspo.cli.files import DAMAGE, lock, read_json, write_json
 from pspo.cli.terminal import one_line
 from pspo.model.save import write_model
 
@@ -106,6 +105,7 @@ def save_model(
             write_model(policy, tokenizer, temporary, weights)
             if validation is not None:
                 write_json(temporary / "validation.json", validation)
+                write_manifest(temporary)
 
     dist.run_on_main(save)
 
@@ -151,12 +151,18 @@ def describe_file(path: Path) -> dict[str, Any]:
 def find_damage(folder: Path) -> str | None:
     """Name the first file of a checkpoint that is not what was saved; None if all are."""
     try:
-        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        files = read_json(folder / "manifest.json")
+        sizes = {name: saved["bytes"] for name, saved in files.items()}
+    except (OSError, ValueError, *DAMAGE) as error:
         return f"{folder} is damaged: manifest.json ({error})"
-    for name, saved in files.items():
-        if not (folder / name).is_file() or describe_file(folder / name) != saved:
-            return f"{folder} is damaged: {name} is missing, or not what was saved (size, SHA-256)"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{folder} is damaged: {name} is missing"
+        if path.stat().st_size != size:  # before it is read: it may be huge
+            return f"{folder} is damaged: {name} has {path.stat().st_size} bytes, and {size} were saved"
+        if describe_file(path) != files[name]:
+            return f"{folder} is damaged: {name} is not what was saved (SHA-256)"
     return None
 
 

@@ -15,7 +15,16 @@ from pspo.cli.files import Settings, differences, read_config, read_json, read_j
 from pspo.cli.python import default_output
 from pspo.config import RunConfig, TrainConfig
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, first_undamaged, lock_folder, numbered, prune, remove_leftovers, step_of
+from pspo.run.folders import (
+    checkpoints,
+    find_damage,
+    first_undamaged,
+    lock_folder,
+    numbered,
+    prune,
+    remove_leftovers,
+    step_of,
+)
 from pspo.run.tokens import FOLDER
 
 FREE = {  # switches that change no number of a run
@@ -94,7 +103,7 @@ def find_parent(fork_from: str) -> Path:
     """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names."""
     path = Path(fork_from).absolute()
     parent = first_undamaged(checkpoints(path) or [path])
-    if parent is None:
+    if parent is None or not (parent / "parts.pt").exists():  # best/ has a manifest, too
         raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
     return parent
 
@@ -110,6 +119,10 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
     validations = states["validator"]["validations"]
     if validations["best"] and read_json(output / "best" / "validation.json") != validations["best"]:
         validations["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
+    elif validations["best"]:
+        damage = find_damage(output / "best")
+        if damage is not None:
+            raise ValueError(f"{damage}: restore it, or start anew from this run with --run.fork_from {output}")
     for name, state in states.items():
         checkpointer.parts[name].load_state_dict(state)
     dist.run_on_main(lambda: cut_back(checkpointer))

@@ -17,7 +17,7 @@ from typing import Any
 
 from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.files import READERS, Row, plain, read_records
+from pspo.tasks.files import READERS, Row, local_path, plain, read_records
 from pspo.tasks.problem import AnswerKind, Problem
 from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, parse_gold, user_source
 
@@ -184,7 +184,7 @@ def load_problems(
             source = replace(source, revision=hub.get("revision", source.revision))
             if path is None and part == "file":
                 raise ValueError("--data.name file needs --data.path: a file or folder of yours")
-            source_path = None if path is None else Path(path).expanduser()
+            source_path = None if path is None else local_path(path)
             if source_path and (len(names) > 1 or (source_path / part).is_dir()):
                 source_path = source_path / part
             place = source_path or source.hub_id

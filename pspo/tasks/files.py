@@ -5,8 +5,11 @@ float.
 """
 
 import csv
+import io
 import json
 import math
+import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from pspo.tasks.problem import Messages, check_chat
+
+
+def local_path(path: str | Path) -> Path:
+    """A path as a user wrote it, with ~ for the home folder; ValueError for bytes that no file of a run can hold."""
+    expanded = os.path.expanduser(path)
+    if any("\udc80" <= character <= "\udcff" for character in expanded):  # as Python reads bytes that are no UTF-8
+        raise ValueError(f"the path {expanded} is not UTF-8: rename the file or folder")
+    return Path(expanded)
 
 
 @dataclass(frozen=True)
@@ -75,13 +86,26 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path}: {error}") from error
 
 
+def read_text(path: Path) -> str:
+    """The text of a file without its byte order mark; ValueError names the encoding if that is not UTF-8."""
+    content = path.read_bytes()
+    is_utf16 = b"\0" in content[:100]
+    try:
+        if not is_utf16:
+            return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        pass
+    encoding = "UTF-16" if is_utf16 else "Latin-1"
+    raise ValueError(f"the text is not UTF-8 but probably {encoding}: iconv -f {encoding} -t UTF-8 converts it")
+
+
 def _parse_json(text: str) -> Any:
     return json.loads(text, parse_float=Decimal, parse_constant=lambda constant: None)  # JSON has no NaN
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
     # Not str.splitlines, which divides texts at U+2028; utf-8-sig drops a byte order mark.
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 yield _parse_json(line)
@@ -90,17 +114,17 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
 
 
 def _read_json(path: Path) -> list[Any]:
-    content = _parse_json(path.read_text(encoding="utf-8-sig"))
+    content = _parse_json(read_text(path))
     return content if isinstance(content, list) else [content]  # MATH's original has one file per problem
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, str]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        for record in reader:
-            if None in record:  # DictReader's key of surplus cells
-                raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")
-            yield record
+    csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    for record in reader:
+        if None in record:  # DictReader's key of surplus cells
+            raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")
+        yield record
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:

@@ -170,6 +170,23 @@ def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsy
     assert "seed-1: damaged (KeyError: 'correct'); left out" in capsys.readouterr().err
 
 
+def test_a_damaged_file_of_tokens_is_named_and_left_out(runs, tmp_path, capsys):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    damaged, *others = sorted((run / "tokens.parquet").iterdir())
+    damaged.write_bytes(b"garbage")
+    data = data_of(make_page([run]))
+    assert {visit["step"] for _, one in recorded(data) for visit in one["recorded"]["visits"]}
+    assert len(others) > 0
+    assert f"{damaged} is not what a run records" in capsys.readouterr().err
+
+
+def test_a_best_step_that_is_no_number_is_named(runs, tmp_path, capsys):
+    shutil.copytree(runs, tmp_path / "runs")
+    (tmp_path / "runs/seed-0/best/validation.json").write_text('{"step": "<b>four"}')
+    assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["seed-1"]
+    assert "best/validation.json or summary.json is damaged" in capsys.readouterr().err
+
+
 def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(runs / "seed-0", "run")
