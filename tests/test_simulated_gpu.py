@@ -40,7 +40,7 @@ COUNTS = """\
 decoder pspo: the prompts, and a token               516     1
 decoder pspo: 16 tokens                             6377     1
 decoder graphs: the first call besides              1657     1
-decoder graphs: the prompts, and a token             532     1
+decoder graphs: the prompts, and a token             544     1
 decoder graphs: 16 tokens                             18     1
 decoder hf: the prompts, and a token                 342    10
 decoder hf: 16 tokens                               4184    32
@@ -49,7 +49,7 @@ decoder pspo, log-probs: 16 tokens                  6441     1
 decoder pspo, nucleus: the prompts, and a token      546     4
 decoder pspo, nucleus: 16 tokens                    6633    17
 decoder graphs, stop strings: the first call besides    1657     1
-decoder graphs, stop strings: the prompts, and a token     532     1
+decoder graphs, stop strings: the prompts, and a token     544     1
 decoder graphs, stop strings: 16 tokens               23     2
 update: a microbatch                              1553.5     0
 update: a step                                       119     2
@@ -286,6 +286,27 @@ def check_rules() -> None:
         gpu.sum().item()
 
 
+def check_biases() -> None:
+    """A graph captured under autocast sees biases that have changed since: Qwen2's, of q, k and v."""
+    tokenizer = load_tokenizer(ModelConfig())
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen2Config(**shape, num_key_value_heads=2, vocab_size=len(tokenizer), initializer_range=0.2)
+    policy = transformers.AutoModelForCausalLM.from_config(config).to("cuda").eval()
+    sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder="graphs"))
+    limited = replace(sampling, stop_ids=(), temperature=0.0, max_completion_tokens=12)
+    for _ in range(2):
+        with autocast("bf16", policy.device):
+            drawn, expected = (
+                generate(policy, tokenizer, [[1, 2, 3]], replace(limited, decoder=decoder)).completion_ids
+                for decoder in ("graphs", "pspo")
+            )
+        assert torch.equal(drawn, expected)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if name.endswith("bias"):
+                    parameter += torch.randn(parameter.shape, device="cuda")
+
+
 def totals() -> tuple[int, int]:
     from simulated_gpu import launches, waits
 
@@ -365,7 +386,7 @@ def printed(tmp_path_factory):
 
 
 def test_the_simulation_refuses_what_a_gpu_refuses(printed):
-    assert printed  # `check_rules` has passed
+    assert printed  # `check_rules` and `check_biases` have passed
 
 
 def test_counts(printed):
@@ -376,4 +397,5 @@ def test_counts(printed):
 
 if __name__ == "__main__":
     check_rules()
+    check_biases()
     print_counts()
