@@ -101,7 +101,6 @@ def protocol_texts(folder: Path) -> Texts:
     stars = holm_stars(apart)
 
     rows = []
-    overview = []
     for method in METHODS:
         cells = [f"{method}, 1 epoch" if method == "NoClip" else method]
         for model in MODELS:
@@ -110,9 +109,6 @@ def protocol_texts(folder: Path) -> Texts:
             cells.append(text(apart[name], 1, "+") + stars[name] if name in apart else "")
             cells.append(selected_constants(folder, model, method))
         rows.append(cells)
-    for model in MODELS:
-        intervals = [interval(accuracy["returned_accuracy"][model][method]) for method in METHODS]
-        overview.append([model, *(f"{mean:.1f} ± {mean - low:.1f}" for mean, low, _ in intervals)])
 
     header = ["method"]
     for model in MODELS:
@@ -121,7 +117,6 @@ def protocol_texts(folder: Path) -> Texts:
     four = [abs(apart[f"returned_accuracy {model} {method}"].mean()) for model in MODELS for method in METHODS[1:4]]
     return {
         "accuracy": table(header, rows),
-        "results": table(["", "NoClip, 1 epoch", *METHODS[1:]], overview),
         "largest": f"{max(four):.1f}",
         "differences": str(len(apart)),
         "excluding": str(len(excluding)),
