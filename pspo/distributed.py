@@ -52,6 +52,8 @@ def visible_gpus() -> list[str]:
 
 def init(strategy: str, timeout: float = TIMEOUT) -> None:
     """Join the other ranks, if torchrun started this one; ValueError if strategy and launcher do not fit."""
+    if torch_dist.is_initialized():  # by an earlier run in this process
+        return
     if not launched_by_torchrun():
         if strategy != "none":
             raise ValueError(f"--distributed.strategy {strategy} needs torchrun --nproc-per-node N -m pspo.train ...")

@@ -13,6 +13,7 @@ from processes import assert_same, at_call, before, contents, forked, metric_lin
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
+import pspo.run.prepare
 from pspo.cli.files import read_json, read_jsonl
 from pspo.run.folders import checkpoints
 
@@ -115,6 +116,7 @@ def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, numb
 
 def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, capfd):
     Path("out/data").mkdir(parents=True)
+    Path("out/.lock").touch()
     Path("out/config.yaml").write_text("model: {na")
     assert train("out") == 0
     Path("out/data").rmdir()
@@ -214,3 +216,23 @@ def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):
     assert "step-000004 is damaged: model.safetensors" in capfd.readouterr().err
     assert train("fork", "--run.fork_from=out") == 0  # the newest that is whole, into the folder of the failed one
     assert [line["step"] for line in metric_lines(Path("fork"))] == [4, 6]
+
+
+def test_a_folder_with_a_configuration_that_is_no_runs_is_left_alone(here, capfd):
+    Path("config.yaml").write_text("name: my project\n")
+    Path("train.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
+    assert train(".") == 2
+    assert "--run.output_dir . already holds something, but no run" in capfd.readouterr().err
+    assert Path("train.jsonl").exists()
+
+
+def test_two_runs_that_begin_at_once_do_not_share_a_folder(here, capfd):
+    """The other one begins, and ends, while this one loads its model."""
+
+    def action() -> int:
+        before("make_learner", at_call(1, lambda: forked(lambda: train("out"))), pspo.run.prepare)
+        return train("out")
+
+    assert forked(action) == 2
+    assert "another run has begun there meanwhile" in capfd.readouterr().err
+    assert Path("out/summary.json").exists()

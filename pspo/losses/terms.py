@@ -48,6 +48,11 @@ class LossInputs:
 class Term(ABC):
     """Base of the terms, for their short names on the command line; a term of your own may be any callable."""
 
+    silent_at_zero_advantage = False  # as a surrogate's, which a subclass does not inherit
+
+    def __init_subclass__(cls) -> None:
+        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
+
     @abstractmethod
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor: ...
 

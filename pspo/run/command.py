@@ -58,6 +58,7 @@ def train_from_python(
     """Train by a YAML file and sections of the configuration over it; returns the summary."""
     try:
         config, settings = config_from_python(file, **sections)
+        dist.init(config.distributed.strategy)
         summary = print_if_finished(config, settings)
         if summary:
             return summary

@@ -38,7 +38,7 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
-        remove_leftovers(path.parent)
+        remove_leftovers(path.parent, path.name)
         free = shutil.disk_usage(path.parent if path.parent.exists() else Path()).free / 2**30
         raise RunFailed(f"cannot write {path} ({free:.2f} GiB free): {error}") from error
 
@@ -48,16 +48,16 @@ def temporary_path(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-def remove_leftovers(parent: Path) -> None:
-    """Finish or undo what interrupted saves left in a folder."""
-    for leftover in parent.glob(".*.tmp"):  # of `write_text`
+def remove_leftovers(parent: Path, name: str = "*") -> None:
+    """Finish or undo what interrupted saves of a name, or of all in a run's folder, left in a folder."""
+    for leftover in parent.glob(f".{name}.tmp"):  # of `write_text`
         leftover.unlink()
-    for old in parent.glob(".*.old"):
+    for old in parent.glob(f".{name}.old"):
         folder = parent / old.name[1:-4]
         if not folder.exists():  # killed between the two renames
             old.rename(folder)
     for suffix in ("new", "old", "gone"):
-        for leftover in parent.glob(f".*.{suffix}"):
+        for leftover in parent.glob(f".{name}.{suffix}"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -26,7 +26,7 @@ from pspo.run.folders import lock_folder
 from pspo.run.learner import make_learner
 from pspo.run.optimizers import check_optimizer
 from pspo.run.recorder import Recorder
-from pspo.run.resume import find_start, fork, resume
+from pspo.run.resume import find_start, fork, is_run, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
@@ -41,12 +41,13 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
         output, checkpoint, parent = dist.run_on_main(lambda: find_start(config, settings, resources))
+        is_new = dist.run_on_main(lambda: not is_run(output))  # another run may begin there while this one loads
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         run = load_run(config, settings, output, resources)
         if checkpoint is not None:
             resume(run.checkpointer, checkpoint)
-        dist.run_on_main(lambda: write_start(run))
+        dist.run_on_main(lambda: write_start(run, is_new))
         is_shared = all(dist.gather_objects(output.exists()))
         rule = "must be in a folder that all nodes share"
         dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
@@ -115,12 +116,14 @@ def make_policy_sampler(
     return Sampler(policy, tokenizer, sampling, casts, generators.sampling, stop=signals)
 
 
-def write_start(run: Run) -> None:
+def write_start(run: Run, is_new: bool) -> None:
     """Make and lock the folder of a new run; write config.yaml, and once for a run environment.json."""
     output = run.output
-    if not (output / "config.yaml").exists():
+    if is_new:
         output.mkdir(parents=True, exist_ok=True)
         run.resources.enter_context(lock_folder(output))
+        if (output / "config.yaml").exists():
+            raise ValueError(f"--run.output_dir {output}: another run has begun there meanwhile; choose another folder")
     write_text(output / "config.yaml", to_yaml(run.settings))
     if not (output / "environment.json").exists():
         write_json(output / "environment.json", environment(str(run.learner.policy.device), dist.world_size()))

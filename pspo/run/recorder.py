@@ -66,12 +66,12 @@ class Recorder:
 
     def start(self, settings: Settings) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
-        self.tracker = None
-        if dist.is_main() and self.config.run.tracker != "none":
-            self.tracker = start_tracker(self.config.run.tracker, self.output, settings, self.learner.steps)
         quiet = self.config.run.quiet or not dist.is_main()
         first = self.first_step if self.line else self.learner.steps
         self.bar = Bar(desc="step", unit="step", quiet=quiet, total=self.config.run.max_steps, initial=first)
+        self.tracker = None
+        if dist.is_main() and self.config.run.tracker != "none":
+            self.tracker = start_tracker(self.config.run.tracker, self.output, settings, self.learner.steps)
         return self.bar
 
     @property

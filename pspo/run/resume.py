@@ -1,6 +1,6 @@
 """Resume a run of the same configuration from its newest undamaged checkpoint, or fork one under another.
 
-Only switches that change no number may differ in a resumed run. In a fork each part loads what fits it.
+Only switches that change no number may differ in a resumed run, see `FREE`. In a fork each part loads what fits it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from pspo.run.folders import (
 )
 from pspo.run.tokens import FOLDER
 
-FREE = {  # switches that change no number of a run
+FREE = {  # switches that may differ in a resumed run: they change no number, unless a reward fails
     "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",
     "run.save_every", "run.tracker",
 }  # fmt: skip
@@ -42,15 +42,20 @@ def find_start(
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"--run.output_dir {output} cannot be made: {existing} is no folder that can be written to")
-    if (output / "config.yaml").exists():
+    if is_run(output):
         resources.enter_context(lock_folder(output))
         checkpoint = find_checkpoint(output)
         if checkpoint is not None:
             check_same(output, settings)
             return output, checkpoint, None
     elif any(path.name != "data" for path in output.glob("[!.]*")):  # which a run writes before its config.yaml
-        raise ValueError(f"--run.output_dir {output} already holds something; choose a new folder")
+        raise ValueError(f"--run.output_dir {output} already holds something, but no run; choose a new folder")
     return output, None, find_parent(config.run.fork_from) if config.run.fork_from else None
+
+
+def is_run(folder: Path) -> bool:
+    """True if a run has begun in the folder: others have a config.yaml, too, but not its lock."""
+    return (folder / ".lock").exists() and (folder / "config.yaml").exists()
 
 
 def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
