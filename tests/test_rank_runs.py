@@ -301,3 +301,16 @@ def test_two_launchers_are_one_job(whole, tmp_path):
     assert all(node.wait(timeout=120) != 0 for node in job)
     assert [node.wait(timeout=240) for node in launch()] == [0, 0]
     assert_same(whole["fsdp2"], output)
+
+
+def test_a_run_from_python_joins_the_ranks(tmp_path):
+    def rank() -> None:
+        pspo.train.train_model(
+            one_layer(),
+            rollout={"prompts": 2, "max_completion_tokens": 8},
+            run={"max_steps": 2, "validate_every": 0, "test_limit": 0, "output_dir": str(tmp_path / "out")},
+            distributed={"strategy": "ddp"},
+        )
+
+    assert ranks(rank) == [0, 0]
+    assert json.loads((tmp_path / "out" / "environment.json").read_text())["processes"] == 2
