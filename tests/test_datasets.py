@@ -362,6 +362,18 @@ def test_chats_are_prompts(tmp_path, suffix):
     assert [p.prompt for p in load_problems("file", "test", path, answer_kind="text")] == [CHAT, named]
 
 
+def test_calls_keep_their_own_arguments(tmp_path):
+    """A table's column of calls has the arguments of all of them, None where a call lacks one."""
+    chats = []
+    for arguments in ({"city": "Rome"}, {"zone": "CET"}):
+        call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "7"}]
+        chats.append([{"role": "user", "content": "?"}, *turns])
+    path = tmp_path / "own.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat, "answer": 7} for chat in chats]), path)
+    assert [problem.prompt for problem in load_problems("file", "test", path)] == chats
+
+
 @pytest.mark.parametrize(
     ("chat", "named"),
     [

@@ -266,6 +266,7 @@ def test_dropout_is_switched_off(tiny_model, model_folder, load):
     torch.testing.assert_close(token_logprobs(policy, *rows), token_logprobs(load(folder), *rows), rtol=0, atol=1e-6)
     dropping = AutoModelForCausalLM.from_pretrained(folder).train()
     assert (token_logprobs(dropping, *rows) - token_logprobs(dropping, *rows)).abs().max() > 0.01
+    assert policy.config.resid_pdrop == policy.config.embd_pdrop == policy.config.attn_pdrop == 0.5  # in saved models
 
 
 @pytest.mark.parametrize(("name", "min_prefix"), [("Qwen2", 1), ("Qwen2", 10**9), ("Gemma2", 1), ("GPT2", 1)])

@@ -119,13 +119,13 @@ def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: st
     return positions - max_completion_tokens
 
 
-def config_without_dropout(config: ModelConfig) -> PretrainedConfig:
-    """The model's own configuration, with every dropout at 0."""
-    model_config = load_model_config(config)
-    for part in (model_config, model_config.get_text_config()):
+def set_dropout(model_config: PretrainedConfig, rates: PretrainedConfig | None = None) -> PretrainedConfig:
+    """Set every dropout of a configuration to 0, or to the rate in another one; returns the configuration."""
+    text_rates = None if rates is None else rates.get_text_config()
+    for part, other in ((model_config, rates), (model_config.get_text_config(), text_rates)):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(part, name, 0.0)
+                setattr(part, name, getattr(other, name, 0.0))
     return model_config
 
 

@@ -14,7 +14,7 @@ from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
 from pspo.model.adapters import add_adapters, check_adapter_config, fill_adapters, has_adapters, is_quantized
 from pspo.model.device import casts_to_bf16
-from pspo.model.find import config_without_dropout, load_pretrained
+from pspo.model.find import load_model_config, load_pretrained, set_dropout
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -38,12 +38,13 @@ def load_policy(
     policy, loading = load_pretrained(
         AutoModelForCausalLM,
         config,
-        config=config_without_dropout(config),
+        config=set_dropout(load_model_config(config)),
         dtype=weights_dtype(config, device),
         attn_implementation=config.attn_implementation,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
+    set_dropout(policy.config, rates=load_model_config(config))  # for saved models; the layers keep none
     require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
     misshapen = [name for name, *_ in loading["mismatched_keys"]]
     require_none(misshapen, "its config.json describes other shapes of", config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.model.adapters import has_adapters, save_adapters
+from pspo.model.find import stop_token_ids
 
 
 def write_model(
@@ -26,5 +28,9 @@ def write_model(
             policy.save_pretrained(folder, state_dict=weights)
         finally:
             policy.generation_config = generation_config
-        generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        saved = copy.deepcopy(generation_config)
+        stops = stop_token_ids(policy, tokenizer)
+        if stops != [saved.eos_token_id]:
+            saved.eos_token_id = stops  # a base model's does not have the end of a turn, where completions end
+        saved.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)

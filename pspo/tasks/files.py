@@ -62,7 +62,16 @@ class Row:
             check_chat(value)
         except ValueError as error:
             raise ValueError(f"{self.where}: column {columns[0]!r}: {error}") from error
-        return [{key: part for key, part in turn.items() if part is not None} for turn in value]  # parquet's gaps
+        return without_gaps(value)
+
+
+def without_gaps(value: Any) -> Any:
+    """A chat without the keys that are None: a table gives every turn and call the keys of all the others."""
+    if isinstance(value, list):
+        return [without_gaps(part) for part in value]
+    if isinstance(value, dict):
+        return {key: without_gaps(part) for key, part in value.items() if part is not None}
+    return value
 
 
 def plain(value: Any) -> Any:
