@@ -54,9 +54,7 @@ def hash_results(checkout: Path, output: Path) -> dict[str, str]:
             words = [sys.executable, *command, f"--run.output_dir={output / name}"]
             subprocess.run(words, cwd=checkout, check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
         kinds = ("*/*model.safetensors", "*.jsonl", "tokens.parquet/*")
-        for file in sorted(
-            file for kind in kinds for file in (output / name).glob(kind) if file.name != "starts.jsonl"
-        ):
+        for file in sorted(file for kind in kinds for file in (output / name).glob(kind)):
             content = file.read_bytes()
             if file.name == "metrics.jsonl":
                 lines = [json.loads(line) for line in content.splitlines()]

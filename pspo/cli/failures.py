@@ -28,7 +28,7 @@ class RunFailed(RuntimeError):
 
 
 class UserCodeFailed(RunFailed):
-    """A reward that raised; the text is the traceback of the user's own frames."""
+    """What was raised while drawing, scoring or validating; the text is the traceback, of the user's frames if any."""
 
 
 class StopSignals:
