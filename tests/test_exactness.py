@@ -13,7 +13,7 @@ from test_logprobs import gradients, make_groups, make_rows
 import pspo.evaluate.__main__
 import pspo.train
 from pspo.config import ModelConfig, RolloutConfig
-from pspo.model import token_logprobs
+from pspo.model import CACHE_ARGUMENT, token_logprobs
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts
 from pspo.rollout import decode_greedily, generate, make_sampling
@@ -70,7 +70,7 @@ def test_scaled_logits_are_refused(model_folder, load, tokenizer):
 
 @pytest.mark.parametrize(
     ("ignored", "dtype"),
-    [("attention_mask", torch.bfloat16), ("position_ids", torch.float32), ("past_key_values", torch.float32)],
+    [("attention_mask", torch.bfloat16), ("position_ids", torch.float32), (CACHE_ARGUMENT, torch.float32)],
 )
 def test_a_body_that_ignores_an_input_is_refused(monkeypatch, load, tokenizer, ignored, dtype):
     policy = load("tiny-base").to(dtype)
@@ -79,7 +79,7 @@ def test_a_body_that_ignores_an_input_is_refused(monkeypatch, load, tokenizer, i
     monkeypatch.setattr(
         policy.base_model, "forward", lambda *args, **inputs: original(*args, **inputs | {ignored: None})
     )
-    found = "fails on a small batch" if ignored == "past_key_values" else "other log-probs in a padded batch"
+    found = "fails on a small batch" if ignored == CACHE_ARGUMENT else "other log-probs in a padded batch"
     with pytest.raises(ValueError, match=found):
         check(policy, tokenizer)
 

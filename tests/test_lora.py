@@ -95,7 +95,7 @@ def test_loss_and_gradient_are_plain_peft_s(tmp_path):
     gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
     assert ours.keys() == adapters(policy).keys()  # of the base none
     for name, gradient in ours.items():
-        assert (gradient.double() - gradients[name]).norm() < 1e-5 * gradients[name].norm()  # adapters are random
+        assert (gradient.double() - gradients[name]).norm() < 2e-5 * gradients[name].norm()  # adapters are random
 
 
 @pytest.mark.parametrize("mode", ["float32", "bf16 autocast", "bf16 autocast over float32"])

@@ -78,16 +78,18 @@ class StartingAdapters:
 
 def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
     """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
+    from peft import inject_adapter_in_model
+
     lora = config.lora
     try:
         adapters = peft_config(lora)
         with torch.random.fork_rng(devices=[]):
-            policy.add_adapter(adapters)
+            inject_adapter_in_model(adapters, policy, "default")
         check_layers(policy)
     except (ValueError, AttributeError, LookupError, TypeError) as error:  # the others of a damaged file
         switch = "lora.target_modules" if lora.name_or_path is None else f"name_or_path {lora.name_or_path}"
         raise ValueError(f"--model.{switch}: {error}") from error
-    adapters.base_model_name_or_path = config.name_or_path  # `add_adapter` writes the local path
+    adapters.base_model_name_or_path = config.name_or_path
     adapters.revision = config.revision
     adapters.target_parameters = None  # PEFT fills it in for mixtures; it has matched none
     if not isinstance(adapters.target_modules, str):

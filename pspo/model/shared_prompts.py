@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pspo.model.device import to_device
 
+# Models' argument for a cache: transformers renamed it in 5.24, and accepts the first name until 5.40.
+CACHE_ARGUMENT = "past_key_values"
+if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+    CACHE_ARGUMENT = "cache"
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
 
@@ -64,10 +69,8 @@ def body_states(
     positions = to_device(positions, model.device)
     if model.device.type == "cuda":
         mask = pass_mask(model, to_device(mask, model.device), ids.shape[1])
-    body = model.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None
-    )
-    return body.last_hidden_state
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
+    return model.base_model(**inputs, use_cache=cache is not None).last_hidden_state
 
 
 def pass_mask(model: PreTrainedModel, mask: Tensor, n: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import attends_fully, pass_mask, to_device
+from pspo.model import CACHE_ARGUMENT, attends_fully, pass_mask, to_device
 from pspo.rollout.types import Completions, Nucleus, Sampling
 
 MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
@@ -146,8 +146,8 @@ def begin(
 
 def next_logits(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     """(b, V) logits of the token after ids (b, t), whose keys and values are added to the cache."""
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
+    return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def sample(state: DecodeState, sampling: Sampling) -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import to_device
+from pspo.model import CACHE_ARGUMENT, to_device
 from pspo.rollout.decode import (
     GPU_CHECK_EVERY,
     Prefill,
@@ -223,7 +223,7 @@ class GraphDecoder:
             "input_ids": self.tokens[:n],
             "attention_mask": self.visible[:n],
             "position_ids": self.positions[:n],
-            "past_key_values": cache,
+            CACHE_ARGUMENT: cache,
             "use_cache": True,
             "logits_to_keep": 1,
         }
