@@ -91,7 +91,7 @@ def test_loss_and_gradient_are_plain_peft_s(tmp_path):
         lambda *_: ours.update({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
     )
     (metrics,) = update(learner, rollout, advantages, config)
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-5)
     gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
     assert ours.keys() == adapters(policy).keys()  # of the base none
     for name, gradient in ours.items():
