@@ -222,6 +222,8 @@ def mean_text(cell: Any, factor: float, digits: int) -> str:
 
 def split_by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Texts of each test, such as "gsm8k test, n = 1,319", and of what was measured there; "" is no test."""
+    if cells.empty:  # pandas 2 would part it into fewer columns
+        return
     names = cells["column"].str.rpartition(": ")
     for test, test_cells in cells.assign(column=names[2]).groupby(names[0], sort=False):
         yield test, text_table(test_cells)
