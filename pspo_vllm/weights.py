@@ -20,17 +20,15 @@ def weights_of_files(
 ) -> Iterator[tuple[str, Tensor]]:
     """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say.
 
-    A weight that is tied to another one is left out, as in files.
+    A weight that is tied to another one comes under both names: without its own, vLLM draws from another head.
     """
     from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
 
     def layer_prefix(named_weight: tuple[str, Tensor]) -> str:
         return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
 
-    first_names = {name for name, _ in policy.named_parameters()}
-    tied = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - first_names
     for _, layer in groupby(merged_weights(policy), layer_prefix):
-        weights = {name: gather(weight) for name, weight in layer if name not in tied}
+        weights = {name: gather(weight) for name, weight in layer}
         yield from revert_weight_conversion(policy, weights).items()
 
 
