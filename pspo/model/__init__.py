@@ -13,4 +13,11 @@ from pspo.model.logprobs import (
     token_logprobs,
     unflatten,
 )
-from pspo.model.shared_prompts import CACHE_ARGUMENT, attends_fully, has_plain_cache, pass_mask, shares_prompts
+from pspo.model.shared_prompts import (
+    CACHE_ARGUMENT,
+    attends_fully,
+    has_plain_cache,
+    shares_prompts,
+    takes_visible_columns,
+    to_model,
+)

@@ -65,23 +65,22 @@ def body_states(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None
 ) -> Tensor:
     """(b, t, H) last hidden states of tokens (b, t), on top of a cache; the mask (b, T) is of all columns."""
-    ids = to_device(ids, model.device)
-    positions = to_device(positions, model.device)
-    if model.device.type == "cuda":
-        mask = pass_mask(model, to_device(mask, model.device), ids.shape[1])
+    ids, mask, positions = to_model(model, ids, mask, positions)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
     return model.base_model(**inputs, use_cache=cache is not None).last_hidden_state
 
 
-def pass_mask(model: PreTrainedModel, mask: Tensor, n: int) -> Tensor:
-    """The attention mask, on a GPU, of a pass over the last n of the columns of a mask (b, T).
+def to_model(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (b, t), the mask (b, T) of all columns, and positions (b, t) from the CPU to the model's device.
 
-    It is what each token attends to, (b, 1, n, T) bool: transformers would wait for the GPU before it makes that.
+    On a GPU the mask becomes the columns that each token attends to: transformers would wait for the GPU to make them.
     """
-    if model.config._attn_implementation != "sdpa" or not attends_fully(model):
-        return mask
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    return mask.bool()[:, None, None] & (columns <= columns[-n:, None])
+    ids = to_device(ids, model.device)
+    mask = to_device(mask, model.device)
+    if model.device.type == "cuda" and takes_visible_columns(model):
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        mask = mask.bool()[:, None, None] & (columns <= columns[-ids.shape[1] :, None])
+    return ids, mask, to_device(positions, model.device)
 
 
 class PassCache(DynamicCache):
@@ -131,6 +130,11 @@ def attends_fully(model: PreTrainedModel) -> bool:
     alibi = getattr(config, "alibi", config.model_type in ("bloom", "mpt"))
     layers = DynamicCache(config=model.config).layers
     return not windows and not alibi and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def takes_visible_columns(model: PreTrainedModel) -> bool:
+    """True if a pass takes the columns that each token attends to, (b, 1, t, T) bool, as its attention mask."""
+    return model.config._attn_implementation == "sdpa" and attends_fully(model)
 
 
 def has_plain_cache(model: PreTrainedModel) -> bool:

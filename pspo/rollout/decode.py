@@ -9,8 +9,9 @@ without sorting the vocabulary, and finished rows leave the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import CACHE_ARGUMENT, attends_fully, pass_mask, to_device
+from pspo.model import CACHE_ARGUMENT, takes_visible_columns, to_device, to_model
 from pspo.rollout.types import Completions, Nucleus, Sampling
 
 MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
@@ -104,13 +105,10 @@ class Prefill(NamedTuple):
 
 def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
     """Pass prompts (N, P) through the model once."""
-    positions = to_device((prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0), model.device)
-    mask = prompt_mask.long()
-    if model.device.type == "cuda":
-        mask = pass_mask(model, to_device(mask, model.device), prompt_ids.shape[1])
+    positions = (prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    ids, mask, positions = to_model(model, prompt_ids, prompt_mask.long(), positions)
     cache = DynamicCache(config=model.config)
-    logits = next_logits(model, cache, to_device(prompt_ids, model.device), mask, positions)
-    return Prefill(logits, positions[:, -1:], cache)
+    return Prefill(next_logits(model, cache, ids, mask, positions), positions[:, -1:], cache)
 
 
 def begin(
@@ -126,7 +124,7 @@ def begin(
             layer.batch_repeat_interleave(group_size)
     attention_mask = to_device(pad(prompt_mask.long(), (0, limit), value=1), model.device)
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
-    if attends_fully(model) and model.config._attn_implementation == "sdpa":
+    if takes_visible_columns(model):
         attention_mask = attention_mask.bool()[:, None, None]  # the form that attention needs, made once
     live = torch.arange(len(prompt_ids) * group_size, device=model.device)
     completions = live.new_full((len(live), limit), sampling.pad_id)
@@ -144,25 +142,20 @@ def begin(
     )
 
 
-def next_logits(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+def next_logits(model: Callable[..., Any], cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     """(b, V) logits of the token after ids (b, t), whose keys and values are added to the cache."""
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
     return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def sample(state: DecodeState, sampling: Sampling) -> None:
-    """Draw the next token of each row, padding where the row has ended; temperature 0 takes the likeliest."""
-    scores = state.logits.float() / (sampling.temperature or 1.0)  # (b, V)
-    allowed = scores
-    if sampling.top_k > 0:
-        allowed = cut_top_k(scores, sampling.top_k)
+    """Draw the next token of each row, padding where the row has ended."""
+    scores, allowed = score_tokens(state.logits, sampling)
+    top_p = sampling.top_p
     if state.nuclei is not None:
-        scores = allowed = state.nuclei.cut(allowed, sampling.top_p, state)
-    if sampling.temperature > 0:
-        tokens = sample_nucleus(allowed.softmax(dim=1), sampling.top_p if state.nuclei is None else 1.0)
-    else:
-        tokens = allowed.argmax(dim=1)
-    state.tokens = tokens.where(~state.ended, sampling.pad_id)
+        scores = allowed = state.nuclei.cut(allowed, top_p, state)
+        top_p = 1.0
+    state.tokens = draw_tokens(allowed, sampling.temperature, top_p).where(~state.ended, sampling.pad_id)
     state.completions[state.live, state.length] = state.tokens
     if state.logprobs is not None:
         state.logprobs[state.live, state.length] = -cross_entropy(scores, state.tokens, reduction="none")
@@ -236,10 +229,18 @@ def set_torch_states(states: list[Tensor], device: torch.device) -> None:
 # ---------------------------------------------------------------- drawing a token
 
 
-def cut_top_k(scores: Tensor, top_k: int) -> Tensor:
-    """Scores (b, V) with -inf below the k-th largest of each row."""
-    least = scores.topk(min(top_k, scores.shape[1])).values[:, -1:]
-    return scores.masked_fill(scores < least, -torch.inf)
+def score_tokens(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Logits (b, V) at the temperature, float32; and the same with -inf below the top_k largest of each row."""
+    scores = logits.float() / (sampling.temperature or 1.0)
+    if sampling.top_k == 0:
+        return scores, scores
+    least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
+    return scores, scores.masked_fill(scores < least, -torch.inf)
+
+
+def draw_tokens(scores: Tensor, temperature: float, top_p: float) -> Tensor:
+    """A token (b,) of each row of scores (b, V), from its nucleus; temperature 0 takes the likeliest."""
+    return sample_nucleus(scores.softmax(dim=1), top_p) if temperature > 0 else scores.argmax(dim=1)
 
 
 def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:

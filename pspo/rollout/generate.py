@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCri
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
-from pspo.model import attends_fully, has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids
+from pspo.model import has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids, takes_visible_columns
 from pspo.model.chat import completion_texts
 from pspo.model.find import token_ids
 from pspo.rollout.decode import decode, set_torch_states, torch_states
@@ -83,7 +83,7 @@ def find_decoder(model: PreTrainedModel, decoder: Decoder, nucleus: bool) -> Dec
 
 def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:
     """Why CUDA graphs cannot draw from the model; None if they can."""
-    if not attends_fully(model) or model.config._attn_implementation != "sdpa":
+    if not takes_visible_columns(model):
         return "graphs need sdpa attention, and full attention in every layer"
     if dist.is_sharded(model):
         return "graphs need weights that stay where they are, not fsdp2's"

@@ -9,6 +9,7 @@ the front, and the graph of half as many goes on. Buffers and graphs are kept fo
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,14 +19,15 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import CACHE_ARGUMENT, to_device
+from pspo.model import to_device
 from pspo.rollout.decode import (
     GPU_CHECK_EVERY,
     Prefill,
     cache_dtype,
-    cut_top_k,
+    draw_tokens,
+    next_logits,
     prefill,
-    sample_nucleus,
+    score_tokens,
     set_torch_states,
     torch_states,
 )
@@ -85,6 +87,7 @@ class GraphDecoder:
         ended: (R,) bool.
         rows: (R,) int64, the completion that each row of the buffers decodes.
         column, length: (1,) int64, the column to write next, and the number of tokens drawn.
+        kind: of the steps now: under autocast or not, and the sampling; graphs are kept by it.
         completions, logprobs: (R, limit).
     """
 
@@ -107,6 +110,7 @@ class GraphDecoder:
         self.length = torch.zeros(1, dtype=torch.long, device=device)
         self.completions = torch.zeros(rows, limit, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
+        self.kind = (False, "")
         self.graphs: dict[tuple[int, bool, str], torch.cuda.CUDAGraph] = {}
 
     def fits(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> bool:
@@ -132,6 +136,7 @@ class GraphDecoder:
         self.column.fill_(width)
         self.length.zero_()
         self.completions.fill_(sampling.pad_id)
+        self.kind = (torch.is_autocast_enabled(model.device.type), str(replace(sampling, max_completion_tokens=1)))
         self.cast_weights(model)
 
     def cast_weights(self, model: PreTrainedModel) -> None:
@@ -182,19 +187,20 @@ class GraphDecoder:
         if self.tokens.device.type != "cuda":
             self.step(model, n, sampling)
             return
-        key = (n, torch.is_autocast_enabled("cuda"), str(replace(sampling, max_completion_tokens=1)))
+        key = (n, *self.kind)
         if key not in self.graphs:
             self.graphs[key] = self.capture(model, n, sampling)
         self.graphs[key].replay()
 
     def capture(self, model: PreTrainedModel, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """Capture a step. It runs before on another stream, as a capture needs; what that changes is restored."""
-        changed = (self.tokens, self.positions, self.visible, self.ended, self.column, self.length)
-        saved = [buffer.clone() for buffer in (*changed, self.completions, self.logprobs)]
+        counters = (self.positions, self.visible, self.column, self.length)
+        changed = (*counters, self.tokens, self.ended, self.completions, self.logprobs)
+        saved = [buffer.clone() for buffer in changed]
         states = torch_states(self.tokens.device)
 
         def restore() -> None:
-            for buffer, values in zip((*changed, self.completions, self.logprobs), saved, strict=True):
+            for buffer, values in zip(changed, saved, strict=True):
                 buffer.copy_(values)
             set_torch_states(states, self.tokens.device)
 
@@ -219,30 +225,23 @@ class GraphDecoder:
         cache = DynamicCache(config=model.config)
         pairs = zip(self.keys, self.values, strict=True)
         cache.layers = [FixedLayer(keys[:n], values[:n], self.column) for keys, values in pairs]
-        inputs = {
-            "input_ids": self.tokens[:n],
-            "attention_mask": self.visible[:n],
-            "position_ids": self.positions[:n],
-            CACHE_ARGUMENT: cache,
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
+
+        def forward(**inputs: Any) -> Any:
+            return functional_call(model, self.weights, kwargs=inputs, tie_weights=False)
+
         device = self.tokens.device.type
         is_cast = torch.is_autocast_enabled(device)
         # Autocast's cache would give a capture copies of parameters that are gone, or old, when the graph is replayed.
         with torch.autocast(device, torch.get_autocast_dtype(device), enabled=is_cast, cache_enabled=False):
-            output = functional_call(model, self.weights, kwargs=inputs, tie_weights=False)
+            logits = next_logits(forward, cache, self.tokens[:n], self.visible[:n], self.positions[:n])
         self.column += 1
-        self.draw(output.logits[:, -1], sampling)
+        self.draw(logits, sampling)
 
     def draw(self, logits: Tensor, sampling: Sampling) -> None:
         """Draw the next token of the first n rows from logits (n, V); padding where a row has ended."""
         n = len(logits)
-        scores = logits.float() / (sampling.temperature or 1.0)
-        allowed = cut_top_k(scores, sampling.top_k) if sampling.top_k > 0 else scores
-        greedy = sampling.temperature == 0
-        tokens = allowed.argmax(dim=1) if greedy else sample_nucleus(allowed.softmax(dim=1), sampling.top_p)
-        tokens = tokens.where(~self.ended[:n], sampling.pad_id)
+        scores, allowed = score_tokens(logits, sampling)
+        tokens = draw_tokens(allowed, sampling.temperature, sampling.top_p).where(~self.ended[:n], sampling.pad_id)
         places = (self.rows[:n], self.length.expand(n))
         self.completions.index_put_(places, tokens)
         if sampling.logprobs:
