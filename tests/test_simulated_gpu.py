@@ -52,13 +52,13 @@ decoder graphs, stop strings: the first call besides    1657     1
 decoder graphs, stop strings: the prompts, and a token     544     1
 decoder graphs, stop strings: 16 tokens               23     2
 update: a microbatch                              1553.5     0
-update: a step                                       119     2
+update: a step                                       111     2
 update: a rollout                                      0     0
 update, KL and entropy: a microbatch              1587.5     0
-update, KL and entropy: a step                       124     2
+update, KL and entropy: a step                       114     2
 update, KL and entropy: a rollout                   1148     0
 update, nucleus and correction: a microbatch      1569.5     0
-update, nucleus and correction: a step               159     2
+update, nucleus and correction: a step               147     2
 update, nucleus and correction: a rollout              0     0
 """
 

@@ -22,7 +22,19 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
-class Surrogate(ABC):
+class SilentHint:
+    """An optional hint of surrogates and terms, which a subclass does not inherit; leaving it out is always correct.
+
+    True: loss and gradient are exactly 0 where A = 0, so that training leaves such rows out.
+    """
+
+    silent_at_zero_advantage = False
+
+    def __init_subclass__(cls) -> None:
+        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
+
+
+class Surrogate(SilentHint, ABC):
     """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
 
     Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask`` (B, T)
@@ -43,13 +55,6 @@ class Surrogate(ABC):
     def __repr__(self) -> str:  # a dataclass has its own
         arguments = (name for name in inspect.signature(type(self)).parameters if hasattr(self, name))
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in arguments)})"
-
-    # An optional hint; leaving it out is always correct: loss and gradient are exactly 0 where A = 0, so that training
-    # leaves such rows out. A subclass does not inherit it.
-    silent_at_zero_advantage = False
-
-    def __init_subclass__(cls) -> None:
-        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
 
 
 class SurrogateError(ValueError):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pspo.losses.correction import Correction, correction_weights
 from pspo.losses.kl import KLEstimator, kl_estimate
-from pspo.losses.surrogates import check, log_ratio
+from pspo.losses.surrogates import SilentHint, check, log_ratio
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,8 @@ class LossInputs:
     step: int = 0
 
 
-class Term(ABC):
+class Term(SilentHint, ABC):
     """Base of the terms, for their short names on the command line; a term of your own may be any callable."""
-
-    silent_at_zero_advantage = False  # as a surrogate's, which a subclass does not inherit
-
-    def __init_subclass__(cls) -> None:
-        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
 
     @abstractmethod
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor: ...

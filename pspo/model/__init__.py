@@ -10,6 +10,7 @@ from pspo.model.logprobs import (
     hidden_states,
     row_chunks,
     select_tokens,
+    token_index,
     token_logprobs,
     unflatten,
 )

@@ -133,9 +133,9 @@ def completion_texts(
     Of special tokens only those that stop, pad and begin are left out: rewards see tags, special or not.
     """
     ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold it in any vocabulary
-    added = getattr(tokenizer, "added_tokens_decoder", {})  # a stand-in that only decodes has none
+    added = tokenizer.added_tokens_decoder
     dropped = {i for i in stop_ids if i in added and added[i].special}
-    dropped |= {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    dropped |= {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
     texts = tokenizer.batch_decode([[i for i in ids if i not in dropped] for ids in completions])
     opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
     return [start + text for start, text in zip(opened, texts, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import partial
 
@@ -26,8 +27,9 @@ def load_policy(
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     Under fsdp2 each rank reads the whole model into its host memory, and keeps its shards on the device.
-    Dropout is off (in what is saved, too), because old and new log-probs must come from one function. The weights are
-    of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16.
+    Dropout is off, because old and new log-probs must come from one function; what is saved keeps its rates. The
+    weights are of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in
+    bfloat16.
 
     Raises ValueError for a model that cannot be found, or whose weights are not those its config.json describes.
     """
@@ -35,16 +37,17 @@ def load_policy(
     device = device or dist.local_device()
     if config.lora.name_or_path is not None:
         check_adapter_config(config.lora.name_or_path)
+    model_config = load_model_config(config)
     policy, loading = load_pretrained(
         AutoModelForCausalLM,
         config,
-        config=set_dropout(load_model_config(config)),
+        config=set_dropout(copy.deepcopy(model_config)),
         dtype=weights_dtype(config, device),
         attn_implementation=config.attn_implementation,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    set_dropout(policy.config, rates=load_model_config(config))  # for saved models; the layers keep none
+    set_dropout(policy.config, rates=model_config)  # for saved models; the layers keep none
     require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
     misshapen = [name for name, *_ in loading["mismatched_keys"]]
     require_none(misshapen, "its config.json describes other shapes of", config)

@@ -99,7 +99,12 @@ def hidden_states(
 
 def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """(B, T, ...) values to (N, ...), those where a mask (B, T) on the CPU is true; a GPU is not waited for."""
-    return values.flatten(0, 1)[to_device(mask.flatten().nonzero().squeeze(1), values.device)]
+    return values.flatten(0, 1)[token_index(mask, values.device)]
+
+
+def token_index(mask: Tensor, device: torch.device) -> Tensor:
+    """(N,) int64 on a device: places of the true elements of a mask (B, T) on the CPU, row after row."""
+    return to_device(mask.flatten().nonzero().squeeze(1), device)
 
 
 def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]]:

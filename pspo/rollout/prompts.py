@@ -105,10 +105,11 @@ def load_splits(
         limits["validation"] = config.run.validation_limit
     if config.run.test_limit:
         limits["test"] = config.run.test_limit
+    model_config = load_model_config(config.model)
     prompts = {}
     for split, limit in limits.items():
         prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
-        check_token_ids(load_model_config(config.model), tokenizer, prompts[split].ids)
+        check_token_ids(model_config, tokenizer, prompts[split].ids)
         check_rewards(config.reward.functions, prompts[split].problems)
     return prompts
 

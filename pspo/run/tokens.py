@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, LossInputs, corrected_tokens, diagnose, diagnose_correction, kl_estimate
-from pspo.model import select_tokens
+from pspo.model import token_index
 
 FOLDER = "tokens.parquet"
 COLUMNS = {
@@ -62,6 +62,7 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
     columns = defaultdict(list)
     for visit in visits:
         x = visit.inputs
+        index = token_index(visit.mask, x.mask.device)
         values = {
             "logprob": x.logprobs,
             "old_logprob": x.old_logprobs,
@@ -78,7 +79,7 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
             values["corrected"] = corrected.to(x.old_logprobs.dtype)
         for name, value in values.items():
             if value is not None:
-                columns[name].append(select_tokens(value.expand_as(x.mask), visit.mask))
+                columns[name].append(value.expand_as(x.mask).flatten()[index])
     values = torch.stack([torch.cat(parts) for parts in columns.values()]).cpu()  # one wait for a GPU
     rows = torch.cat([visit.rows[:, None].expand_as(visit.mask)[visit.mask] for visit in visits])
     positions = torch.cat([visit.mask.nonzero()[:, 1] for visit in visits])
