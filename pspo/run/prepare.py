@@ -26,7 +26,7 @@ from pspo.run.folders import lock_folder
 from pspo.run.learner import make_learner
 from pspo.run.optimizers import check_optimizer
 from pspo.run.recorder import Recorder
-from pspo.run.resume import find_start, fork, is_run, resume
+from pspo.run.resume import find_start, fork, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
@@ -40,19 +40,19 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
     """
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-        output, checkpoint, parent = dist.run_on_main(lambda: find_start(config, settings, resources))
-        is_new = dist.run_on_main(lambda: not is_run(output))  # another run may begin there while this one loads
+        start = dist.run_on_main(lambda: find_start(config, settings, resources))
+        output = start.output
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         run = load_run(config, settings, output, resources)
-        if checkpoint is not None:
-            resume(run.checkpointer, checkpoint)
-        dist.run_on_main(lambda: write_start(run, is_new))
+        if start.checkpoint is not None:
+            resume(run.checkpointer, start.checkpoint)
+        dist.run_on_main(lambda: write_start(run, start.is_new))
         is_shared = all(dist.gather_objects(output.exists()))
         rule = "must be in a folder that all nodes share"
         dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
-        if parent is not None:
-            fork(run.checkpointer, parent, settings)
+        if start.parent is not None:
+            fork(run.checkpointer, start.parent, settings)
         run.resources = resources.pop_all()
         return run
 

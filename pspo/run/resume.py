@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, write_text
@@ -34,23 +34,34 @@ FREE = {  # switches that may differ in a resumed run: they change no number, un
 LIMITS = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 
 
-def find_start(
-    config: TrainConfig, settings: Settings, resources: contextlib.ExitStack
-) -> tuple[Path, Path | None, Path | None]:
-    """The run's folder, locked if it is there; its checkpoint to resume from; or the checkpoint of a run to fork."""
+class Start(NamedTuple):
+    """A run's folder, and what it starts from: its own checkpoint, that of a run to fork, or neither.
+
+    ``is_new`` is True for a folder without a run, which is locked later: another run may begin there meanwhile.
+    """
+
+    output: Path
+    is_new: bool
+    checkpoint: Path | None = None
+    parent: Path | None = None
+
+
+def find_start(config: TrainConfig, settings: Settings, resources: contextlib.ExitStack) -> Start:
+    """Find where a run starts; the folder of one that has begun is locked. ValueError if it cannot start there."""
     output = Path(config.run.output_dir or default_output(config))
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"--run.output_dir {output} cannot be made: {existing} is no folder that can be written to")
-    if is_run(output):
+    is_new = not is_run(output)
+    if not is_new:
         resources.enter_context(lock_folder(output))
         checkpoint = find_checkpoint(output)
         if checkpoint is not None:
             check_same(output, settings)
-            return output, checkpoint, None
+            return Start(output, is_new, checkpoint)
     elif any(path.name != "data" for path in output.glob("[!.]*")):  # which a run writes before its config.yaml
         raise ValueError(f"--run.output_dir {output} already holds something, but no run; choose a new folder")
-    return output, None, find_parent(config.run.fork_from) if config.run.fork_from else None
+    return Start(output, is_new, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
 
 
 def is_run(folder: Path) -> bool:
