@@ -221,7 +221,7 @@ def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     """The weights on the CPU, about CHUNK_BYTES of them at a time."""
     chunk: dict[str, Tensor] = {}
     for name, tensor in weights:
-        chunk[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # some are parts of one
+        chunk[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # tied ones are there twice
         if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
             yield chunk
             chunk = {}
