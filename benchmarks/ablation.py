@@ -50,10 +50,10 @@ TRAINING = {  # what is off, by what patch
     UNFUSED: AS_IT_IS,
     BONUS: AS_IT_IS,
 }
-BY_BISECTION = {"sample_nucleus": pspo.rollout.decode.sample_exponential}
+BY_A_RACE = {"sample_nucleus": pspo.rollout.decode.sample_race}
 GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
-    "the nucleus by bisection": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_BISECTION)),
+    "the nucleus by a race": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_A_RACE)),
     "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
     "the library's loop": ("hf", AS_IT_IS),
 }

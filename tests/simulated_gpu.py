@@ -90,6 +90,7 @@ WAITS = {
     "unique_consecutive": "unique",
     "unique_dim": "unique",
     "masked_select": "masked_select",
+    "masked_scatter_backward": "masked_select",
     "bincount": "bincount",
     "equal": "equal",
     "is_nonzero": "bool",

@@ -13,7 +13,7 @@ import pspo.rollout.graphs
 from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.decode import in_nucleus, sample_exponential, sample_nucleus
+from pspo.rollout.decode import in_nucleus, sample_race, sample_nucleus
 from pspo.rollout.generate import find_decoder
 from pspo.run.folders import save_model
 from pspo.tasks import load_problems
@@ -258,8 +258,9 @@ SHAPES = [(20, 1.0), (64, 0.5), (400, 3.0), (400, 0.3), (1000, 0.1)]  # vocabula
         *((sample_nucleus, *shape, top_p) for shape in SHAPES for top_p in (0.3, 0.85, 1.0)),
         (sample_nucleus, 400, 0.3, 0.05),
         (sample_nucleus, 400, 0.1, 0.02),  # of which half the rows are not drawn within `MAX_TRIES`
-        *((sample_exponential, *shape, 0.85) for shape in SHAPES),
-        *((sample_exponential, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
+        *((sample_race, *shape, 0.85) for shape in SHAPES),
+        *((sample_race, 64, 0.5, top_p) for top_p in (0.3, 1.0)),
+        (sample_race, 1000, 0.1, 0.3),
     ],
 )
 def test_sampled_frequencies_are_the_exact_nucleus(sampler, vocabulary, spread, top_p):
@@ -279,11 +280,11 @@ def test_the_nucleus_is_the_librarys(top_p):
     probs = logits.softmax(dim=1)
     nucleus = in_nucleus(probs, top_p)
     assert torch.equal(nucleus, warped.isfinite())
-    for sampler in (sample_nucleus, sample_exponential):
+    for sampler in (sample_nucleus, sample_race):
         assert nucleus.gather(1, sampler(probs, top_p)[:, None]).all()
 
 
-@pytest.mark.parametrize("sampler", [sample_nucleus, sample_exponential])
+@pytest.mark.parametrize("sampler", [sample_nucleus, sample_race])
 @pytest.mark.parametrize(("probs", "top_p", "nucleus"), [
     ([0.25, 0.25, 0.25, 0.25], 0.5, {0, 1, 2, 3}),
     ([0.1, 0.4, 0.1, 0.3, 0.1], 0.75, {0, 1, 2, 3, 4}),  # 0.4 and 0.3 are 0.7: one of the 0.1s, and so all

@@ -91,7 +91,8 @@ def logprobs(options: Options) -> Rows:
     policy = inputs[0].to(options.device)
     for decoder in ("pspo", "graphs"):
         drawn = generate(*inputs, replace(sampling, decoder=decoder, logprobs=True), GROUP)
-        apart = (drawn.sampler_logprobs - token_logprobs(policy, *drawn.token_ids, TEMPERATURE)).abs().max().item()
+        again = token_logprobs(policy, *drawn.token_ids, TEMPERATURE).cpu()
+        apart = (drawn.sampler_logprobs - again).abs().max().item()
         rows.append(row(f"{decoder}: sampler's log-probs, largest difference to the trainer's", apart, **close))
     return rows
 
@@ -99,10 +100,8 @@ def logprobs(options: Options) -> Rows:
 def logprobs_and_gradient(rollout: Rollout, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(B, T) log-probs, and the whole gradient of PSPO's loss; in float64, on the CPU."""
     policy = load_policy(FLOAT32, device).to(dtype)
-    parts = {name: value.to(device) for name, value in vars(rollout).items() if isinstance(value, Tensor)}
-    every = torch.arange(len(rollout), device=device)
-    advantages = torch.linspace(-1, 1, len(rollout), device=device)[:, None]
-    batch = Batch(replace(rollout, **parts), advantages, indices=every)
+    advantages = torch.linspace(-1, 1, len(rollout))[:, None]
+    batch = Batch(rollout, advantages, indices=torch.arange(len(rollout)))
     config = TrainConfig(model=FLOAT32, rollout=RolloutConfig(temperature=TEMPERATURE))
     values = token_logprobs(policy, *batch.rollout.token_ids, TEMPERATURE).detach()
     learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
@@ -116,7 +115,7 @@ def ratios(options: Options) -> Rows:
     policy, *inputs = set_up(FLOAT32, options.device, temperature=TEMPERATURE)
     with torch.autocast(options.device.type, torch.bfloat16):
         rollout = generate(policy, *inputs, GROUP)
-    advantages = torch.linspace(-1, 1, len(rollout), device=options.device)
+    advantages = torch.linspace(-1, 1, len(rollout))
     learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
     rows = []
     for what, schedule in {

@@ -124,11 +124,11 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     policy = random_policy(shape, config.model, device)
     learner = Learner(policy, make_optimizer(policy, config.optimizer))
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    ids, mask = (part.to(device).repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
-    completions = torch.randint(shape.vocab, (load.rows, load.tokens), device=device)
+    ids, mask = (part.repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
+    completions = torch.randint(shape.vocab, (load.rows, load.tokens))
     every = torch.ones_like(completions, dtype=torch.bool)
     rollout = Rollout(ids, mask, completions, every, every[:, 0], [""] * load.rows)
-    advantages = torch.randn(load.rows, device=device)
+    advantages = torch.randn(load.rows)
     with OFF[off]() if off else contextlib.nullcontext():
         seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
 

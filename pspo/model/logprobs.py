@@ -17,7 +17,8 @@ from pspo import distributed as dist
 from pspo.model.device import to_device
 from pspo.model.shared_prompts import body_states, hidden_states_of_shared_prompts
 
-CHUNK_BYTES = 2**24  # of float32 logits held at a time,
+CHUNK_BYTES = 2**24  # of float32 logits held at a time on a CPU,
+GPU_CHUNK_SHARE = 64  # and on a GPU this part of its memory,
 CHUNK_TOKENS = 256  # but at least these tokens': each chunk costs a pass over the output embedding's gradient
 CACHED_LOGITS = 2**16  # that stay in a CPU's cache
 
@@ -222,9 +223,13 @@ def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
 
 def chunk_tokens(model: PreTrainedModel) -> int:
     """Number of tokens whose logits are held at a time."""
-    return max(CHUNK_TOKENS, CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size))
+    most = CHUNK_BYTES
+    if model.device.type == "cuda":
+        most = torch.cuda.get_device_properties(model.device).total_memory // GPU_CHUNK_SHARE
+    return max(CHUNK_TOKENS, most // (4 * model.config.get_text_config().vocab_size))
 
 
 def unflatten(values: Tensor, mask: Tensor) -> Tensor:
     """(N,) values of the unmasked tokens to (B, T), 0 elsewhere."""
-    return values.new_zeros(mask.shape).masked_scatter(to_device(mask, values.device), values)
+    flat = values.new_zeros(mask.numel()).index_copy(0, token_index(mask, values.device), values)
+    return flat.view(mask.shape)

@@ -58,7 +58,8 @@ def split_minibatches(
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    whole = Batch(rollout, advantages.reshape(len(rollout), -1), rollout.behaviour_logprobs)  # (B, 1) or (B, T)
+    advantages = advantages.cpu().reshape(len(rollout), -1)  # (B, 1) or (B, T)
+    whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
     lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)

@@ -23,6 +23,7 @@ from pspo.model import CACHE_ARGUMENT, takes_visible_columns, to_device, to_mode
 from pspo.rollout.types import Completions, Nucleus, Sampling
 
 MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
+RACE_MISS = 1e-12  # probability of a draw that `sample_race` may get wrong
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the cache without them
 
@@ -248,10 +249,10 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
     Takes probabilities (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the
     nucleus' edge all belong to it; the library keeps an arbitrary few of them. On a CPU a token outside the nucleus is
-    drawn again; where that fails `MAX_TRIES` times, and on a GPU, its edge is found first.
+    drawn again; where that fails `MAX_TRIES` times, and on a GPU, `sample_race` draws.
     """
     if probs.is_cuda:  # rejection would make the CPU wait for the GPU
-        return sample_exponential(probs, top_p)
+        return sample_race(probs, top_p)
     limit = top_p if top_p < 1 else math.inf
     cdf = probs.cumsum(dim=1, dtype=torch.float64)  # float32 would round a rare token's share by a per cent
     rows = torch.arange(len(probs))
@@ -268,15 +269,33 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
             return tokens
         probs = probs[is_outside]
         cdf = cdf[is_outside]
-    tokens[rows] = sample_exponential(probs, top_p)
+    tokens[rows] = sample_race(probs, top_p)
     return tokens
 
 
-def sample_exponential(probs: Tensor, top_p: float) -> Tensor:
-    """`sample_nucleus` in a fixed number of operations, without a wait for a GPU: a CUDA graph can hold them."""
-    probs = probs * (probs >= nucleus_edge(probs, top_p))
-    # as torch.multinomial, without its check, which aborts the process on a GPU if a logit is NaN
-    return (probs / torch.empty_like(probs).exponential_()).argmax(dim=1)
+def sample_race(probs: Tensor, top_p: float) -> Tensor:
+    """`sample_nucleus` in a fixed number of operations, without a wait for a GPU: a CUDA graph can hold them.
+
+    Tokens arrive at exponential times, at the rates ``probs``. Of any set of tokens the first to arrive is a draw from
+    it, so the first inside the nucleus is the token. It is looked for among the first k to arrive, which are all outside
+    with a probability below `RACE_MISS`, and the likeliest token, which is inside. A bisection of these candidates by
+    their probability finds the least likely one inside.
+    """
+    race = probs / torch.empty_like(probs).exponential_()
+    if top_p >= 1:
+        return race.argmax(dim=1)
+    k = min(math.ceil(math.log(RACE_MISS) / math.log(1 - top_p)), probs.shape[1])
+    arrivals = race.topk(k, dim=1).indices
+    candidates = torch.cat([arrivals, probs.argmax(dim=1, keepdim=True)], dim=1)  # (b, k + 1)
+    p = probs.gather(1, candidates)
+    ordered = p.sort(dim=1, descending=True).values
+    inside = torch.zeros_like(candidates[:, :1])  # place of the least likely one that is known to be inside
+    for bit in reversed(range(k.bit_length())):
+        place = (inside + (1 << bit)).clamp(max=k)
+        above = (probs * (probs > ordered.gather(1, place))).sum(dim=1, keepdim=True)
+        inside = place.where(above < top_p, inside)
+    first = (p >= ordered.gather(1, inside)).long().argmax(dim=1, keepdim=True)
+    return candidates.gather(1, first).squeeze(1)
 
 
 def nucleus_edge(probs: Tensor, top_p: float) -> Tensor:
