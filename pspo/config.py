@@ -251,7 +251,7 @@ class RolloutConfig(Section, name="rollout"):
         temperature: sampling temperature, also applied to every log-prob
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
-        max_rows: completions decoded at a time; lower it to save memory
+        max_rows: completions decoded at a time; unset, 256, or by the memory of a GPU; lower it to save memory
         decoder: pspo, graphs (the same as CUDA graphs), hf (the generate of transformers: slower), or auto: graphs on a
             GPU where the model allows it, else pspo, else hf
         engine: import path of a class that draws in place of the policy, such as pspo_vllm.VLLM; unset, the policy
@@ -268,7 +268,7 @@ class RolloutConfig(Section, name="rollout"):
     temperature: float = number(0.6, above=0)
     top_p: float = number(0.85, above=0, at_most=1)
     top_k: int = number(0, at_least=0)
-    max_rows: int = number(256, above=0)
+    max_rows: int | None = number(None, above=0)
     decoder: Decoder = "auto"
     engine: str | dict[str, Any] | None = None
     environment: str | dict[str, Any] | None = None
@@ -337,7 +337,8 @@ class OptimizerConfig(Section, name="optimizer"):
         warmup_steps: optimizer steps of linear warm-up, from 0
         schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
         max_grad_norm: clip gradients to this global norm; 0 for no clipping
-        microbatch_tokens: tokens per forward and backward pass; changes memory and speed, not the result
+        microbatch_tokens: tokens per forward and backward pass; unset, 4096, or by the memory of a GPU; changes memory
+            and speed, not the result
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
@@ -346,7 +347,7 @@ class OptimizerConfig(Section, name="optimizer"):
     warmup_steps: int = number(0, at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float = number(1.0, at_least=0)
-    microbatch_tokens: int = number(4096, above=0)
+    microbatch_tokens: int | None = number(None, above=0)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
     minibatches = split_minibatches(
-        rollout, advantages, config, learner.microbatch_limit, learner.shares_prompts, learner.is_sharded
+        rollout, advantages, config, learner.microbatch_tokens(config), learner.shares_prompts, learner.is_sharded
     )
     if len(minibatches) > 1 or learner.reference is not None:
         add_fixed_logprobs(learner, minibatches, config)
@@ -161,7 +161,7 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     if config.ratios_to_engine:
         return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
     minibatches = split_minibatches(
-        rollout, advantages, config, learner.microbatch_limit, learner.shares_prompts, learner.is_sharded
+        rollout, advantages, config, learner.microbatch_tokens(config), learner.shares_prompts, learner.is_sharded
     )
     without_reference = replace(learner, reference=None)
     add_fixed_logprobs(without_reference, minibatches, config, first=0)

@@ -9,6 +9,7 @@ from jsonargparse.typing import PositiveInt
 
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
+from pspo.model.device import MAX_ROWS, MICROBATCH_TOKENS
 from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
 
 SAMPLER_BYTES = 36  # per logit, at most; scores, probabilities and noise are 22
@@ -155,7 +156,7 @@ def training_load(config: PlanConfig, s: Strategy, fullest: bool = False) -> Loa
     shares_prompts = s.name != "fsdp2"  # through a cache
     prompts = 1 if shares_prompts else group_size
     size = prompts * prompt + group_size * length
-    limit = config.optimizer.microbatch_tokens
+    limit = config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
     fitting = limit // size * group_size  # rows of a microbatch, whole groups
     if fitting == 0:  # one group is too large by itself
         rest = (limit - prompt) / length if shares_prompts else limit / (prompt + length)
@@ -217,7 +218,7 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
         resting["reference"] = 4 * trained / s.shards if frozen else weights
     copies = 2 if weight_bytes == 4 else 0  # bytes of an element's copy in bf16, by autocast
     gathered = 2 * shape.layer + shape.root  # elements at a time: a layer, the next one, and the embeddings
-    rows = min(load.rows, rollout.max_rows)
+    rows = min(load.rows, rollout.max_rows or MAX_ROWS)
     cache = rows * (config.plan.prompt_tokens + rollout.max_completion_tokens) * shape.kv_bytes
     drawing = resting | {
         "bf16 weights": copies * shape.matrices if s.shards == 1 else 2 * shape.parameters,
@@ -295,7 +296,7 @@ def decoding_seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str,
     limit = rollout.max_completion_tokens
     length = config.completion_tokens
     groups = load.rows / rollout.group_size
-    batches = math.ceil(load.rows / rollout.max_rows)
+    batches = math.ceil(load.rows / (rollout.max_rows or MAX_ROWS))
     read = batches * 2 * shape.matrices / gpu.bandwidth  # all weights, for each batch
     live = load.rows * length / limit  # rows that end leave the batch
     nucleus = rollout.top_p < 1

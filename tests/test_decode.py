@@ -13,7 +13,7 @@ import pspo.rollout.graphs
 from pspo.config import SYSTEM_PROMPT, AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.decode import in_nucleus, sample_race, sample_nucleus
+from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_race
 from pspo.rollout.generate import find_decoder
 from pspo.run.folders import save_model
 from pspo.tasks import load_problems

@@ -25,7 +25,7 @@ import importlib.util
 import re
 import shlex
 
-from pspo.model import ASSETS
+from pspo.model import ASSETS, default_max_rows
 
 SWITCHES = {"prompts": 4, "max_completion_tokens": 16}
 RUN = {"max_steps": 4, "validate_every": 0, "test_limit": 0}
@@ -213,9 +213,9 @@ def test_wrong_settings_raise(here, call, message):
 def test_sampling_has_the_commands_defaults(tiny_model):
     config = TrainConfig().rollout
     sampling = Sampling([1], 0)
-    names = "temperature top_p top_k max_completion_tokens max_rows"
-    for name in names.split():
+    for name in ("temperature", "top_p", "top_k", "max_completion_tokens"):
         assert getattr(sampling, name) == getattr(config, name)
+    assert sampling.max_rows == default_max_rows(torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- examples/

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ import pspo.train
 import pspo.update
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from pspo.losses import Surrogate
-from pspo.model import autocast, load_policy, load_tokenizer
+from pspo.model import autocast, default_max_rows, default_microbatch_tokens, load_policy, load_tokenizer
 from pspo.rollout import generate, load_prompts, make_sampling
 from pspo.run.learner import make_learner
 
@@ -208,6 +209,21 @@ def test_has_the_cpus_numbers(tmp_path, name):
     train(tmp_path / "cpu", *SAME_DRAWS, *COMPARED[name])
     tolerance = {"rel": 0.1, "abs": 0.02} if name == "bf16 autocast" else {"rel": 1e-4, "abs": 1e-5}
     assert_close(assert_good(tmp_path / "gpu"), assert_good(tmp_path / "cpu"), **tolerance)
+
+
+def test_sizes_are_what_the_memory_of_a_gpu_allows(monkeypatch):
+    """Of a model as Qwen2.5-0.5B, 0.6 (15/16 memory - 16 x 494e6) / (24 (30 x 896 + 8 x 4864)) tokens."""
+    gpu = torch.device("cuda")
+    text = SimpleNamespace(hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    weights = [torch.empty(494_000_000, device="meta", requires_grad=True)]
+    model = SimpleNamespace(device=gpu, config=config, parameters=lambda: weights)
+    for gib, tokens, rows in ((16, 2048, 128), (24, 4096, 192), (80, 16384, 640), (140, 32768, 1120)):
+        properties = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, answer=properties: answer)
+        assert default_microbatch_tokens(model, recomputes=False) == tokens
+        assert default_max_rows(gpu) == rows
+    assert default_microbatch_tokens(model, recomputes=True) == 2**19  # 0.6 x 133.0e9 / (24 x 4 x 896 + 65,792)
 
 
 # ---------------------------------------------------------------- commands, one after the other

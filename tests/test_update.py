@@ -205,7 +205,7 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer, **switches)
         if "advantages" in switches:
             advantages = by_token(advantages, G, rollout.completion_mask)
-        (minibatch,) = split_minibatches(rollout, advantages, config)
+        (minibatch,) = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)
         return len(minibatch.batches), *run(policy, rollout, advantages, config, sgd=0.1)
 
     _, expected, expected_metrics = steps(1000, rollout, advantages)

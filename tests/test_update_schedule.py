@@ -231,7 +231,7 @@ def padded_tokens(batch, group_size=G):
 def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes, tokens):
     rollout, advantages = make_rollout(groups)
     config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_tokens": tokens})
-    minibatch_list = split_minibatches(rollout, advantages, config)
+    minibatch_list = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)
     start = 0
     for size, minibatch in zip(sizes, minibatch_list, strict=True):
         counts, batches = minibatch.counts, minibatch.batches
@@ -259,7 +259,7 @@ def test_sorting_by_length_saves_padding():
     lengths = torch.where(torch.arange(len(rollout)) // G % 2 == 0, 8, 2)
     rollout = dataclasses.replace(rollout, completion_mask=torch.arange(8) < lengths[:, None])
     config = make_config(Kept(), optimizer={"microbatch_tokens": 160})
-    (minibatch,) = split_minibatches(rollout, advantages, config)
+    (minibatch,) = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)
     assert sum(batch.rollout.completion_ids.numel() for batch in minibatch.batches) <= 1.15 * int(lengths.sum())
 
 
@@ -267,9 +267,9 @@ def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
     rollout, advantages = make_rollout(8)
     config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
-    plain = split_minibatches(rollout, advantages, config)[0].batches
+    plain = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)[0].batches
     assert all(padded_tokens(batch) == batch.padded_tokens() for batch in plain)
-    unshared = split_minibatches(rollout, advantages, config, shares_prompts=False)[0].batches
+    unshared = split_minibatches(rollout, advantages, config, 120, shares_prompts=False)[0].batches
     assert len(unshared) > len(plain)
     assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
     assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
@@ -278,7 +278,7 @@ def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
 def test_rows_left_out_are_counted():
     rollout, advantages = make_rollout()
     for surrogate in (NoClip(), P3O(), P3O(kl_coef=0.5)):
-        (minibatch,) = split_minibatches(rollout, advantages, make_config(surrogate))
+        (minibatch,) = split_minibatches(rollout, advantages, make_config(surrogate), 60)
         counts, batches = minibatch.counts, minibatch.batches
         assert counts.tokens == int(rollout.completion_mask.sum())
         assert counts.sequences == 16

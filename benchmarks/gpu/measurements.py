@@ -32,7 +32,6 @@ from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
 from pspo_lab.plan_shapes import GPUS
 
-MICROBATCH = 16384  # tokens
 OFF = {  # optimisations without a switch
     "prompts-per-row": UNSHARED,
 }
@@ -56,7 +55,7 @@ class Load:
     def sampling(self, pad_id: int, decoder: str) -> Sampling:
         return Sampling([], pad_id, max_completion_tokens=self.tokens, max_rows=self.rows, decoder=decoder)
 
-    def config(self, microbatch: int = MICROBATCH, optimizer: str = "adamw", **model: Any) -> TrainConfig:
+    def config(self, microbatch: int | None = None, optimizer: str = "adamw", **model: Any) -> TrainConfig:
         return TrainConfig(
             model=ModelConfig(**model),
             algorithm=AlgorithmConfig(surrogate=PSPO(), epochs=1),
@@ -145,7 +144,7 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
         row("tokens", rollout.tokens / seconds, "1/s"),
         *(row(f"MFU, of the {kind} peak", rate / peak, least=least) for kind, peak in peaks.items()),
         row("peak memory", memory, "GB"),
-        row("microbatches", learner.microbatch_limit or config.optimizer.microbatch_tokens, "tokens"),  # halved on OOM
+        row("microbatches", learner.microbatch_tokens(config), "tokens"),  # halved where memory ran out
     ]
 
 
@@ -153,6 +152,7 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
 
 HELD_OUT = 976  # problems of ASDiv and SVAMP
 PROMPT = 115  # tokens, about
+MICROBATCH = 16384  # tokens, of both sides
 COUNTED = 2  # rollouts after the warm-up
 
 
@@ -192,7 +192,7 @@ def word_problems(options: Options, surrogate: str, seed: int) -> Rows:
         args = [
             f"--config={ROOT / 'configs/smollm2-word-problems/2-all.yaml'}", f"--data.path={options.data}",
             f"--model.name_or_path={options.smollm2}", "--model.autocast=auto", "--rollout.decoder=graphs",
-            "--rollout.max_rows=512", f"--optimizer.microbatch_tokens={MICROBATCH}", f"--run.test_limit={HELD_OUT}",
+            f"--run.test_limit={HELD_OUT}",
         ]  # fmt: skip
     pspo.train.main([*args, f"--algorithm.surrogate={surrogate}", f"--run.seed={seed}", f"--run.output_dir={output}"])
     summary = read_json(output / "summary.json")
@@ -213,7 +213,7 @@ def ranks(options: Options, strategy: str) -> Rows:
             f"--model.name_or_path={folder}", "--reward.functions=[benchmarks.workloads.checksum]",
             f"--rollout.prompts={prompts * processes}", f"--rollout.group_size={GROUP}",
             f"--rollout.max_completion_tokens={tokens}",
-            f"--optimizer.microbatch_tokens={MICROBATCH}", f"--run.max_steps={2 * rollouts}", "--run.save_every=0",
+            f"--run.max_steps={2 * rollouts}", "--run.save_every=0",
             "--run.validate_every=0", "--run.test_limit=0", "--run.quiet=true", f"--run.output_dir={output}",
             f"--distributed.strategy={strategy}",
         ]  # fmt: skip

@@ -1,7 +1,14 @@
 """The model: loading it, its log-probs, and the fast ways to the same numbers."""
 
 from pspo.model.adapters import StartingAdapters, fill_adapters, has_adapters
-from pspo.model.device import autocast, casts_to_bf16, is_out_of_memory, to_device
+from pspo.model.device import (
+    autocast,
+    casts_to_bf16,
+    default_max_rows,
+    default_microbatch_tokens,
+    is_out_of_memory,
+    to_device,
+)
 from pspo.model.find import ASSETS, load_model_config, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.load import load_policy
 from pspo.model.logprobs import (

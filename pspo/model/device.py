@@ -1,12 +1,19 @@
-"""The device: the dtype of forward passes on it, its memory, and running out of it."""
+"""The device: the dtype of forward passes on it, its memory, what that suffices for, and running out of it."""
 
+import math
 import resource
 import sys
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from pspo import distributed as dist
 
 GIB = 2**30
+MICROBATCH_TOKENS = 4096  # on a CPU
+MAX_ROWS = 256
+GPU_BYTES_PER_ROW = 2**27
 
 
 def casts_to_bf16(mode: str, device: torch.device) -> bool:
@@ -26,6 +33,36 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def default_max_rows(device: torch.device) -> int:
+    """Rows decoded at a time unless --rollout.max_rows says: on a GPU one for each 128 MiB of its memory."""
+    if device.type != "cuda":
+        return MAX_ROWS
+    return max(1, torch.cuda.get_device_properties(device).total_memory // GPU_BYTES_PER_ROW)
+
+
+def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
+    """Tokens of a forward and backward pass unless --optimizer.microbatch_tokens says.
+
+    On a GPU a power of 2, whose activations take at most 60% of what weights, gradients, AdamW's states and logits
+    leave: by layer and token some 30 bytes for each hidden and 8 for each intermediate feature. Half as many are tried
+    where memory runs out all the same.
+    """
+    if model.device.type != "cuda":
+        return MICROBATCH_TOKENS
+    memory = torch.cuda.get_device_properties(model.device).total_memory
+    states = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
+    if dist.is_sharded(model):
+        states /= dist.world_size()
+    config = model.config.get_text_config()
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    layer = 30 * config.hidden_size + 8 * intermediate
+    kept = config.num_hidden_layers * layer
+    if recomputes:  # gradient checkpointing
+        kept = config.num_hidden_layers * 4 * config.hidden_size + layer
+    tokens = 0.6 * (memory * 15 / 16 - states) / kept
+    return 2 ** max(8, math.floor(math.log2(max(1.0, tokens))))
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -25,8 +25,8 @@ def hidden_states_of_shared_prompts(
 ) -> Tensor | None:
     """(B, T, H): last hidden states from the prompts' last column on; None if nothing can be shared.
 
-    First the beginning of all prompts (the system prompt), then the rest of each prompt for its adjacent rows, then the
-    completions, each on top of the keys and values of what precedes it, through which gradients flow.
+    First, on a CPU, the beginning of all prompts (the system prompt), then the rest of each prompt for its adjacent
+    rows, then the completions, each on top of the keys and values of what precedes it, through which gradients flow.
 
     Args:
         ids, mask, positions: (B, P + T - 1) on the CPU, prompts left-padded and completions right-padded.
@@ -40,7 +40,8 @@ def hidden_states_of_shared_prompts(
     is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
     prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
     prefix = prompt_ids[0, :0]  # (L,)
-    if len(prompts) > 1 and attends_fully(model):
+    # On a GPU the kernel launches of another pass cost more than the common beginning does.
+    if len(prompts) > 1 and attends_fully(model) and model.device.type != "cuda":
         prefix = _common_prefix(prompt_ids[prompts], prompt_mask[prompts])
     L = len(prefix)
     if L == 0 and len(prompts) == len(ids):

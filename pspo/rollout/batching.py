@@ -1,6 +1,5 @@
 """Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
 
-import math
 import sys
 from dataclasses import dataclass, replace
 
@@ -45,7 +44,7 @@ def split_minibatches(
     rollout: Rollout,
     advantages: Tensor,
     config: TrainConfig,
-    limit: float | None = None,
+    limit: int,
     shares_prompts: bool = True,
     is_sharded: bool = False,
 ) -> list[Minibatch]:
@@ -67,7 +66,6 @@ def split_minibatches(
     has_gradient = loss_tokens > 0
     if config.algorithm.silent_at_zero_advantage:
         has_gradient &= whole.advantages.any(dim=1)
-    limit = min(config.optimizer.microbatch_tokens, limit or math.inf)
 
     minibatches = []
     for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), config.algorithm.minibatches):

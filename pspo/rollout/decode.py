@@ -277,9 +277,9 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
     """`sample_nucleus` in a fixed number of operations, without a wait for a GPU: a CUDA graph can hold them.
 
     Tokens arrive at exponential times, at the rates ``probs``. Of any set of tokens the first to arrive is a draw from
-    it, so the first inside the nucleus is the token. It is looked for among the first k to arrive, which are all outside
-    with a probability below `RACE_MISS`, and the likeliest token, which is inside. A bisection of these candidates by
-    their probability finds the least likely one inside.
+    that set, so the first inside the nucleus is the token. It is looked for among the first k to arrive, which are all
+    outside with a probability below `RACE_MISS`, and the likeliest token, which is inside. A bisection of these
+    candidates by their probability finds the least likely one inside.
     """
     race = probs / torch.empty_like(probs).exponential_()
     if top_p >= 1:

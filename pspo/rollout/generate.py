@@ -16,7 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCri
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
-from pspo.model import has_plain_cache, is_out_of_memory, pad_token_id, stop_token_ids, takes_visible_columns
+from pspo.model import (
+    default_max_rows,
+    has_plain_cache,
+    is_out_of_memory,
+    pad_token_id,
+    stop_token_ids,
+    takes_visible_columns,
+)
 from pspo.model.chat import completion_texts
 from pspo.model.find import token_ids
 from pspo.rollout.decode import decode, set_torch_states, torch_states
@@ -53,7 +60,7 @@ def make_sampling(
         top_k=config.top_k,
         max_completion_tokens=config.max_completion_tokens,
         stop_strings=config.stop_strings,
-        max_rows=config.max_rows,
+        max_rows=config.max_rows or default_max_rows(model.device),
         decoder=decoder,
         logprobs=logprobs or (algorithm is not None and algorithm.correction not in (None, "none")),
         nucleus=nucleus,

@@ -13,7 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import StartingAdapters, has_adapters, load_policy, shares_prompts
+from pspo.model import (
+    StartingAdapters,
+    default_microbatch_tokens,
+    has_adapters,
+    load_policy,
+    shares_prompts,
+)
 from pspo.run.optimizers import make_optimizer, make_scheduler
 from pspo.run.tokens import TokenRecord
 
@@ -29,7 +35,7 @@ class Learner:
         scheduler: None for a constant learning rate.
         reference: None if beta is 0.
         steps: optimizer steps taken.
-        microbatch_limit: tokens; below --optimizer.microbatch_tokens once memory has run out.
+        microbatch_limit: tokens, once memory has run out.
         record: gets what every step computes at tokens; None to record nothing.
     """
 
@@ -44,6 +50,13 @@ class Learner:
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
         self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
+
+    def microbatch_tokens(self, config: TrainConfig) -> int:
+        """At most so many in a microbatch: as asked for, or by the device's memory; fewer once that has run out."""
+        tokens = config.optimizer.microbatch_tokens
+        if tokens is None:
+            tokens = default_microbatch_tokens(self.policy, config.model.gradient_checkpointing)
+        return min(tokens, self.microbatch_limit or tokens)
 
     def limit_microbatches(self, tokens: int) -> None:
         """Make the microbatches of later rollouts at most this large, because memory has run out."""

@@ -151,7 +151,7 @@ def test_microbatches_are_the_trainer_s(prompts, group_size, minibatches, prompt
     rows = prompts * group_size
     parts = [part for n in (prompt, length) for part in (torch.ones(rows, n).long(), torch.ones(rows, n).bool())]
     rollout = Rollout(*parts, terminated=parts[1][:, 0], texts=[""] * rows)
-    batches = split_minibatches(rollout, torch.ones(rows), config)[0].batches
+    batches = split_minibatches(rollout, torch.ones(rows), config, 4096)[0].batches
     largest, mean = (training_load(config, ONE, fullest) for fullest in (True, False))
     assert largest.predicted == max(len(batch.rollout) for batch in batches) * length
     assert mean.microbatches == pytest.approx(len(batches), rel=0.05)  # rows of two groups may need a prompt more
