@@ -10,14 +10,14 @@ from jsonargparse.typing import PositiveInt
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
 from pspo.model.device import MAX_ROWS, MICROBATCH_TOKENS
+from pspo.model.logprobs import CHUNK_TOKENS, GPU_CHUNK_SHARE
 from pspo_lab.plan_shapes import GPU, GPUS, QWEN, Shape
 
 SAMPLER_BYTES = 36  # per logit, at most; scores, probabilities and noise are 22
 SAMPLER_TRAFFIC = 54  # per logit read and written for a token: scaled, softmax, noise, largest
-NUCLEUS_TRAFFIC = 540  # besides, where top_p cuts: 30 passes over the vocabulary
-LAUNCH = 5e-6  # seconds in which the CPU launches a kernel
-GRAPH_KERNEL = 1.5e-6  # seconds, at least, of a kernel that a CUDA graph launches
-LOGIT_TOKENS = 256  # tokens whose logits, and their gradient, exist at a time
+NUCLEUS_TRAFFIC = 190  # besides, where top_p cuts: the first arrivals of a race, and 4 passes at top_p 0.85
+LAUNCH = 25e-6  # seconds of the CPU for a kernel, Python included: on an H200's host 23 in decoding, 28 in training
+GRAPH_KERNEL = 3e-6  # seconds of a small kernel that a CUDA graph launches, on an H200
 OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2, "paged_adamw8bit": 0, "sgd": 0}  # per trained element, on the GPU
 OPTIMIZER_TRAFFIC = {"adamw": 28, "adamw8bit": 16, "paged_adamw8bit": 16, "sgd": 12}  # read and written in a step
 
@@ -229,12 +229,13 @@ def memory(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str,
     gradients = 4 * trained
     if s.shards > 1:  # the shard, and of what is gathered bf16, and float32 to reduce
         gradients = 4 * trained / s.shards + (0 if frozen else 6 * gathered)
+    chunk = max(CHUNK_TOKENS, config.gpu.memory / GPU_CHUNK_SHARE / (4 * shape.vocab))  # tokens
     head = 0 if frozen else shape.head  # its gradient's share of a chunk, in bf16 and cast to be added up
     training = resting | {
         "bf16 weights": copies * shape.matrices if s.shards == 1 else 2 * gathered,
         "gradients": gradients,
         "activations": shape.activations(load.tokens, load.keys, load.pairs, config.model.gradient_checkpointing),
-        "head": 8 * LOGIT_TOKENS * shape.vocab + (6 if s.shards == 1 else 2) * head,
+        "head": 8 * chunk * shape.vocab + (6 if s.shards == 1 else 2) * head,
     }
     return {"rollout": drawing, "training": training}
 
@@ -275,7 +276,7 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
         unseen += algorithm.minibatches
     passes = steps * max((forward + backward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
     passes *= load.microbatches
-    kernels = 650 * shape.layers + 40 if frozen else 501 * shape.layers + 148  # of a microbatch, counted as below
+    kernels = 427 * shape.layers + 128 if frozen else 335 * shape.layers + 184  # of a microbatch, counted as below
     hidden = passes if s.shards > 1 else 0.0  # a layer is gathered and reduced while others compute
     moved = OPTIMIZER_TRAFFIC[config.optimizer.name] * trained / s.shards
     training = {
@@ -307,7 +308,7 @@ def decoding_seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str,
         "sampler": limit * live * shape.vocab * (SAMPLER_TRAFFIC + NUCLEUS_TRAFFIC * nucleus) / gpu.bandwidth,
     }
     # Kernels of a token, counted on a simulated GPU under bf16 autocast.
-    kernels = limit * batches * (46 * shape.layers + 38 + 181 * nucleus)
+    kernels = limit * batches * (46 * shape.layers + 38 + 51 * nucleus)
     if rollout.decoder in ("auto", "graphs") and s.name != "fsdp2":
         return parts | {"launches": GRAPH_KERNEL * kernels}
     return parts | {"launches": max(0.0, LAUNCH * kernels - sum(parts.values()))}
