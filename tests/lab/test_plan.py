@@ -97,9 +97,8 @@ def test_memory_by_hand():
         "cache": 8 * tokens * 24 * 2 * 2 * 64 * 2, "sampler": 36 * 8 * 151936,
     }  # fmt: skip
     assert parts["training"]["gradients"] == 4 * n
-    assert parts["training"]["head"] == pytest.approx(
-        6 * 151936 * 896 + 0.9 * 80e9 / 64 * 2
-    )  # a 64th of logits, and gradients
+    logits = 0.9 * 80e9 / 64  # bytes, and as many of their gradient
+    assert parts["training"]["head"] == pytest.approx(6 * 151936 * 896 + 2 * logits)
     # Two groups in one microbatch: 48 tokens once, 67 for each prompt, 127 for each of 8 rows.
     computed, keys, pairs = 48 + 2 * 67 + 8 * 127, 48 + 2 * 115 + 8 * 242, 48 * 48 + 2 * 67 * 115 + 8 * 127 * 242
     layer = computed * (26 * 896 + 4 * 896 + 8 * 4864 + 4 * 14 + 8) + keys * 4 * 896 + 2 * pairs
