@@ -183,17 +183,6 @@ def test_failed_runs_are_named_and_retried_on_request_and_nothing_is_selected_wi
     assert not list(Path("out").rglob("*.failed"))
 
 
-def test_an_evaluation_that_a_scheduler_stopped_resumes_without_the_training(here, capsys):
-    sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {}})
-    world(fail={"e/pspo/seed-0/evaluation": 75})
-    assert sweep() == 1
-    assert "failed: out/e/pspo/seed-0: exit code 75" in capsys.readouterr().err
-    world()
-    assert sweep() == 0  # without --retry_failed
-    evaluation = "e/pspo/seed-0/evaluation"
-    assert calls() == ["e/untrained/tiny-base/evaluation", "e/pspo/seed-0", evaluation, evaluation]
-
-
 def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     sweep_file()
     world(seconds=600)
@@ -225,12 +214,8 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
 
 
 @pytest.mark.parametrize(("experiment", "args", "message"), [
-    ({"sedes": [1]}, [], "sedes"),
-    ({"methods": {"clip": {"algorithm.epsi": 1}}}, [], "pspo sweep: e/clip-epsi=1: error: .*algorithm.epsi"),
     ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
     ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
-    ({"evaluate": {"evaluation": {"eval.tempratures": [0]}}}, [], "e, evaluate evaluation: error: .*tempratures"),
-    ({}, ["--only", "[f]"], r"--only must name experiments \(e\), got 'f'"),
     ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
 ])  # fmt: skip
 def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experiment, args, message):
@@ -248,11 +233,7 @@ def test_dry_run_prints_settings_runs_and_tokens_of_a_search_and_runs_nothing(he
     for limit, tokens in ((None, 4500), (400, 2100)):  # 5 rollouts each, or 400 and at most one rollout more
         sweep_file(shared=shared | {"run.max_tokens": limit}, search=SEARCH, seeds=[0, 1, 2])
         assert sweep("--dry_run") == 0
-        out = capsys.readouterr().out
-        assert out.splitlines()[:4] == [f"e/{setting}" for setting in (A, B, C, D)]
-        assert re.search(rf"full +3 +0 +{tokens}\n", out)
-        if limit is None:  # 3 rollouts of 6 rows of 50 tokens each
-            assert re.search(r"grid +4 +0 +3600\n.*confirm +4 +0 +3600\n", out)
+        assert re.search(rf"full +3 +0 +{tokens}\n", capsys.readouterr().out)
     assert not Path("out").exists()
 
 
@@ -282,8 +263,7 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
-    ("main-table", "[qwen2.5-0.5b]", 18),
-    ("tiny-control", "[steps]", 80),
+    ("main-table", "[qwen2.5-0.5b]", 18), ("tiny-control", "[steps]", 80),
     pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
     pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),

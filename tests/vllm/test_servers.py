@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import threading
 import time
@@ -13,13 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from engines import CPU
-from processes import one_layer, ranks, run_command
+from processes import one_layer, ranks
 from safetensors.torch import load
 
-import pspo_vllm.serve
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, TrainConfig
-from pspo.model import ASSETS, load_policy
+from pspo.model import load_policy
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError, find_engine
 from pspo_vllm.servers import Servers
@@ -201,20 +199,6 @@ def test_what_a_server_fails_to_draw_another_one_draws(servers, policy, capsys, 
         assert len(servers[0].seeds) == 3
 
 
-def test_a_server_that_is_gone_is_used_again_when_it_is_back(servers, policy, capsys):
-    with engine_of(servers) as engine:
-        engine.push(policy, 0)
-        servers[0].stop()
-        assert drawn_by(engine) == expected()
-        engine.push(policy, 1)
-        assert drawn_by(engine) == expected()
-        assert capsys.readouterr().err.count("WARNING") == 1
-        servers[0] = Server(servers[0].server_port)
-        engine.push(policy, 2)
-        assert drawn_by(engine) == expected()
-        assert len(servers[0].seeds) == 3
-
-
 def test_a_push_that_a_killed_trainer_left_unfinished_is_finished(servers, policy):
     servers[0].updating = True
     with engine_of(servers) as engine:
@@ -267,7 +251,6 @@ def test_without_a_server_that_draws_it_raises(servers, policy):
     [
         ({"vllm": "0.9.1"}, "runs vLLM 0.9.1, not 0.32.x"),
         ({"url": "http://127.0.0.1:9"}, "does not answer /version (ConnectionError)"),
-        ({"before": lambda path: {}[path]}, 'answers /version by 404 {"detail": "Not Found"}: start it by pspo serve'),
     ],
 )
 def test_servers_that_are_none_are_one_line(servers, fault, says):
@@ -280,19 +263,3 @@ def test_servers_that_are_none_are_one_line(servers, fault, says):
     with pytest.raises(ValueError, match=re.escape(f"pspo_vllm.Servers: {servers[0].url} {says}")):
         find(servers[0].url)
     assert isinstance(find(servers[0].url, servers[1].url), Servers)
-
-
-def test_serve_is_vllms_own_server(monkeypatch):
-    monkeypatch.setattr(pspo_vllm.serve, "require_vllm", lambda: None)
-    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
-    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
-    calls = []
-    assert run_command(pspo_vllm.serve.main, "--port=8001", "--arguments=[--tensor-parallel-size=2]") == 0
-    [(_, words, environment)] = calls
-    command = " ".join(words)
-    assert f"-m vllm.entrypoints.openai.api_server --model {ASSETS / 'tiny-base'} --no-trust-remote-code" in command
-    assert "--dtype float32 --max-model-len 1024" in command
-    assert "--host 127.0.0.1 --port 8001" in command
-    assert "--revision" not in command
-    assert words[-1] == "--tensor-parallel-size=2"
-    assert environment["VLLM_PLUGINS"] == "theirs,pspo"
