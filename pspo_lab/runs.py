@@ -6,7 +6,7 @@ seeds of one setting. What cannot be read is named on stderr and left out.
 
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,12 +45,14 @@ class LabRun:
         switches: the configuration, by switch; lists and mappings as JSON.
         metrics: step and the metrics, one row per rollout; NaN where one is missing or not finite.
         summary: ``summary.json``, empty while the run is not finished.
+        untrained: its validation before training, empty if there is none.
     """
 
     folder: Path
     switches: Row
     metrics: pd.DataFrame
     summary: Row
+    untrained: Row
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,8 @@ class Runs:
         """Run, step 0 and the validation before training, of finished runs that have a folder."""
         rows = []
         for name in self.configs.index.intersection(list(self.folders)):
-            validation = self.folders[name].summary.get("validation", {}).get("untrained")
-            if validation:
-                rows.append(validation | {"run": name, "time": 0.0})
+            if self.folders[name].untrained:
+                rows.append(self.folders[name].untrained | {"run": name, "time": 0.0})
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
 
 
@@ -136,13 +137,13 @@ def read_runs(roots: Sequence[Path]) -> Runs:
         with skip_unreadable(folder):
             name = str(local_path(folder))
             run = read_run(folder)
-            rows += [{"run": name, **row} for row in summary_rows(run)]
+            rows += checked_rows({"run": name, **row} for row in summary_rows(run))
             runs[name] = run
             configs[name] = run.switches | {"experiment": str(folder.parent.parent)}
             metrics.append(run.metrics.assign(run=name))
     for folder in evaluation_folders:
         with skip_unreadable(folder):
-            rows += list(evaluation_rows(folder, runs))
+            rows += checked_rows(evaluation_rows(folder, runs))
     for folder in packs:
         with skip_unreadable(folder):
             packed_configs, packed_metrics, packed_numbers = read_pack(folder)
@@ -177,7 +178,8 @@ def sort_runs(runs: Runs) -> Runs:
 def read_run(folder: Path) -> LabRun:
     """Read a run's folder; raises ValueError if it is damaged."""
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
+    untrained = dict(summary.get("validation", {}).get("untrained") or {})
+    return LabRun(folder, read_switches(folder), read_metrics(folder), summary, untrained)
 
 
 def read_switches(folder: Path) -> Row:
@@ -269,6 +271,13 @@ def result_rows(result: Row, about: Row) -> Iterator[Row]:
     for part, groups in result.get("breakdown", {}).items():
         for group, group_result in groups.items():
             yield from result_rows(group_result, about | {"part": part, "group": group})
+
+
+def checked_rows(rows: Iterable[Row]) -> list[Row]:
+    """Rows of numbers; ValueError or TypeError if one is no number."""
+    rows = list(rows)
+    pd.DataFrame(rows, columns=NUMBERS).astype(dict.fromkeys(("n", "value", "low", "high"), float))
+    return rows
 
 
 # Packed folders

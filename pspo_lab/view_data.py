@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import pspo.losses
-from pspo.cli.files import read_json, read_jsonl
+from pspo.cli.files import DAMAGE, read_json, read_jsonl
 from pspo.losses import Surrogate, token_weights
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import COLOURS, OTHERS_COLOUR
@@ -30,8 +30,12 @@ from pspo_lab.settings import ARGUMENT, DATA, MODEL, SEED, SURROGATE, labels, me
 from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL
 
 TOKENS = "tokens.parquet"  # a folder with a file for each recorded rollout, step-N.parquet
-TOKEN_COLUMNS = ["step", "problem", "sample", "position", "token_id", "text", "logprob", "old_logprob",
-                 "sampler_logprob", "reference_logprob", "entropy", "advantage", "weight"]  # fmt: skip
+TOKEN_TYPES = {
+    **dict.fromkeys(["step", "problem", "sample", "position", "token_id"], int),
+    "text": str,
+    **dict.fromkeys(["logprob", "old_logprob", "sampler_logprob", "reference_logprob"], "float32"),
+    **dict.fromkeys(["entropy", "advantage", "weight"], "float32"),
+}
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
 MOST_CHANGES = 200  # test problems that came out differently
@@ -164,25 +168,26 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     groups = []
     left_out = 0
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
-        samples = [sample for sample in read_jsonl(folder / "samples.jsonl") if "sample" in sample]
-        steps = sorted({sample["step"] for sample in samples})
-        every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
-        on_page = {*steps[::every], *steps[-1:]}
-        left_out += len(steps) - len(on_page)
-        sequences = {step: read_sequences(token_files[step], surrogates) for step in on_page & token_files.keys()}
-        starts = [i for i, sample in enumerate(samples) if sample["sample"] == 0]
-        for start, end in pairwise([*starts, len(samples)]):
-            first = samples[start]
-            if first["step"] in on_page:
-                step_sequences = sequences.get(first["step"], {})
-                groups.append({
-                    "run": run,
-                    "step": first["step"],
-                    "problem": first["problem"],
-                    "prompt": prompt_text(first["prompt"]),
-                    "gold": first["gold"],
-                    "completions": [describe_completion(sample, step_sequences) for sample in samples[start:end]],
-                })  # fmt: skip
+        with skip_unreadable(folder):
+            samples = [sample for sample in read_jsonl(folder / "samples.jsonl") if "sample" in sample]
+            steps = sorted({sample["step"] for sample in samples})
+            every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
+            on_page = {*steps[::every], *steps[-1:]}
+            left_out += len(steps) - len(on_page)
+            sequences = {step: read_sequences(token_files[step], surrogates) for step in on_page & token_files.keys()}
+            starts = [i for i, sample in enumerate(samples) if sample["sample"] == 0]
+            for start, end in pairwise([*starts, len(samples)]):
+                first = samples[start]
+                if first["step"] in on_page:
+                    step_sequences = sequences.get(first["step"], {})
+                    groups.append({
+                        "run": run,
+                        "step": first["step"],
+                        "problem": first["problem"],
+                        "prompt": prompt_text(first["prompt"]),
+                        "gold": first["gold"],
+                        "completions": [describe_completion(sample, step_sequences) for sample in samples[start:end]],
+                    })  # fmt: skip
     return {"groups": groups, "left_out": left_out}
 
 
@@ -198,8 +203,8 @@ def describe_completion(sample: Record, sequences: dict[tuple[int, int], list[Re
 def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[int, int], list[Record]]:
     """By problem and sample the completions that a rollout's file has: their tokens, and every visit to them."""
     try:
-        table = pd.read_parquet(file)[TOKEN_COLUMNS]
-    except (OSError, KeyError, ValueError) as error:
+        table = pd.read_parquet(file)[[*TOKEN_TYPES]].astype(TOKEN_TYPES)
+    except (OSError, ValueError, *DAMAGE) as error:
         warn(f"{file} is not what a run records ({error}); left out")
         return {}
     if table.empty:  # no optimizer step visited the rollout

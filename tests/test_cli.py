@@ -1,5 +1,6 @@
 """The commands as a user meets them: a run's files, the same numbers again, every option once, one-line errors."""
 
+import importlib
 import io
 import math
 import os
@@ -366,3 +367,35 @@ def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monk
     (here / "thesis.tex").write_text("mine")
     monkeypatch.setattr(pspo.run.prepare, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     assert switch.partition("=")[0] in refused(train, f"--{switch}")
+
+
+HOME_COMMANDS = {  # words, and the file that they write at home
+    "export": ("--model.name_or_path=~/run/final --output_dir=~/merged", "merged/model.safetensors"),
+    "view": ("~/run --output ~/page.html", "page.html"),
+    "report": ("~/run --output_dir ~/report", "report/report.md"),
+    "report --pack": ("~/run --pack ~/packed", "packed/runs.parquet"),
+    "sweep": ("--config=~/sweep.yaml", "swept/e/pspo/seed-0/summary.json"),
+    "compare": ("~/run", "run/summary.json"),  # it prints alone
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    words = (*FAST, "--run.test_limit=4", "--model.lora.rank=2", *TINIEST)
+    train([*words, f"--run.output_dir={home}/run"])
+    shutil.copy(home / "run/config.yaml", home / "run.yaml")
+    experiment = "{methods: {pspo: {}}, seeds: [0], shared: {config: ~/run.yaml}}"
+    (home / "sweep.yaml").write_text(f"{{output: ~/swept, experiments: {{e: {experiment}}}}}")
+    return home
+
+
+@pytest.mark.parametrize("command", HOME_COMMANDS)
+def test_home_folders_are_expanded_in_every_command(home, here, monkeypatch, command):
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    words, written = HOME_COMMANDS[command]
+    module, _ = pspo.__main__.COMMANDS[command.partition(" ")[0]]
+    importlib.import_module(module).main(words.split())
+    assert (home / written).is_file()
+    assert files_of(here) == {}

@@ -48,7 +48,7 @@ def render_prompts(
             chats, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program that comes with the model
-        fix = "if it knows no system turn, set --data.system_prompt ''"
+        fix = "if it knows no system turn, set --data.system_prompt ''; --data.chat_template brings another template"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} failed ({error}); {fix}") from error
 
 

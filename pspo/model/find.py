@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, ModelConfig, require
+from pspo.tasks.files import read_text
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -82,14 +83,21 @@ def replace_template(templates: str | dict[str, str] | None, file: Path) -> str 
 
     An adapter's folder may hold several, too.
     """
-    template = file.read_text(encoding="utf-8")
+    template = read_template(file)
     if not isinstance(templates, dict):
         return template
     replaced = {"default": template}
     if re.search(r"\btools\b", template):
         replaced["tool_use"] = template
     saved = file.parent.glob("additional_chat_templates/*.jinja")  # transformers' folder
-    return templates | replaced | {path.stem: path.read_text(encoding="utf-8") for path in saved}
+    return templates | replaced | {path.stem: read_template(path) for path in saved}
+
+
+def read_template(file: Path) -> str:
+    try:
+        return read_text(file)
+    except ValueError as error:
+        raise ValueError(f"the chat template {file}: {error}") from error
 
 
 def set_template_defaults(templates: str | dict[str, str], arguments: dict[str, Any]) -> str | dict[str, str]:

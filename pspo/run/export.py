@@ -41,12 +41,12 @@ def export(config: ExportConfig) -> None:
     """Merge, save and print where; raises ValueError for a model without adapters, or adapters that do not fit it."""
     model = config.model.resolved()
     output = local_path(config.output_dir)
+    tokenizer = load_tokenizer(config.model)  # raises for a folder that is not there
     if model.lora.name_or_path is None:
         raise ValueError("--model.name_or_path must be a PEFT folder: other models are whole")
     if output.exists():
         raise ValueError(f"--output_dir {output} must not exist yet")
     adapters = Path(model.lora.name_or_path)
-    tokenizer = load_tokenizer(config.model)
     read_adapters(adapters)  # raises for a damaged file
     dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
     adapted = load_policy(replace(model, dtype=dtype), CPU)

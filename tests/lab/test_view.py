@@ -156,6 +156,20 @@ def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsy
     assert "seed-1: damaged (KeyError: 'correct'); left out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("column", "bad"), [("position", "first"), ("step", None), ("logprob", [1.0])])
+def test_damaged_files_of_tokens_are_named_and_left_out(runs, tmp_path, capsys, column, bad):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    damaged, mistyped, *others = sorted((run / "tokens.parquet").iterdir())
+    damaged.write_bytes(b"garbage")
+    table = pd.read_parquet(mistyped)
+    table.assign(**{column: [bad] * len(table)}).to_parquet(mistyped)
+    data = data_of(make_page([run]))
+    assert {visit["step"] for _, one in recorded(data) for visit in one["recorded"]["visits"]}
+    assert len(others) > 0
+    printed = capsys.readouterr().err
+    assert all(f"{file} is not what a run records" in printed for file in (damaged, mistyped))
+
+
 def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(runs / "seed-0", "run")

@@ -58,10 +58,10 @@ def ports() -> range:
             return range(port, port + 2)
 
 
-def launched(ports: range, what: str) -> int:
+def launched(ports: range, what: str, logs: str = "logs") -> int:
     """A process that starts two servers and a trainer, which ends with a code, or waits for a signal; its id."""
     words, command = [sys.executable, "-c", SERVER], [sys.executable, "-c", TRAINER, what]
-    return fork(lambda: end(lambda: launch(words, command, ports, "127.0.0.1", 1, "logs")))
+    return fork(lambda: end(lambda: launch(words, command, ports, "127.0.0.1", 1, logs)))
 
 
 def end(action: Callable[[], int]) -> int:
@@ -110,10 +110,13 @@ def test_a_signal_is_the_trainer_s_which_saves(ports, number, passed):
     assert not any(map(is_running, processes()))
 
 
-def test_a_server_that_ends_at_the_start_ends_all_in_one_line(ports, capfd):
+def test_a_server_that_ends_at_the_start_ends_all_in_one_line(ports, capfd, here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
     Path(f"broken-{ports[1]}").touch()
-    assert exit_code(launched(ports, "0")) == 1
-    line = f"the server at http://127.0.0.1:{ports[1]} ended with exit code 3 before it was ready: see logs/server-"
+    assert exit_code(launched(ports, "0", "~/logs")) == 1
+    line = (
+        f"the server at http://127.0.0.1:{ports[1]} ended with exit code 3 before it was ready: see {here}/logs/server-"
+    )
     assert capfd.readouterr().err == f"pspo serve: {line}{ports[1]}.log\n"
     assert not Path("trainer").exists()
     assert not any(map(is_running, processes()))
