@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pspo import losses
+from pspo.tasks.datasets import has_text_answers
 from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
@@ -165,12 +166,14 @@ class DataConfig(Section, name="data"):
 
     Args:
         name: arithmetic, letters, sums, gsm8k, math, svamp, asdiv, a hub id, file (your own), or gsm8k+math
-        path: local file or folder; unset, the hub
+        path: local file or folder, of your own unless another name is given; unset, the hub
         hub: of a hub id, any of {config: main, revision: COMMIT, splits: {train: train_sft, test: test_sft}}
         limit: number of problems of the split to use; unset, all
         seed: shuffles the problems and draws the validation split
-        columns: with file or a hub id, columns of the problem (a text, or a chat as a list of turns) and gold answer
-        answer_kind: gold answers are exact numbers, text, or none; unset, the source's own kind (mostly number)
+        columns: with file or a hub id, columns of the problem (a text, or a chat as a list of turns; without prompt,
+            messages) and of the gold answer
+        answer_kind: gold answers are exact numbers, text, or none; unset, text if no answer of your file is a number,
+            else the source's own kind (mostly number)
         holdout: share that becomes the test split if the source has a single split
         system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
         chat_template: a Jinja file, or arguments such as {enable_thinking: false} of the model's own; saved with it
@@ -192,6 +195,11 @@ class DataConfig(Section, name="data"):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "columns", {"prompt": "prompt", "answer": "answer"} | self.columns)
+        if self.name == "arithmetic" and self.path is not None:
+            object.__setattr__(self, "name", "file")
+        is_own = self.name == "file" and self.path is not None and Path(self.path).exists()
+        if self.answer_kind is None and is_own and has_text_answers(Path(self.path), self.columns["answer"]):
+            object.__setattr__(self, "answer_kind", "text")
         rule = "must have no keys but config, revision and splits"
         require(self.hub.keys() <= {"config", "revision", "splits"}, "data.hub", rule, self.hub)
 

@@ -11,7 +11,7 @@ from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.files import read_jsonl
 from pspo.cli.parse import user_errors
-from pspo.cli.terminal import one_line, tolerate_output
+from pspo.cli.terminal import clip, one_line, tolerate_output
 from pspo.evaluate.results import (
     ESTIMATES,
     MEANS,
@@ -126,37 +126,24 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
 
 def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
     """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
-    key, better, worse = changed_pairs(before, after)
-    counts = f"{len(better)} with more reward, {len(worse)} with less"
-    if key == "correct":
-        counts = f"{len(better)} wrong -> right, {len(worse)} right -> wrong"
-    parts = [f"{counts}, of {len(before):,} problems"]
+    better, worse = changed_pairs(before, after)
+    parts = [f"{len(better)} with more reward, {len(worse)} with less, of {len(before):,} problems"]
     in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
     for pair in in_turn[:most]:
         prompt = pair[0]["prompt"]
         lines = {"problem": prompt if isinstance(prompt, str) else prompt[-1]["content"], "gold": pair[0]["gold"]}
         for name, record in zip(names, pair, strict=True):
-            lines[name] = record["completion"] if key == "correct" else f"{record[key]:.3f}: {record['completion']}"
+            lines[name] = f"{record['reward']:.3f}: {record['completion']}"
         parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
     return "\n\n".join(parts)
 
 
 def changed_pairs(
     before: Sequence[Record], after: Sequence[Record]
-) -> tuple[str, list[tuple[Record, Record]], list[tuple[Record, Record]]]:
-    """What is compared (correct, or reward without answers), and the pairs that it is higher and lower in, most first.
-
-    The records are of the same problems, one completion each.
-    """
-    key = "reward" if all(record["correct"] is None for record in before) else "correct"
-    pairs = [(old, new) for old, new in zip(before, after, strict=False) if None not in (old[key], new[key])]
-    pairs.sort(key=lambda pair: pair[0][key] - pair[1][key])
-    better = [(old, new) for old, new in pairs if new[key] > old[key]]
-    worse = [(old, new) for old, new in reversed(pairs) if new[key] < old[key]]
-    return key, better, worse
-
-
-def clip(text: str, width: int = 200) -> str:
-    """Text in one line, without its middle if it is long."""
-    text = one_line(text)
-    return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"
+) -> tuple[list[tuple[Record, Record]], list[tuple[Record, Record]]]:
+    """The pairs with more and with less reward, most first, of records of the same problems, one completion each."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=False) if None not in (old["reward"], new["reward"])]
+    pairs.sort(key=lambda pair: pair[0]["reward"] - pair[1]["reward"])
+    better = [(old, new) for old, new in pairs if new["reward"] > old["reward"]]
+    worse = [(old, new) for old, new in reversed(pairs) if new["reward"] < old["reward"]]
+    return better, worse

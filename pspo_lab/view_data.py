@@ -21,6 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import pspo.losses
 from pspo.cli.files import DAMAGE, read_json, read_jsonl
+from pspo.evaluate.results import as_text
+from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import COLOURS, OTHERS_COLOUR
@@ -109,7 +111,7 @@ def describe_run(run: LabRun, label: str) -> Record:
             raise ValueError(f"best/validation.json or summary.json is damaged: the best step is {best_step!r}")
         events.append({"step": best_step, "kind": "best", "text": f"best model (step {best_step})"})
     return {
-        "name": run.folder.name,
+        "name": f"{label}, seed {run.switches[SEED]}",
         "label": label,
         "about": describe_progress(run),
         "curve": run_curve(run.switches),
@@ -125,25 +127,26 @@ def describe_progress(run: LabRun) -> str:
     parts = [f"{Path(config[MODEL]).name} on {config[DATA]}", str(config[SURROGATE]).rpartition(".")[2]]
     parts += [f"seed {config[SEED]}", f"step {step} of {config['run.max_steps']}"]
     if before := run.summary.get("before"):
-        name = "accuracy" if "accuracy" in before else "mean_reward"
-        after = run.summary["after"][name]
-        parts.append(f"{name.replace('_', ' ')} {before[name]:.3f} before, {after:.3f} after")
+        after = run.summary["after"]
+        for name in [name for name in ("mean_reward", "accuracy", "gold_anywhere") if name in before and name in after]:
+            values = [as_text(name, test[name]) for test in (before, after)]
+            parts.append(f"{measure_label(name)} {values[0]} before, {values[1]} after")
     return " · ".join(parts)
 
 
 def changed_tests(folder: Path) -> Record:
-    """Test problems whose completion changed its worth in training, how many, and the first: the worst."""
+    """Test problems whose completion changed its reward in training, how many, and the first: the worst."""
     before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
     if not before or not after:
         return {"worse": 0, "better": 0, "shown": []}
-    key, better, worse = changed_pairs(before, after)
+    better, worse = changed_pairs(before, after)
     changes = []
     for old, new in [*worse, *reversed(better)][:MOST_CHANGES]:
         changes.append({
             "prompt": prompt_text(old["prompt"]),
             "gold": old["gold"],
-            "before": {"text": old["completion"], "value": float(old[key])},
-            "after": {"text": new["completion"], "value": float(new[key])},
+            "before": {"text": old["completion"], "value": float(old["reward"])},
+            "after": {"text": new["completion"], "value": float(new["reward"])},
         })  # fmt: skip
     return {"worse": len(worse), "better": len(better), "shown": changes}
 

@@ -101,7 +101,8 @@ def run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
 def test_what_a_run_says_and_writes(run):
     folder, done = run
     for moment in ("before", r"after, step \d"):
-        assert re.search(rf"^{moment} +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
+        assert re.search(rf"^{moment} +\d\.\d+ \[.*\] +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
+    assert re.search(r"^[\d:]+  sample  .+ -> .+  \(reward [01]\.\d\d\)$", done.stderr, re.MULTILINE)
     assert re.search(r"^validation reward 0\.\d+ at step 0", done.stdout, re.MULTILINE)
     assert re.search(r"python -m pspo\.evaluate .*--model\.name_or_path out/best", done.stdout)
     assert list(folder.parent.iterdir()) == [folder]
@@ -248,6 +249,24 @@ def test_own_data_and_reward_and_the_evaluation_that_a_run_advises(here, capsys)
     assert results["n"] == after["n"] == 4  # of 9
     assert again["accuracy"] == {"value": after["accuracy"], "ci95": after["ci95"]}
     assert again["completion_tokens"] == after["completion_tokens"]
+
+
+def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys):
+    records = [{"messages": [{"role": "user", "content": f"Spell {word} backwards."}], "answer": word} for word in
+               ("ab", "cde", "fg", "hij", "kl", "mno")]  # fmt: skip
+    (here / "mine").mkdir()
+    for split in ("train", "test"):
+        append_jsonl(here / f"mine/{split}.jsonl", *records)
+    train([*FAST, "--data.path=mine", "--reward.functions=[test_cli.length]", "--run.test_limit=4",
+           "--run.validate_every=2", "--run.output_dir=out"])  # fmt: skip
+    data = read_config(here / "out/config.yaml")["data"]
+    assert (data["name"], data["answer_kind"]) == ("file", "text")
+    printed = capsys.readouterr()
+    # accuracy compares texts, whatever the reward: it never stands alone
+    assert re.search(
+        r"^greedy, held-out +reward \[95%\] +accuracy \[95%\] +gold anywhere \[95%\]", printed.out, re.MULTILINE
+    )
+    assert "WARNING: 1 validation problems choose the best model, by luck" in printed.err
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------

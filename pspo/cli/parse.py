@@ -69,7 +69,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
         raise ValueError(short_message(error, switches)) from error
     config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
     for switch in switches:
-        if namespace[switch] is None or switch in PATHS:  # perhaps a default that depends on other switches, or ~
+        if namespace[switch] is None or switch in (*PATHS, "data.name"):  # may depend on other switches, or on ~
             namespace[switch] = attrgetter(switch)(config)
     resolved = parser.dump(namespace, skip_unset=False)
     if only_print:

@@ -15,6 +15,12 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
+def clip(text: str, width: int = 200) -> str:
+    """Text in one line, without its middle if it is long."""
+    text = one_line(text)
+    return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"
+
+
 def printable(text: str) -> str:
     """Text whose lines stay, such as a command."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

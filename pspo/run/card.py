@@ -68,10 +68,13 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens={config.rollout.m
 
 
 def describe_results(summary: Record) -> str:
-    """The held-out problems' measures of the model before training, of the best and of the final one; validations."""
+    """The held-out problems' measures of the model before training, of the best and of the final one; validations.
+
+    The reward that was trained comes first: an accuracy of 0 may only mean that this reward asks for something else.
+    """
     best_step = summary["best_step"]
     steps = summary["optimizer_steps"]
-    names = [name for name in ("accuracy", "mean_reward", *MEANS) if name in summary["after"]]
+    names = [name for name in ("mean_reward", "accuracy", "gold_anywhere", *MEANS) if name in summary["after"]]
     models = {"before": "before", "after": f"after, step {best_step}"}
     if best_step != steps:
         models["final"] = f"final, step {steps}"

@@ -23,6 +23,8 @@ from pspo.run.resume import finished_summary
 from pspo.run.run import Run
 from pspo.tasks.failures import user_frames, user_traceback
 
+FEWEST_TO_CHOOSE = 30  # validation problems, below which choosing the best model is mostly luck
+
 
 @memory_errors(
     "pspo.train",
@@ -84,6 +86,10 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
         print_header(run)
     if dist.is_main():
         warn_of_leaks(run.validator.prompts)
+        n_validation = len(run.validator.prompts.get("validation", range(FEWEST_TO_CHOOSE)))
+        if n_validation < FEWEST_TO_CHOOSE:
+            fix = "add some, or return the last model by --run.validate_every 0"
+            print(f"WARNING: {n_validation} validation problems choose the best model, by luck: {fix}", file=sys.stderr)
     resumes = f"the same command with --run.output_dir {run.output} resumes"
     with run.resources, run.signals:
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pspo.cli.terminal import clip, one_line
 from pspo.tasks import matches_format
 
 
@@ -58,14 +59,25 @@ def mean_of_known(values: list[float]) -> float:
     return float(np.mean(drop_nan(values)))
 
 
+def sample_line(sample: dict[str, Any]) -> str:
+    """The end of a problem, its completion and that one's reward, as a line to show while a run trains."""
+    prompt = sample["prompt"]
+    problem = one_line(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    if len(problem) > 50:
+        problem = f"…{problem[-50:]}"
+    return f"{problem} -> {clip(sample['completion'], 90)}  (reward {sample['reward']:.2f})"
+
+
 def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:
     """A rollout's line in a few numbers for the progress bar or a log, and the best validation so far."""
     seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
     text = (
         f"reward {line['reward']:.3f}  loss {line['loss']:.4f}  kl {line['kl_old_new']:.2g}  "
         f"grad {line['grad_norm']:.2g}  entropy {line['entropy']:.2g}  tokens {line['completion_tokens']:.0f}  "
-        f"truncated {line['truncated_share']:.0%}  skipped {line['steps_skipped']:.0f}  {seconds / steps:.1f} s/step"
+        f"truncated {line['truncated_share']:.0%}  {seconds / steps:.1f} s/step"
     )
+    if line["steps_skipped"]:
+        text += f"  skipped {line['steps_skipped']:.0f}"
     if best:
         text += f"  best {best['validation_reward']:.3f} at {best['step']}"
     return text

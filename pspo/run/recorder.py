@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
 from pspo.cli.files import Settings, append_text, read_jsonl, to_jsonl
-from pspo.cli.terminal import Bar
+from pspo.cli.terminal import Bar, print_timed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.rollout import Experience, Prompts
 from pspo.run.folders import describe_newest, write_errors
 from pspo.run.learner import Learner
-from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
+from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens
 from pspo.run.trackers import log_rollout, start_tracker
 from pspo.tasks.failures import FIRST_FAILURES
@@ -153,6 +153,8 @@ class Recorder:
             if self.tracker is not None:
                 log_rollout(self.tracker, self.line, self.samples)
             is_notable = self.first_step == self.bar.first or self.limit_reached
+            if self.samples and (is_notable or "validation_reward" in self.line):
+                print_timed(f"sample  {sample_line(self.samples[0])}", self.config.run.quiet)
             self.bar.advance(len(self.steps), status(self.line, len(self.steps), best), is_notable)
         for step in self.steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0

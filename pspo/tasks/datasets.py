@@ -52,6 +52,15 @@ def local_parts(path: Path, skip: str) -> Parts:
     return parts
 
 
+def has_text_answers(path: Path, column: str) -> bool:
+    """True if a local file or folder has gold answers, and none of the first 1,000 is a number."""
+    parts = local_parts(path, "").values()
+    records = (record for part in parts for _, records in part for record in records)
+    golds = (record[column] for record in records if record.get(column) not in (None, ""))
+    first = [parse_gold(str(gold)) for gold in islice(golds, 1000)]
+    return bool(first) and not any(gold is not None for gold in first)
+
+
 def hub_parts(source: Source) -> Parts:
     """Splits of a data set of the hub, all its configurations together."""
     import datasets  # slow to import
@@ -119,8 +128,11 @@ def read_split(
             for number, record in enumerate(records, 1):
                 row = Row(f"{place} record {number}", record)
                 gold, attributes = source.read_gold(row, kind)
-                fields = {column: plain(value) for column, value in record.items() if column not in source.prompt}
-                drafts.append(Problem(row.prompt(source.prompt), gold.strip(), fields, name, **attributes))
+                columns = source.prompt
+                if columns == ("prompt",) and "prompt" not in record and "messages" in record:
+                    columns = ("messages",)
+                fields = {column: plain(value) for column, value in record.items() if column not in columns}
+                drafts.append(Problem(row.prompt(columns), gold.strip(), fields, name, **attributes))
     if divided:
         drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
     if published != "train":

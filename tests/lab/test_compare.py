@@ -48,7 +48,7 @@ def test_problems_are_paired(tmp_path, capsys):
     assert re.search(row, out, re.MULTILINE)
     p = 2 * (1 + 6) / 2**6  # the signs of six differences of one size, all 64 alike
     assert re.search(rf"^reward +0\.321 +0\.864 +0\.543 \[.*\] +{p:.2g} +-$", out, re.MULTILINE)
-    assert "5 wrong -> right, 1 right -> wrong, of 7 problems" in out
+    assert "5 with more reward, 1 with less, of 7 problems" in out
     assert re.findall("^  problem  problem (.)$", out, re.MULTILINE) == list("203456")  # each way in turn
 
 
@@ -66,7 +66,7 @@ def test_of_several_samples_the_signs_of_the_problems_are_flipped(tmp_path, caps
     sums = [abs(np.dot(signs, differences)) for signs in itertools.product((-1, 1), repeat=7)]
     p = np.mean([total >= abs(differences.sum()) for total in sums])
     assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g} +-$", out, re.MULTILINE)
-    assert "wrong -> right" not in out
+    assert "with more reward" not in out
     assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@4"]  # @1 is accuracy
     assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3$", out, re.MULTILINE)
     a_mean, b_mean = (

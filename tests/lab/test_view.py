@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from pspo.cli.files import append_jsonl, read_jsonl
+from pspo.cli.files import append_jsonl, read_json, read_jsonl
 from pspo.losses import Surrogate
 from pspo.train import main as train
 from pspo_lab.view_command import make_page
@@ -134,6 +134,18 @@ def test_a_run_that_still_trains_has_a_page(runs, tmp_path):
     assert all(len(group["completions"]) == 4 for group in data["groups"])
 
 
+def test_a_run_s_first_number_is_its_reward_and_its_tests_are_sorted_by_it(runs):
+    data = data_of(make_page([runs / "seed-0"]))
+    after = read_json(runs / "seed-0/summary.json")["after"]
+    assert re.search(f"reward .* before, {after['mean_reward']:.3f} after · accuracy", data["runs"][0]["about"])
+    (tests,) = data["tests"]
+    old, new = ([record["reward"] for record in read_jsonl(runs / f"seed-0/test-{when}.jsonl")]
+                for when in ("before", "after"))  # fmt: skip
+    moved = np.subtract(new, old)
+    shown = [change["after"]["value"] - change["before"]["value"] for change in tests["shown"]]
+    assert shown == sorted(moved[moved != 0]) != []
+
+
 def test_what_a_model_wrote_is_data(runs, tmp_path):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "</title><b>run"))
     samples = read_jsonl(run / "samples.jsonl")
@@ -152,8 +164,8 @@ def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsy
     shutil.copytree(runs, tmp_path / "runs")
     (tmp_path / "runs/seed-0/tokens.parquet/step-last.parquet").touch()
     (tmp_path / "runs/seed-1/test-after.jsonl").write_text("{}\n")
-    assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["seed-0"]
-    assert "seed-1: damaged (KeyError: 'correct'); left out" in capsys.readouterr().err
+    assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["Clip, seed 0"]
+    assert "seed-1: damaged (KeyError: 'reward'); left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("column", "bad"), [("position", "first"), ("step", None), ("logprob", [1.0])])
