@@ -14,7 +14,6 @@ import pyarrow.parquet
 import pytest
 
 from pspo.cli.files import to_jsonl
-from pspo.tasks import MathVerifyReward
 from pspo.tasks.answers import extract_answer
 from pspo.tasks.datasets import SPLITS, load_problems
 from pspo.tasks.problem import Problem
@@ -107,14 +106,9 @@ def test_math_as_originally_published(tmp_path):
 def test_svamp(tmp_path):
     records = [{"Body": "Dan had 3.5.", "Question": "How many?", "Answer": 3.5, "Type": "Common-Divison"}]
     (tmp_path / "SVAMP.json").write_text(json.dumps(records))
+    fields = {"Answer": 3.5, "Type": "Common-Divison"}
     assert load_problems("svamp", "test", tmp_path / "SVAMP.json") == [
-        Problem(
-            "Dan had 3.5. How many?",
-            Fraction(7, 2),
-            {"Answer": 3.5, "Type": "Common-Divison"},
-            source="svamp",
-            category="Common-Division",
-        )
+        Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Common-Division")
     ]
 
 
@@ -203,12 +197,6 @@ def test_what_is_named_for_nothing_is_test_and_never_trained_on(tmp_path):
     for split in ("train", "validation"):
         with pytest.raises(ValueError, match=rf"own.jsonl has no {split} split, only test; .*{split}.jsonl"):
             load_problems("file", split, own)
-    both = write_jsonl(tmp_path / "train_and_test.jsonl", numbered(5))
-    with pytest.raises(ValueError, match="has no train split"):
-        load_problems("file", "train", both)
-    train = write_jsonl(tmp_path / "train.jsonl", numbered(5))
-    with pytest.raises(ValueError, match="has no test split, only train"):
-        load_problems("file", "test", train)
 
 
 def test_mixture(tmp_path):
@@ -262,13 +250,11 @@ def test_hub(monkeypatch):
     load_problems("gsm8k", "validation", hub={"revision": "main"})
     assert asked[2:] == [("openai/gsm8k", "main", "main")]
     assert len({problem.category for problem in load_problems("math", "test")}) == 7
-    with pytest.raises(ValueError, match="EleutherAI/asdiv has no train split, only test"):
-        load_problems("asdiv", "train")
     with pytest.raises(ValueError, match=r"ChilleD/SVAMP .*no route.* --data.path"):
         load_problems("svamp", "test")
 
 
-def test_any_set_of_the_hub(monkeypatch, tmp_path):
+def test_any_set_of_the_hub(monkeypatch):
     """Splits go by their words or by name, in the configuration asked for; validation is held out as of files."""
     tables = {
         "train_sft": [{"q": f"{n}?", "a": f"city {n}", "lang": "en"} for n in range(40)],
@@ -288,16 +274,10 @@ def test_any_set_of_the_hub(monkeypatch, tmp_path):
     assert load_problems("me/cities", "validation", hub={"splits": named}, **columns) == [paris]
     with pytest.raises(ValueError, match=r"has no test split, only train and validation; .*--data\.hub"):
         load_problems("me/cities", "test", hub={"splits": named}, **columns)
-    with pytest.raises(ValueError, match=r"has no test split, only .*--data\.hub"):
-        load_problems("me/cities", "test", hub={"splits": {"test": "eval"}}, **columns)
     tables["eval_numbers"] = [{"prompt": "2?", "answer": 2.0}, {"prompt": "?", "answer": None}]
     assert answers(load_problems("me/cities", "test", hub={"splits": {"test": "eval_numbers"}})) == [2]
     mixed = load_problems("me/cities+arithmetic", "train", limit=60, **columns)
     assert {(p.source, type(p.answer)) for p in mixed} == {("me/cities", str), ("arithmetic", str)}
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "my" / "cities.jsonl", numbered(1))
-    with pytest.raises(ValueError, match=r"'my/cities.jsonl' is unknown.*--data\.name file"):
-        load_problems("my/cities.jsonl", "test")
 
 
 def test_answers_of_every_kind(tmp_path, capsys):
@@ -309,14 +289,6 @@ def test_answers_of_every_kind(tmp_path, capsys):
         problems = load_problems("file", "test", path, answer_kind="none", columns={"answer": column})
         assert answers(problems) == [None] * 6
         assert [problem.fields["answer"] for problem in problems] == golds
-    with pytest.raises(ValueError, match=r"own\.jsonl record 1: no column 'gold'"):
-        load_problems("file", "test", path, answer_kind="text", columns={"answer": "gold"})
-    empty = write_jsonl(tmp_path / "empty.jsonl", [{"prompt": "p", "answer": ""}])
-    with pytest.raises(ValueError, match=r"none of 1 test problems has an answer; check --data\.columns"):
-        load_problems("file", "test", empty, answer_kind="text")
-    listed = write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "p", "answer": ["a"]}])
-    with pytest.raises(ValueError, match="column 'answer' is a list"):
-        load_problems("file", "test", listed, answer_kind="text")
 
 
 def test_a_generated_source_has_its_own_kind_of_answers():
@@ -375,75 +347,21 @@ def test_calls_keep_their_own_arguments(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chat", "named"),
-    [
-        ([], "must end with a turn of role user or tool"),
-        (["Hi"], "turn 1 .*not 'Hi'"),
-        ([{"role": "user"}], "turn 1 .*'role': 'user'"),
-    ],
-)
-def test_a_malformed_chat_is_named_with_its_record(tmp_path, chat, named):
-    path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "p", "answer": 1}, {"prompt": chat, "answer": 1}])
-    with pytest.raises(ValueError, match=rf"own\.jsonl record 2: column 'prompt': .*{named}"):
-        load_problems("file", "test", path)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "named"),
     [
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
-        ("a.jsonl", '{"prompt": " ", "answer": 1}', ["record 1", "'prompt'", "empty"]),
-        ("a.jsonl", '{"prompt": "p", "answer": null}', ["1 test problems", "numeric"]),
-        ("a.jsonl", '{"prompt": ["p"], "answer": 1}', ["record 1", "'prompt'", "list"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
-        ("a.jsonl", '{"prompt": "p \\ud800", "answer": 1}', ["'\\ud800'", "surrogates not allowed"]),
-        ("a.json", "[]", ["too few"]),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
         ("a.parquet", "not parquet", []),
-        ("a.xml", "<Root><Problem>", []),
-        ("a.txt", "p 1", [".txt", ".jsonl"]),
     ],
 )
 def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name, content, named):
     path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(str(path))) as error:
         load_problems("file", "test", path)
     assert all(part in str(error.value) for part in named), error.value
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
-@pytest.mark.parametrize("encoding", ["Latin-1", "UTF-16", "UTF-16-LE"])
-def test_another_encoding_is_named_with_the_file(tmp_path, suffix, encoding):
-    content = {"csv": "prompt,answer\nCafé?,1\n"}.get(suffix, '{"prompt": "Café?", "answer": 1}\n')
-    (tmp_path / f"own.{suffix}").write_bytes(content.encode(encoding))
-    named = rf"own\.{suffix}: .*not UTF-8 but probably {encoding.removesuffix('-LE')}"
-    with pytest.raises(ValueError, match=named):
-        load_problems("file", "test", tmp_path / f"own.{suffix}")
-
-
-def test_long_fields_of_a_csv_are_read(tmp_path):
-    prompt = "x" * 200_000
-    (tmp_path / "own.csv").write_text(f"prompt,answer\n{prompt},1\n")
-    (problem,) = load_problems("file", "test", tmp_path / "own.csv")
-    assert problem.prompt == prompt
-
-
-def test_malformed_folders_and_arguments(tmp_path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    one = write_jsonl(tmp_path / "one" / "train.jsonl", numbered(1))
-    for arguments, named in [
-        (("file", "test", tmp_path / "gone"), "gone .*--data.path"),
-        (("file", "test", empty), "empty .*--data.path"),
-        (("gsm8k+math", "test", empty), "empty/gsm8k holds no .*--data.path"),
-        (("mathe+gsm8k", "test", empty), "--data.name 'mathe'"),
-        (("arithmetic", "test", empty), "--data.name file"),
-        (("gsm8k", "train", one), "one/train.jsonl record 1: .*'question'"),
-    ]:
-        with pytest.raises(ValueError, match=named):
-            load_problems(*arguments)
 
 
 @needs_data
@@ -455,12 +373,6 @@ def test_gsm8k_as_published():
     for problem in problems:
         assert problem.answer == int(problem.solution.split("\n")[-1].removeprefix("#### ").replace(",", ""))
         assert extract_answer(problem.solution) == problem.answer
-
-
-@needs_data
-def test_svamp_as_published():
-    records = json.loads((DATA / "svamp" / "SVAMP.json").read_text())
-    assert answers(load_problems("svamp", "test", DATA)) == [int(record["Answer"]) for record in records]
 
 
 @needs_data
@@ -481,15 +393,6 @@ def test_math_as_published():
     assert len(problems) == 3987
     for problem in problems:  # a model that answers just as the solution does is right
         assert extract_answer(f"#### {boxed(problem.solution)[-1]}") == problem.answer
-
-
-@needs_data
-def test_the_last_box_counts_in_maths_own_solutions():
-    pytest.importorskip("math_verify")
-    problems = load_problems("math", "test", DATA, answer_kind="text")
-    several = [problem for problem in problems if len(boxed(problem.solution)) > 1]
-    assert len(several) == 90
-    assert MathVerifyReward()([problem.solution for problem in several], several) == [1.0] * 90
 
 
 def single(tmp_path, problems: int = 400) -> Path:
@@ -529,19 +432,3 @@ def test_holdout_leaves_published_splits_alone(tmp_path):
     for split in ("train", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", numbered(2))
     assert len(load_problems("file", "test", tmp_path, holdout=0.9)) == 2
-
-
-def test_no_or_too_small_a_holdout_is_refused_by_name(tmp_path):
-    file = single(tmp_path, 10)
-    for split, holdout in (("train", 0.0), ("test", 1e-4)):
-        with pytest.raises(ValueError, match=rf"problems.jsonl.*{split}.*--data\.holdout"):
-            load_problems("file", split, file, holdout=holdout)
-
-
-@needs_data
-def test_train_and_test_of_asdiv_and_svamp_share_no_problem():
-    """By words, within each and across the two: SVAMP was made from ASDiv."""
-    parts = {split: load_problems("asdiv+svamp", split, DATA, holdout=0.3) for split in SPLITS}
-    assert sum(map(len, parts.values())) == 2092 + 1000
-    assert not words(parts["test"]) & words(parts["train"] + parts["validation"])
-    assert 800 < len(parts["test"]) < 1060

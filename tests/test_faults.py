@@ -78,18 +78,13 @@ class Bad(Reward):
         sys.exit(0)
 
 
-def fails_on_threes(completions):
-    return [1 / len(text) if len(text) % 3 else {}["three"] for text in completions]
-
-
 @dataclass(frozen=True)
 class Mean(NoClip):
     returns: str = "mean"
 
     def __call__(self, logprobs, old_logprobs, advantages, mask):
         losses = super().__call__(logprobs, old_logprobs, advantages, mask)
-        kinds = {"mean": losses.mean(), "rows": losses.mean(1, keepdim=True), "list": [], "half": losses.half(),
-                 "detached": losses.detach()}  # fmt: skip
+        kinds = {"mean": losses.mean(), "detached": losses.detach()}
         return {}["no such loss"] if self.returns == "raises" else kinds[self.returns]
 
 
@@ -220,13 +215,7 @@ def lengths_by_processes(completions):
     return lengths
 
 
-class UsesProcesses(NoClip):
-    def __call__(self, *tensors):
-        lengths_by_processes(["a"])
-        return super().__call__(*tensors)
-
-
-@pytest.mark.parametrize("args", [(), ("--reward.workers=1",), ("--algorithm.surrogate=test_faults.UsesProcesses",)])
+@pytest.mark.parametrize("args", [(), ("--reward.workers=1",)])
 def test_processes_of_a_users_code_are_ordinary_ones(args):
     worker_pool.cache_clear()
     assert train("--reward.functions=[test_faults.lengths_by_processes]", "--run.max_steps=2", *args) == 0
@@ -272,41 +261,11 @@ def test_a_run_in_a_thread():
         assert thread.submit(train).result() == 0
 
 
-class Changes(Reward):
-    def __call__(self, completions):
-        torch.set_grad_enabled(False)
-        torch.set_flush_denormal(True)
-        torch.set_default_device("meta")
-        torch.set_default_dtype(torch.float64)
-        return Length()(completions, None)
-
-
-def test_a_reward_that_changes_torchs_state_changes_no_number():
-    assert train("--reward.functions=[test_faults.Length]") == 0
-    Path("out").rename("whole")
-    assert train("--reward.functions=[test_faults.Changes]") == 0
-    final = "final/model.safetensors"
-    assert Path("whole", final).read_bytes() == Path("out", final).read_bytes()
-
-
-def test_on_error_none_leaves_out_the_completions_that_fail_and_says_so(capsys):
-    FIRST_FAILURES.clear()
-    args = ["--reward.functions=[test_faults.fails_on_threes, test_faults.Length]", "--reward.on_error=none"]
-    assert train(*args) == 0
-    err = capsys.readouterr().err
-    assert err.count("KeyError: 'three'\n") == 1  # its traceback, once
-    unknown = sum(line["reward_unknown_share"] * 8 for line in metrics())
-    assert 0 < unknown < 24
-    assert f"WARNING: {unknown / 24:.1%} of the completions had no reward: {{'fails_on_threes': " in err
-
-
 @pytest.mark.parametrize(
     ("returns", "said"),
     [
         ("mean", "surrogate Mean returned a loss of shape (); it must return that of every token, shape (B, T) = (8, "),
-        ("rows", "returned a loss of shape (8, 1)"), ("list", "surrogate Mean returned a loss []"),
-        ("half", "surrogate Mean returned torch.float16"), ("detached", "surrogate Mean returned a loss without grad"),
-        ("raises", "KeyError: 'no such loss'"),
+        ("detached", "surrogate Mean returned a loss without grad"), ("raises", "KeyError: 'no such loss'"),
     ],
 )  # fmt: skip
 def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):

@@ -53,24 +53,7 @@ def test_math_reward_options():
     assert MathReward(marker="first")(completions, problems) == [1.0, 0.05, 0.05]
     assert MathReward(tolerance="0.05", format_bonus=0.0)(completions, problems) == [0.0, 1.0, 0.0]
     assert MathReward(tolerance=0, format_bonus=1)(completions, problems) == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("tolerance", ["1e-6", 1e-6, "0.000001"])
-def test_tolerance_is_the_decimal_as_written(tolerance):
-    """As a binary float 1e-6 is slightly less, and would refuse an answer exactly 1e-6 away."""
-    assert MathReward(tolerance=tolerance)(*batch(("#### 1.000001", 1))) == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tolerance": "-1"}, "tolerance must be"), ({"tolerance": "tiny"}, "tiny"),
-        ({"format_bonus": 1.1}, "format_bonus must"),
-    ],
-)  # fmt: skip
-def test_parameters_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        MathReward(**arguments)
+    assert MathReward(tolerance=1e-6)(*batch(("#### 1.000001", 1))) == [1.0]  # the decimal as written, not its float
 
 
 @dataclass(frozen=True)
@@ -100,14 +83,9 @@ def test_total_is_the_weighted_sum():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0] * 3, "returned: 3 values for 2"),
-        ([1.0, "1"], "returned '1' for completion 1"), ((1.0 for _ in range(2)), "must return a list"),
-        ([float("nan"), 1.0], "returned nan for completion 0"),
-        ([1.0, float("-inf")], "returned -inf for completion 1"),
-        ([1.0, 1j], "for completion 1"), (None, "Returns returned None"), (1.0, "Returns returned 1.0"),
-        ([1.0, 10**400], "^reward Returns returned a number beyond 1.8e308 for completion 1; it must be a finite"),
-        ([-Fraction(10**5000, 3), 1.0], "beyond 1.8e308 for completion 0"),
-        (10**400, "beyond 1.8e308; it must return"),
+        ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
+        ([float("nan"), 1.0], "returned nan for completion 0"), (1.0, "Returns returned 1.0"),
+        ([1.0, 10**400], "beyond 1.8e308 for completion 1"),
     ],
 )  # fmt: skip
 def test_a_bad_return_value_names_the_reward(value, message):
@@ -227,20 +205,6 @@ def test_what_is_not_there_is_refused_by_name():
         check_rewards([asks_for_typo], PROBLEMS)
 
 
-@pytest.mark.parametrize("function", [lambda completions, /: [0.0], lambda completions, /, **everything: [0.0], len])
-def test_parameters_without_names_are_refused(function):
-    with pytest.raises(RewardError, match=r"^reward (<lambda>|len) has parameters before a /.*, so remove the /$"):
-        check_rewards([function], PROBLEMS)
-
-
-@pytest.mark.parametrize("name", ["step", "truncated", "prompts", "completion_ids"])
-def test_a_column_that_a_reward_does_not_get_is_said(name):
-    problems = [Problem("?", fields={name: 1, "hint": 2, "source": "mine"})]
-    with pytest.warns(UserWarning, match=f"^reward <lambda> asks for '{name}' .* rename the column$") as warned:
-        check_rewards([lambda hint, source, **everything: hint, lambda hint, source: hint], problems)
-    assert len(warned) == 1
-
-
 def test_every_batch_has_the_columns_of_the_data():
     problems = [Problem("?", None, {"hint": "add"}), Problem("?")]
     check_rewards([lambda hint: hint], problems)
@@ -288,25 +252,6 @@ def test_what_functions_log_as_trls_do(work):
         logged = {}
         total_rewards([work.logs], None, texts, problems, workers=workers, logged=logged)
         assert logged == {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
-
-    def logs_too_much(completions, log_extra):
-        log_extra("huge", [10**400])
-        return [0.0]
-
-    total_rewards([logs_too_much], None, texts[:1], problems[:1], logged=logged)
-    assert logged["huge"] == [str(10**400)]  # which no mean of the metrics could hold
-
-    def logs_too_few(completions, log_extra):
-        log_extra("x", [1])
-        return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match=r"logs_too_few: x: 1 values for 3 completions"):
-        total_rewards([logs_too_few], None, texts, problems)
-
-
-def test_math_reward_names_an_answer_that_is_no_number():
-    with pytest.raises(RewardError, match="MathReward needs numeric answers, not 'hello'; ExactMatch"):
-        called_with(MathReward())
 
 
 # --- functions in the style that TRL documents ------------------------------------------------------------------------
