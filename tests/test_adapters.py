@@ -149,22 +149,16 @@ def test_a_field_is_refused_before_the_model_is_loaded(field, base, tmp_path):
 
 
 DAMAGED = {
-    "half a download": ("adapter_model.safetensors", lambda content: content[: len(content) // 2]),
-    "an LFS pointer": ("adapter_model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
-    "no mapping": ("adapter_config.json", lambda _: b"[]"),
-    "half a configuration": ("adapter_config.json", lambda content: content[: len(content) // 2]),
-    "a .bin": ("adapter_model.bin", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+    "an LFS pointer": ("adapter_model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+    "no mapping": ("adapter_config.json", b"[]"),
 }
 
 
 @pytest.mark.parametrize("command", [pspo.evaluate.__main__.main, pspo.run.export.main])
-@pytest.mark.parametrize(("name", "damage"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_adapters_are_named(command, name, damage, base, here, capsys):
+@pytest.mark.parametrize(("name", "content"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_adapters_are_named(command, name, content, base, here, capsys):
     write_adapters(here / "adapters", {}, ALL_Q, base)
-    file = here / "adapters" / name
-    if file.suffix == ".bin":
-        (here / "adapters/adapter_model.safetensors").rename(file)
-    file.write_bytes(damage(file.read_bytes()))
+    (here / "adapters" / name).write_bytes(content)
     with pytest.raises(SystemExit, match=r"^2$"):
         command(["--model.name_or_path=adapters"])
     (line,) = capsys.readouterr().err.splitlines()
@@ -178,16 +172,6 @@ def test_adapters_in_a_bin_are_read(base, tmp_path):
     torch.save(weights, tmp_path / "adapters/adapter_model.bin")
     assert_exact(tmp_path / "adapters", base, adapters, ALL_Q)
     pspo.run.export.main([f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'merged'}"])
-
-
-def test_a_bias_is_exported(base, tmp_path):
-    layers = {name.replace("q_proj", part): (4, 3.0) for name in Q for part in ("k_proj", "v_proj")}
-    settings = {"lora_bias": True, "target_modules": ["k_proj", "v_proj"]}
-    adapters = write_adapters(tmp_path / "adapters", settings, layers, base)
-    pspo.run.export.main([f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'merged'}"])
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    expected = exact_logprobs(base, closed_form(base, adapters, layers))
-    assert (exact_logprobs(merged, dict(merged.named_parameters())) - expected).abs().max() < 1e-4
 
 
 def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
@@ -204,15 +188,6 @@ def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
     settings = {"target_modules": ["lm_head"], "base_model_name_or_path": str(tmp_path / "model")}
     adapters = write_adapters(tmp_path / "untied", settings, layers, base)
     assert_exact(tmp_path / "untied", untied.double(), adapters, layers)
-
-
-def test_adapters_of_the_hub_are_refused(base, tmp_path, monkeypatch):
-    """transformers loads them, frozen, where their repository has the model's config.json as well."""
-    write_adapters(tmp_path / "hub", {"base_model_name_or_path": str(ASSETS / "tiny-base")}, ALL_Q, base)
-    base.save_pretrained(tmp_path / "hub")
-    monkeypatch.setattr(ModelConfig, "resolved", lambda config: config)
-    with pytest.raises(ValueError, match=r"^--model.name_or_path .*hub holds adapters: name them by a local folder"):
-        load_policy(ModelConfig(str(tmp_path / "hub")), CPU)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The commands as a user meets them: a run's files, the same numbers again, every option once, one-line errors."""
 
 import importlib
-import io
 import math
 import os
 import re
@@ -57,16 +56,6 @@ def refused(capsys):
     return refuse
 
 
-def test_a_stdout_that_lacks_characters_or_is_closed_ends_no_command(here, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    args = (*FAST, "--run.max_steps=1", "--rollout.max_completion_tokens=4", "--algorithm.epochs=1")
-    train([*args, "--run.output_dir=größe"])
-    sys.stdout.flush()
-    assert sys.stdout.buffer.getvalue().startswith(rb"output  gr\xf6\xdfe")
-    monkeypatch.setattr(sys, "stdout", None)
-    train([*args, "--run.output_dir=größe"])  # finished: it prints its summary
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -103,7 +92,6 @@ def test_what_a_run_says_and_writes(run):
     for moment in ("before", r"after, step \d"):
         assert re.search(rf"^{moment} +\d\.\d+ \[.*\] +\d+\.\d% \[\d", done.stdout, re.MULTILINE)
     assert re.search(r"^[\d:]+  sample  .+ -> .+  \(reward [01]\.\d\d\)$", done.stderr, re.MULTILINE)
-    assert re.search(r"^validation reward 0\.\d+ at step 0", done.stdout, re.MULTILINE)
     assert re.search(r"python -m pspo\.evaluate .*--model\.name_or_path out/best", done.stdout)
     assert list(folder.parent.iterdir()) == [folder]
     final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()
@@ -166,7 +154,6 @@ def test_a_collapse_cannot_hide_behind_the_best_model(here, capsys):
     assert found["untrained"] == found["best"] > (0, max(lines.values()))
     assert found["best_trained"] == (max(lines, key=lines.get), max(lines.values()))
     assert found["final"] == (4, lines[4])
-    assert re.search(r"^final, step 4 ", said, re.MULTILINE)
     assert "the model of step 0 is returned" in said
 
 
@@ -277,8 +264,6 @@ def test_evaluate(here, capsys):
             "--run.output_dir=results"]  # fmt: skip
     evaluate(args)
     out = capsys.readouterr().out
-    assert re.search(r"^mean \[95%\] +T = 0 +T = 0\.8, 2 samples$", out, re.MULTILINE)
-    assert re.search(r"^accuracy( +\d+\.\d% \[.*?\]){2}$", out, re.MULTILINE)
     results, completions = read_json(here / "results/results.json"), read_jsonl(here / "results/completions.jsonl")
     assert results.items() >= {"model": "tiny-base", "data": "arithmetic", "split": "test", "n": 6, "samples": 2,
                                "top_p": 1.0, "max_completion_tokens": 32, "seed": 0}.items()  # fmt: skip
@@ -347,13 +332,10 @@ def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def bad_input(tmp_path_factory) -> Path:
-    """A folder of models and data with something missing."""
+    """A folder of a model and data with something missing."""
     folder = tmp_path_factory.mktemp("bad")
-    for name, missing in (("cut", "none"), ("no-tokenizer", "tokenizer*")):
-        shutil.copytree(ASSETS / "tiny-base", folder / name, ignore=shutil.ignore_patterns(missing))
+    shutil.copytree(ASSETS / "tiny-base", folder / "cut")
     (folder / "cut/model.safetensors").write_bytes(b"half a file")
-    (folder / "no-files").mkdir()
-    own_data(folder / "train-only", "train")
     own_data(folder / "columns", "train", "test", prompt="question")
     return folder
 
@@ -363,14 +345,8 @@ def bad_input(tmp_path_factory) -> Path:
     ("switches", "named"),
     [
         ("model.name_or_path=runs/my-run/best", "--model.name_or_path"),  # no hub id has two slashes
-        ("model.name_or_path=no-files", "--model.name_or_path"),
         ("model.name_or_path=./cut", "--model.name_or_path"),
-        ("model.name_or_path=./no-tokenizer", "has no tokenizer"),
-        ("model.attn_implementation=nonsense", "attn_implementation"),
-        ("data.name=file", "--data.path"),
         ("data.name=file data.path=columns", "--data.columns"),
-        ("data.name=file data.path=train-only", "test.jsonl"),
-        ("data.max_prompt_tokens=3", "--data.max_prompt_tokens"),
         ("{draw}.max_completion_tokens=600", "max_completion_tokens must be below 512"),
     ],
 )

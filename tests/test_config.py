@@ -108,49 +108,24 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
         assert (rollout.prompts, rollout.group_size) == expected
 
 
-@pytest.mark.parametrize("place", ["file", "text", "other file"])
-def test_an_alias_cannot_expand_into_many_values(yaml_file, capsys, place, tmp_path):
-    """Eight levels, which took 40 s; also as the text of a switch, and in a file that the file names."""
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_an_alias_cannot_expand_into_many_values(yaml_file, quote):
+    """Eight levels, which took 40 s; also in a text that is parsed later."""
     lists = ["l0: &l0 [1, 2]"] + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 5)}]" for n in range(1, 9)]
     bomb = f"{{{', '.join(lists)}}}"
-    (tmp_path / "bomb.yaml").write_text(f"options: {bomb}")
-    contents = {"file": f"{{options: {bomb}}}", "text": f"{{options: '{bomb}'}}", "other file": "bomb.yaml"}
     began = time.perf_counter()
     with pytest.raises(SystemExit, match=r"^2$"):
-        train_config(*yaml_file(f"optimizer: {contents[place]}"))
+        train_config(*yaml_file(f"optimizer: {{options: {quote}{bomb}{quote}}}"))
     assert time.perf_counter() - began < 1
-    assert {"file": "own.yaml is damaged: over 10,000 values", "text": "optimizer.options", "other file": "bomb.yaml"}[
-        place
-    ] in capsys.readouterr().err
-
-
-def test_an_alias_stands_for_its_value(yaml_file):
-    assert train_config(*yaml_file("run: {seed: &n 7, keep: *n}")).run.keep == 7
 
 
 def test_home_folders_are_expanded_in_every_path(yaml_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    yaml_file("data: {name: file, path: ~/data.jsonl, chat_template: ~/chat.jinja}")
-    words = [
-        "--config=~/own.yaml",
-        "--run.output_dir=~/run",
-        "--run.fork_from=~/parent",
-        "--model.name_or_path=~/model",
-    ]
-    config, settings = parse(TrainConfig, "pspo.train", words)
-    paths = {"model.name_or_path": "model", "data.path": "data.jsonl", "data.chat_template": "chat.jinja",
-             "run.output_dir": "run", "run.fork_from": "parent"}  # fmt: skip
-    assert paths.keys() == PATHS
-    for switch, name in paths.items():
-        assert attrgetter(switch)(config) == flat(settings)[switch] == str(tmp_path / name)
-    assert parse(EvaluateConfig, "pspo.evaluate", ["--run.output_dir=~/e"])[0].run.output_dir == f"{tmp_path}/e"
-    assert ModelConfig("./~").name_or_path == "./~"
-
-
-def test_a_path_that_is_not_utf_8_is_refused(capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        train_config("--run.output_dir=caf\udce9")
-    assert "the path caf\\udce9 is not UTF-8: rename" in capsys.readouterr().err
+    yaml_file("{}")
+    words = [f"--{switch}=~/here" for switch in PATHS]
+    config, settings = parse(TrainConfig, "pspo.train", ["--config=~/own.yaml", "--data.name=file", *words])
+    for switch in PATHS:
+        assert attrgetter(switch)(config) == flat(settings)[switch] == str(tmp_path / "here")
 
 
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)
@@ -254,19 +229,9 @@ def test_the_package_lists_its_commands_and_the_version():
 
 
 BAD_VALUES = """
-data.limit=0 data.max_prompt_tokens=0 data.holdout=-0.1 data.holdout=1 data.holdout=.nan data.hub={commit:1}
-reward.functions=[] reward.weights=[1,1] reward.weights=[] reward.weights=[.nan] reward.timeout=-1 reward.timeout=.inf
-rollout.prompts=0 rollout.group_size=1 rollout.max_completion_tokens=0 rollout.temperature=0 rollout.temperature=.nan
-rollout.temperature=.inf rollout.top_p=0
-rollout.top_p=1.01 rollout.top_k=-1 rollout.max_rows=0
-algorithm.epochs=0 algorithm.minibatches=0 algorithm.minibatches=33 algorithm.beta=-0.1 algorithm.correction_cap=0
-algorithm.surrogate=math.exp
-optimizer.lr=0 optimizer.lr=-1e-6 optimizer.lr=.nan optimizer.lr=.inf optimizer.warmup_steps=-1
-optimizer.max_grad_norm=-1 optimizer.microbatch_tokens=0
-run.seed=-1 run.seed=4294967296 run.max_steps=0 run.max_steps=null run.max_tokens=0 run.validate_every=-1
-run.validation_limit=0 run.test_limit=-1 run.save_every=-1 run.keep=0 run.record_tokens=-1
-eval.temperatures=[] eval.temperatures=[-0.1] eval.temperatures=[0.6,.nan] eval.samples=0 eval.top_p=0
-eval.max_completion_tokens=0 eval.max_tokens=0
+data.limit=0 data.holdout=1 reward.functions=[] reward.weights=[1,1] rollout.group_size=1 rollout.temperature=.nan
+rollout.top_p=1.01 algorithm.minibatches=33 algorithm.surrogate=math.exp optimizer.lr=.inf run.max_steps=null
+run.keep=0 eval.temperatures=[0.6,.nan]
 """
 
 

@@ -138,7 +138,7 @@ def test_several_samples_are_clusters_of_their_problem(scripted):
     assert result["maj@6"]["value"] == pytest.approx(2.5 / 7)  # two all right, one right in half of its samples
 
 
-def test_breakdowns_and_their_tables(scripted):
+def test_breakdowns(scripted):
     kinds = zip(["add", "add", "divide", "divide", "add", "add", ""], "1212121", PROBLEMS.problems, strict=True)
     problems = [replace(problem, category=category, level=level) for category, level, problem in kinds]
     right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
@@ -154,17 +154,6 @@ def test_breakdowns_and_their_tables(scripted):
     assert result["breakdown"]["category"][""]["accuracy"] == {"value": 0.5, "ci95": None}  # a single problem
     added = result["breakdown"]["category"]["add"]["accuracy"]
     assert added["ci95"] == cluster_bootstrap(np.array([1, 0.5, 1, 0]))
-
-    head = {"model": "m", "data": "file", "split": "test", "n": 7, "samples": 2}
-    text = render(head | {"temperatures": {"0.6": result}})
-    assert re.match(r"m on 7 problems of file test\nmean \[95%\] +T = 0\.6, 2 samples\n", text)
-    for row in (
-        r"accuracy +42\.9% \[.*",
-        r"pass@2 +57\.1% \[.*",
-        r"accuracy, category add \(4\) +62\.5% \[.*",
-        r"accuracy, category - \(1\) +50\.0%",
-    ):
-        assert re.search(f"^{row}$", text, re.MULTILINE), row
 
 
 class Length(Reward):
@@ -191,9 +180,6 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
     flat = result.record()
     assert (flat["mean_reward"], flat["mean_reward_left_out"], "accuracy" in flat) == (7.0, 1, False)
     text = render({"model": "m", "data": "d", "split": "test", "n": 7, "samples": 1, "temperatures": {"0": of}})
-    assert [line.partition("  ")[0] for line in text.splitlines()[1:]] == [
-        "mean [95%]", "reward", "reward/Length", "reward/FormatReward", "truncated", "tokens",
-    ]  # fmt: skip
     assert re.search(r"^reward +7\.000 \[.*\] \(1 left out\)$", text, re.MULTILINE)
 
 

@@ -42,7 +42,7 @@ def config_of(**run) -> TrainConfig:
     return replace(config, rollout=replace(config.rollout, **SWITCHES), run=RunConfig(**{**RUN, **run}))
 
 
-def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path, capsys):
+def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path):
     policy = example("own_loop.py", tmp_path)["train"](config_of(seed=3))
     switches = {f"--rollout.{name}": value for name, value in SWITCHES.items()}
     switches |= {f"--run.{name}": value for name, value in RUN.items()}
@@ -52,10 +52,6 @@ def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path, capsys):
     ours = {name: tensor for name, tensor in policy.state_dict().items() if name in saved}
     assert ours.keys() == saved.keys()
     assert all(torch.equal(ours[name], saved[name]) for name in saved)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    metrics = read_jsonl(tmp_path / "run/metrics.jsonl")
-    printed = [line.split("loss ")[1] for line in lines]
-    assert printed == [f"{line['loss']:.4f}" for line in metrics]
 
 
 def test_the_pages_step_equals_update(tmp_path, tiny_model):
@@ -180,13 +176,11 @@ class Forgetful(Plain):
         pass
 
 
-def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
+def test_a_preset_and_a_file_are_below_the_other_arguments(here):
     Path("mine.yaml").write_text("data: {limit: 40}\nrun: {max_steps: 9}\nalgorithm: {epochs: 1}\n")
-    run = RUN | {"output_dir": "out"}
-    train(config="mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=run)
-    said = capsys.readouterr().out
-    assert "method  Plain(width=0.3), 1 epochs" in said
-    assert "\nchanged " in said
+    config, _ = config_from_python("mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=RUN)
+    assert (config.algorithm.surrogate.width, config.algorithm.epochs) == (0.3, 1)
+    assert (config.data.limit, config.run.max_steps) == (40, 4)
     config, _ = config_from_python("dr-grpo", data="gsm8k", algorithm={"beta": 0.1})
     algorithm = config.algorithm
     assert (algorithm.surrogate, algorithm.aggregation, algorithm.beta) == (Clip(0.2), "dr_grpo", 0.1)
@@ -197,11 +191,8 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here, capsys):
     ("call", "message"),
     [
         ({"optimizer": {"lr": -1}}, "--optimizer.lr must be above 0, got -1"),
-        ({"optimizer": 1}, "optimizer must be a dict of fields, got 1"),
-        ({"optimizer": {"learning_rat": 1}}, "optimizer.*learning_rat"),
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
         ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
-        ({"config": "grp"}, "File does not exist"),
     ],
 )
 def test_wrong_settings_raise(here, call, message):

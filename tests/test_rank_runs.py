@@ -105,19 +105,6 @@ def test_both_strategies_are_one_run(whole):
             assert len(rows) > 0 or sample["advantage"] == 0
 
 
-def test_ranks_without_a_common_folder_are_told(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-
-    def apart() -> None:
-        Path(node := os.environ["RANK"]).mkdir()
-        os.chdir(node)
-
-    assert train(Path("run"), "ddp", fault=apart) == [2, 2]
-    assert capfd.readouterr().err == (
-        "pspo.train: error: --run.output_dir must be in a folder that all nodes share, got 'run'\n"
-    )
-
-
 def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     job = torchrun(tmp_path / "run", "ddp", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}")
     done = subprocess.run(**job, capture_output=True, text=True, timeout=240, check=False)
@@ -227,9 +214,8 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
 
-@pytest.mark.parametrize("switch", ["--rollout.prompts=0", "--rollout.prompts=3"])
-def test_one_rank_says_what_is_wrong(tmp_path, capfd, switch):
-    assert train(tmp_path / "run", "ddp", switch) == [2, 2]
+def test_one_rank_says_what_is_wrong(tmp_path, capfd):
+    assert train(tmp_path / "run", "ddp", "--rollout.prompts=3") == [2, 2]
     assert capfd.readouterr().err.count("rollout.prompts") == 1
     assert not (tmp_path / "run").exists()
 

@@ -7,9 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -273,19 +270,6 @@ def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resume
     assert forked(killed_at_step(5, *args)) == (0 if case == "last test" else -signal.SIGKILL)
     assert train("out", *args) == 0
     assert_same(whole, Path("out"))
-
-
-def test_sigterm_from_outside_to_the_command_itself():
-    command = [sys.executable, "-m", "pspo.train", *TINY, "--run.output_dir=out", "--run.max_steps=400"]
-    command += ["--run.validate_every=0"]
-    path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}) as running:
-        while running.poll() is None and not Path("out/metrics.jsonl").exists():
-            time.sleep(0.01)
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=60) == 75
-    steps = [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))]
-    assert checkpoints(Path("out"))[0].name == f"step-{steps[-1]:06d}"
 
 
 def test_ctrl_c_while_a_command_loads_shows_no_traceback(capfd):
