@@ -5,7 +5,7 @@ A method has one colour, its settings shades of it. The same numbers give the sa
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,22 @@ from matplotlib.lines import Line2D
 from pspo.cli.terminal import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import ARGUMENT, SEED, methods, setting_numbers
-from pspo_lab.tables import DIAGNOSTICS, SEEDS_FOR_AN_INTERVAL, compared, file_name, mean_over_seeds, scale, smoothed
+from pspo_lab.tables import (
+    DIAGNOSTICS,
+    SEEDS_FOR_AN_INTERVAL,
+    compared,
+    file_name,
+    mean_over_seeds,
+    scale,
+    smoothed,
+    value_range,
+)
 
 # A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
 COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
            "TOPR": "#56B4E9", "REINFORCE": "#AA3377", "CISPO": "#44AA99", "GSPO": "#999933", "GMPO": "#B2182B",
            "VESPO": "#6C63B5", "DPPO": "#B58900"}  # fmt: skip
-OTHERS_COLOUR = "#8A6D3B"
+OWN_COLOURS = ("#B07A3A", "#8E6FD1", "#5B8C2A", "#D9534F", "#0F8B9D", "#C2559A", "#8C8C8C")  # of losses of others
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 SHARED = 6  # settings that share the axes of a panel
 INK, GREY = "#333333", "#7d7d7d"  # text and axes; curves behind others
@@ -44,6 +53,12 @@ RC = {
 }
 
 
+def method_colours(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each method: a fixed one for those of `pspo.losses`, for others the next of their own."""
+    own = sorted(set(names) - COLOURS.keys())
+    return COLOURS | {name: OWN_COLOURS[i % len(OWN_COLOURS)] for i, name in enumerate(own)}
+
+
 @contextmanager
 def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[Figure]:
     """A figure of this size in inches, saved at the end."""
@@ -57,11 +72,12 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
 def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Colour and dashes of each row {row: method}: shades of the method's colour, from dark to light."""
     row_styles = {}
-    order = list(COLOURS)
+    colours = method_colours(rows.values())
+    order = list(colours)
     for method in dict.fromkeys(rows.values()):
         settings = [row for row in rows if rows[row] == method]
-        colour = COLOURS.get(method, OTHERS_COLOUR)
-        first = order.index(method) if method in COLOURS else 0
+        colour = colours[method]
+        first = order.index(method)
         for i, row in enumerate(settings):
             shade = 0.45 * (2 * i / (len(settings) - 1) - 1) if len(settings) > 1 else 0.0
             mixed = [(1 - abs(shade)) * part + max(shade, 0) for part in to_rgb(colour)]
@@ -155,6 +171,9 @@ def draw_grid(
     for axes, (title, (points, coloured)) in zip(grid, cells.items(), strict=False):
         means = mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
         means = means.sort_values("column", kind="stable")
+        panel = points["panel"].iloc[0]
+        low, high = (scale(panel) * limit for limit in value_range(panel))
+        means = means.assign(low=means["low"].clip(lower=low), high=means["high"].clip(upper=high))
         axes.set(title=wrap(title), ylim=y_limits(points["y"], means))
         for row, row_means in means.groupby("row", sort=False):
             if row in coloured:

@@ -114,6 +114,13 @@ def describe_runs(runs: Runs, finished: Runs, label: pd.Series, key: dict[str, s
     if len(runs.configs):
         sentence = f"{shared_sentence(runs.configs)} {DEFAULTS}".strip()
         paragraphs.append(escape_markdown(sentence))
+    setting_folders = {}
+    for run in runs.configs.index.intersection(list(runs.folders)):
+        if re.fullmatch(r"seed-\d+", Path(run).name):  # of a sweep: its experiment and method
+            setting_folders.setdefault(label[run], "/".join(Path(run).parts[-3:-1]))
+    if setting_folders:
+        lines = [escape_markdown(f"{name}: {folder}") for name, folder in setting_folders.items()]
+        paragraphs.append("\n".join(f"* {line}" for line in lines))
     if key:
         paragraphs.append("\n".join("* " + escape_markdown(f"{number} is {text}") for number, text in key.items()))
     tested = set(accuracies(finished, "after")["run"])

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pandas as pd
@@ -49,6 +50,17 @@ def defaults() -> dict[str, Any]:
     return plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
 
 
+def argument_defaults(class_path: str) -> dict[str, Any]:
+    """The default of every argument of a surrogate of `pspo.losses`, by switch; {} of another class."""
+    from pspo import losses
+
+    package, _, name = str(class_path).rpartition(".")
+    surrogate = getattr(losses, name, None)
+    if package != "pspo.losses" or not is_dataclass(surrogate):
+        return {}
+    return {f"{ARGUMENT}{part.name}": part.default for part in fields(surrogate)}
+
+
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:
     """Number of each run's setting; settings that differ in the ignored switches alone have one number."""
     switches = configs.drop(columns=[*NOT_COMPARED, *ignore], errors="ignore")
@@ -65,20 +77,23 @@ def methods(configs: pd.DataFrame) -> pd.Series:
 def labels(configs: pd.DataFrame) -> pd.Series:
     """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
 
-    A surrogate's arguments come first and are compared among the runs of this surrogate; other switches follow in the
-    order of their names. Settings whose names are the same are numbered.
+    A surrogate's arguments come first: those in which its runs differ, and those that are not at its default, which is
+    unknown for a class of a user's. Other switches follow in the order of their names. Long values are cut; settings
+    whose names are the same are numbered.
     """
     short = short_names(configs)
     setting = setting_numbers(configs)
     texts = {}
     switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     for method, runs in configs.groupby(methods(configs)):
-        arguments = [name for name in differing(runs) if name.startswith(ARGUMENT)]
+        compared = [name for name in differing(runs) if name.startswith(ARGUMENT)]
+        usual = defaults() | argument_defaults(runs[SURROGATE].iloc[0])
+        arguments = sorted(name for name in runs if name.startswith(ARGUMENT))
         for run, values in runs[arguments + switches].iterrows():
             parts = [
-                f"{short[name]}={short_value(value)}"
+                f"{short[name]}={cut(short_value(value))}"
                 for name, value in values.dropna().items()
-                if name in arguments or value != defaults().get(name)
+                if name in compared or value != usual.get(name)
             ]
             text = f"{method} ({', '.join(parts)})" if parts else method
             texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
@@ -107,8 +122,7 @@ def shared_sentence(configs: pd.DataFrame) -> str:
     texts = []
     for name, value in shared.items():
         if value != defaults().get(name, value):
-            text = short_value(value)
-            texts.append(f"{short[name]}={text if len(text) <= LONG else f'{text[: LONG - 1]}…'}")
+            texts.append(f"{short[name]}={cut(short_value(value))}")
     return f"All have {', '.join(texts)}." if texts else ""
 
 
@@ -117,6 +131,11 @@ def short_names(configs: pd.DataFrame) -> dict[str, str]:
     words = {name: name.rpartition(".")[2] for name in configs}
     count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
     return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
+
+
+def cut(text: str) -> str:
+    """At most `LONG` characters of a text."""
+    return text if len(text) <= LONG else f"{text[: LONG - 1]}…"
 
 
 def short_value(value: Any) -> str:

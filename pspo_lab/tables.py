@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest, t
+from scipy.stats import t
 
 from pspo.cli.terminal import one_line
 from pspo_lab.runs import Runs
@@ -23,6 +23,10 @@ LEARNING = ["final reward", "peak reward", "area under the curve", "steps to pea
             "best trained validation reward", "final validation reward"]  # fmt: skip
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
+RANGES = {  # of metrics and of the tables' columns, which their intervals keep to
+    (0.0, 1.0): re.compile(r"accuracy|gold anywhere|pass@|maj@|share|^ess|^tv|\(%\)$"),
+    (0.0, math.inf): re.compile(r"^(ratio|entropy|kl_old_new|grad_norm|seconds/|time|completion_tokens)|to peak$"),
+}
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm",
                "gradient_cosine"]  # fmt: skip
@@ -156,10 +160,15 @@ def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
 # Means over seeds: rows of row, column, seeds, mean, low and high
 
 
-def mean_over_seeds(values: pd.DataFrame) -> pd.DataFrame:
+def value_range(name: str) -> tuple[float, float]:
+    """Smallest and largest value that a metric or a table's column can have."""
+    return next((limits for limits, names in RANGES.items() if names.search(name)), (-math.inf, math.inf))
+
+
+def mean_over_seeds(values: pd.DataFrame, are_differences: bool = False) -> pd.DataFrame:
     """The mean of each row and column, with Student's 95% interval from three seeds on; one seed keeps its interval.
 
-    Shares of the seeds have Wilson's interval.
+    Intervals end where the column's values do, unless they are differences; shares of the seeds have none.
     """
     values = values.reindex(columns=["row", "column", "value", "low", "high"])
     groups = values.groupby(["row", "column"], sort=False)
@@ -171,9 +180,11 @@ def mean_over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
         single = cells[side].where(cells["seeds"] == 1)
         cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, single)
-    for i, cell in cells[cells["column"].isin(SHARES) & cells["low"].notna()].iterrows():
-        wilson = binomtest(round(cell["mean"] * cell["seeds"]), cell["seeds"]).proportion_ci(method="wilson")
-        cells.loc[i, ["low", "high"]] = list(wilson)
+    if not are_differences:
+        limits = pd.DataFrame([value_range(str(name)) for name in cells["column"]], cells.index, ["low", "high"])
+        cells["low"] = cells["low"].clip(lower=limits["low"])
+        cells["high"] = cells["high"].clip(upper=limits["high"])
+        cells.loc[cells["column"].isin(SHARES), ["low", "high"]] = np.nan
     return cells
 
 
@@ -188,7 +199,7 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
         by_title[title] = pd.concat([mean_over_seeds(before).assign(seeds=0), mean_over_seeds(after)])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
         by_title[title] = mean_over_seeds(values.assign(row=values["run"].map(labels)))
-    by_title["Paired differences"] = add_holm(mean_over_seeds(paired_differences(runs, labels)))
+    by_title["Paired differences"] = add_holm(mean_over_seeds(paired_differences(runs, labels), are_differences=True))
     return {title: by_title[title] for title in NOTES if len(by_title[title])}
 
 

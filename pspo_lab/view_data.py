@@ -25,11 +25,11 @@ from pspo.evaluate.results import as_text
 from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
 from pspo_lab.compare import changed_pairs
-from pspo_lab.figures import COLOURS, OTHERS_COLOUR
+from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
 from pspo_lab.settings import ARGUMENT, DATA, MODEL, SEED, SURROGATE, labels, methods, setting_numbers
-from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL
+from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL, value_range
 
 TOKENS = "tokens.parquet"  # a folder with a file for each recorded rollout, step-N.parquet
 TOKEN_TYPES = {
@@ -75,17 +75,21 @@ def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     metrics = pd.concat([runs.untrained(), runs.metrics.assign(time=time)], ignore_index=True)
     setting = setting_numbers(runs.configs)
     method = methods(runs.configs)
+    colours = method_colours(method)
     names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
     groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
     means = groups.mean()
     counts = groups.count()
     half = groups.sem() * t.ppf(0.975, (counts - 1).where(counts >= SEEDS_FOR_AN_INTERVAL))
-    tables = {"mean": means, "low": means - half, "high": means + half}
+    lowest, highest = ({name: value_range(name)[side] for name in names} for side in (0, 1))
+    low = (means - half).clip(lower=pd.Series(lowest), axis=1)
+    high = (means + half).clip(upper=pd.Series(highest), axis=1)
+    tables = {"mean": means, "low": low, "high": high}
     for number, members in setting.groupby(setting, sort=False).groups.items():
         sides = {side: table.loc[number].dropna(axis=1, how="all") for side, table in tables.items()}
         yield {
             "label": label[members[0]],
-            "color": COLOURS.get(method[members[0]], OTHERS_COLOUR),
+            "color": colours[method[members[0]]],
             "setting": number,
             "seeds": len(members),
             "step": encode_floats(sides["mean"].index),
