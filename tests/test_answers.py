@@ -4,7 +4,6 @@ import time
 from fractions import Fraction
 
 import pytest
-from answer_scanner import PIECES, check
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -177,16 +176,6 @@ def test_comparison_with_huge_exponents_is_exact(exponent, mantissa, gold, offse
         for near in (gold, Fraction(number) + Fraction(offset, 2 * 10**6)):
             expected = abs(Fraction(number) - near) <= Fraction(1, 10**6)
             assert contains_answer(f"{mantissa}e{exponent}", near) == expected
-
-
-@pytest.mark.parametrize("examples", [500, pytest.param(50_000, marks=pytest.mark.nightly)])
-def test_any_text_is_read_as_by_a_scanner_without_regular_expressions(examples):
-    @settings(deadline=None, max_examples=examples)
-    @given(st.lists(st.sampled_from(PIECES) | st.characters(), max_size=40).map("".join))
-    def read_alike(text):
-        check(text)
-
-    read_alike()
 
 
 LONG = 250_000

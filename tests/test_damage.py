@@ -23,11 +23,6 @@ from pspo.run.resume import find_checkpoint
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def test_whoever_may_read_a_runs_folder_may_read_its_models(whole):
-    rights = {path.stat().st_mode & 0o777 for path in whole.rglob("*") if path.is_file()}
-    assert rights == {whole.stat().st_mode & 0o666}
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-import torch
 
 import pspo.__main__
 import pspo.losses
@@ -106,20 +105,6 @@ def test_every_name_in_the_api_exists():
     for module, members in entries:
         for name in re.findall(r"\w+", members):
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
-
-
-def test_the_example_loss_is_the_formula_it_shows(workspace):
-    (text,) = (text for name, text in blocks("python") if name == "my_loss.py")
-    surrogate = runpy.run_path(str(workspace / "my_loss.py"))["SoftClip"](width=0.3)
-    assert "class SoftClip" in text
-    ratios = torch.tensor([[0.25, 0.9, 1.0, 1.1, 4.0]], dtype=torch.float64)
-    logprobs = ratios.log().requires_grad_()
-    advantages, mask = torch.full((1, 1), 2.0, dtype=torch.float64), torch.tensor([[True, True, True, True, False]])
-    loss = surrogate(logprobs, torch.zeros_like(ratios), advantages, mask)
-    loss.sum().backward()
-    soft = ((ratios - 1) / 0.3).tanh()
-    assert torch.allclose(loss, -(1 + 0.3 * soft) * 2 * mask, rtol=0, atol=1e-12)
-    assert torch.allclose(logprobs.grad, -2 * ratios * (1 - soft**2) * mask, rtol=0, atol=1e-12)
 
 
 def switches_of(config_class: type, prefix: str = "") -> set[str]:

@@ -62,12 +62,6 @@ def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
         torch.testing.assert_close(gradients(policy, actual), slope, rtol=0, atol=1e-3 * slope.abs().max().item())
 
 
-def test_scaled_logits_are_refused(model_folder, load, tokenizer):
-    check(load(model_folder(tiny("granite", logits_scaling=1.0))), tokenizer)
-    with pytest.raises(ValueError, match="does more to its logits"):
-        check(load(model_folder(tiny("granite", logits_scaling=4.0))), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("ignored", "dtype"),
     [("attention_mask", torch.bfloat16), ("position_ids", torch.float32), (CACHE_ARGUMENT, torch.float32)],

@@ -218,14 +218,6 @@ def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):
     assert [line["step"] for line in metric_lines(Path("fork"))] == [4, 6]
 
 
-def test_a_folder_with_a_configuration_that_is_no_runs_is_left_alone(here, capfd):
-    Path("config.yaml").write_text("name: my project\n")
-    Path("train.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
-    assert train(".") == 2
-    assert "--run.output_dir . already holds something, but no run" in capfd.readouterr().err
-    assert Path("train.jsonl").exists()
-
-
 def test_two_runs_that_begin_at_once_do_not_share_a_folder(here, capfd):
     """The other one begins, and ends, while this one loads its model."""
 

@@ -80,18 +80,11 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
     assert moved > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"momentum": 0.9, "dampening": 0.1}, None), ({"beta1": 0.9}, "beta1"), ({"momentum": -1.0}, "momentum")],
-)
-def test_options_are_those_of_the_optimizers_class(tiny_model, options, said):
-    config = OptimizerConfig(name="sgd", lr=0.1, options=options)
-    if said is None:
-        check_optimizer(config)
-        assert make_optimizer(tiny_model(), config).param_groups[0]["momentum"] == 0.9
-    else:
-        with pytest.raises(ValueError, match=f"--optimizer.options .*{said}"):
-            check_optimizer(config)
+def test_options_are_those_of_the_optimizers_class(tiny_model):
+    config = OptimizerConfig(name="sgd", lr=0.1, options={"momentum": 0.9, "dampening": 0.1})
+    assert make_optimizer(tiny_model(), config).param_groups[0]["momentum"] == 0.9
+    with pytest.raises(ValueError, match=r"--optimizer\.options .*beta1"):
+        check_optimizer(replace(config, options={"beta1": 0.9}))
 
 
 # ---------------------------------------------------------------- bfloat16 weights

@@ -5,10 +5,8 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,31 +260,6 @@ def test_another_number_of_ranks_draws_anew_what_waited(tmp_path):
         parts = states(tmp_path / name / "checkpoints/step-000006/parts.pt")
         prompts[name] = parts["stream"]["position"]
     assert prompts["one"] == prompts["two"] + 2  # one rollout's
-
-
-@pytest.mark.nightly
-def test_two_launchers_are_one_job(whole, tmp_path):
-    """As on two nodes: they meet at an address; one is killed in the middle, and the job is started again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    output = tmp_path / "run"
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job")
-    command = torchrun(output, "fsdp2", *options, "--max-restarts=0", f"--log-dir={tmp_path / 'logs'}")
-
-    def launch() -> list[subprocess.Popen]:
-        return [subprocess.Popen(**command) for _ in range(2)]
-
-    job, end = launch(), time.monotonic() + 240
-    while not (output / "checkpoints/step-000002").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    children = ["ps", "-o", "pid=", "--ppid", str(job[1].pid)]
-    listed = subprocess.run(children, capture_output=True, text=True, check=True)
-    for process in [*map(int, listed.stdout.split()), job[1].pid]:  # a node that is gone
-        os.kill(process, signal.SIGKILL)
-    assert all(node.wait(timeout=120) != 0 for node in job)
-    assert [node.wait(timeout=240) for node in launch()] == [0, 0]
-    assert_same(whole["fsdp2"], output)
 
 
 def test_a_run_from_python_joins_the_ranks(tmp_path):

@@ -264,10 +264,6 @@ def accuracy(completions, solution, **kwargs):
     return [1.0 if match and match.group(1) == gold else 0.0 for match, gold in zip(found, solution, strict=True)]
 
 
-def token_count(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
-
-
 def only_math(prompts, completions, task, **kwargs):
     assert kwargs["trainer_state"].global_step == 12
     return [1.0 if name == "math" else None for name in task]
@@ -286,12 +282,11 @@ def test_trl_style_functions_run_unchanged():
     fields = [{"solution": "4", "task": "math"}, {"solution": "5", "task": "code"}]
     problems = [Problem(chat, None, of_row) for of_row in fields]
     completions = [r"It is \boxed{4}", r"It is \boxed{4}"]
-    totals, by_name = total_rewards([accuracy, token_count, only_math, judge], None, completions, problems, **GIVEN)
+    totals, by_name = total_rewards([accuracy, only_math, judge], None, completions, problems, **GIVEN)
     assert by_name["accuracy"] == [1.0, 0.0]
-    assert by_name["token_count"] == [3.0, 1.0]
     assert by_name["only_math"] == pytest.approx([1.0, math.nan], nan_ok=True)
     assert by_name["judge"] == [1.5, 1.5]
-    assert totals == [1 + 3 + 1 + 1.5, 0 + 1 + 1.5]
+    assert totals == [1 + 1 + 1.5, 0 + 1.5]
 
 
 SEMAPHORE = asyncio.Semaphore(1)  # of the first loop that waits for it

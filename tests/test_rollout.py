@@ -8,7 +8,7 @@ from batches import completions
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
-from pspo.config import SYSTEM_PROMPT, RolloutConfig
+from pspo.config import RolloutConfig
 from pspo.model.chat import completion_texts, render_prompts
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 from pspo.tasks import math_reward
@@ -169,13 +169,6 @@ LLAMA_STYLE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role!') }}{% endif %}" + LLAMA_STYLE
-
-
-def test_the_system_prompt_is_the_papers():
-    assert SYSTEM_PROMPT == (
-        "You are a careful math solver. Think through the solution and show the steps. Use English only. End the "
-        "response with the final answer only in the format: '#### <final numeric answer only>'"
-    )
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokenizer):

@@ -10,7 +10,6 @@ from batches import random_batch
 
 from pspo.losses import (
     Counts,
-    EntropyQuantile,
     LossInputs,
     OffPolicyMask,
     aggregate,
@@ -76,18 +75,6 @@ def test_the_off_policy_mask_equals_the_reference(seed):
     assert torch.equal(mask_of(by_token), is_near | (by_token >= 0))
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
-def test_the_entropy_quantile_equals_the_reference(share):
-    entropies, _, advantages, mask = random_batch((6, 1, 4, 0, 3))
-    entropies = entropies.round(decimals=1).where(mask, math.nan)  # some are equal
-    losses = torch.ones_like(entropies)
-    stays = EntropyQuantile(share)(losses, LossInputs(losses, losses, advantages, mask, entropies)) == 1
-    for row, stays_in in zip(entropies, stays, strict=True):
-        values = row[~row.isnan()].tolist()
-        lowest = reference.uncertain(values, share) if values else 0.0
-        assert stays_in[: len(values)].tolist() == [value >= lowest for value in values]
-
-
 # ---------------------------------------------------------------- aggregation
 
 
@@ -128,11 +115,3 @@ def test_an_all_masked_microbatch_is_0_with_gradient_0(how, tokens):
     (gradient,) = torch.autograd.grad(loss, per_token_loss)
     assert loss.item() == 0.0
     assert torch.equal(gradient, torch.zeros(3, 4))
-
-
-def test_a_subclass_of_a_term_does_not_inherit_that_it_is_silent_at_zero_advantage():
-    class Everywhere(OffPolicyMask):
-        pass
-
-    assert OffPolicyMask(1.0).silent_at_zero_advantage
-    assert not Everywhere(1.0).silent_at_zero_advantage

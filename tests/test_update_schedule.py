@@ -253,16 +253,6 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
     assert start == len(rollout)
 
 
-def test_sorting_by_length_saves_padding():
-    """16 groups of long and short completions in turns: in their own order every microbatch would be as wide as T."""
-    rollout, advantages = make_rollout(16)
-    lengths = torch.where(torch.arange(len(rollout)) // G % 2 == 0, 8, 2)
-    rollout = dataclasses.replace(rollout, completion_mask=torch.arange(8) < lengths[:, None])
-    config = make_config(Kept(), optimizer={"microbatch_tokens": 160})
-    (minibatch,) = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)
-    assert sum(batch.rollout.completion_ids.numel() for batch in minibatch.batches) <= 1.15 * int(lengths.sum())
-
-
 def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
     rollout, advantages = make_rollout(8)

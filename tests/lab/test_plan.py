@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import token_logprobs
 from pspo.model.logprobs import hidden_states
 from pspo.rollout import Rollout
 from pspo.rollout.batching import split_minibatches
-from pspo_lab.plan_command import main
-from pspo_lab.plan_cost import Assumptions, PlanConfig, Strategy, memory, messages, seconds, shapes, training_load
+from pspo_lab.plan_cost import Assumptions, PlanConfig, Strategy, memory, shapes, training_load
 from pspo_lab.plan_shapes import QWEN, Shape
 
 TOTALS = {  # parameters of the published weights: the safetensors index's bytes / 2
@@ -108,39 +107,6 @@ def test_memory_by_hand():
     assert sharded["training"]["gradients"] == pytest.approx(4 * n / 16 + 6 * (2 * layers / 24 + 151936 * 896))
 
 
-def test_memory_with_adapters_bf16_and_eight_bits_by_hand():
-    n, adapters = TOTALS["7B"], 16 * 28 * (4 * 3584 + 2 * (3584 + 512) + 3 * (3584 + 18944))
-    lora = config_of(model=ModelConfig("Qwen2.5", lora=LoraConfig(rank=16)), algorithm=AlgorithmConfig(beta=0.1))
-    parts = memory(QWEN["7B"], lora, ONE)["training"]
-    assert [parts[name] for name in ("weights", "optimizer", "gradients", "reference", "bf16 weights")] == [
-        2 * n + 4 * adapters, 8 * adapters, 4 * adapters, 4 * adapters, 0,
-    ]  # fmt: skip
-    half = config_of(model=ModelConfig("Qwen2.5", dtype="bfloat16"), optimizer=OptimizerConfig("adamw8bit"))
-    parts = memory(QWEN["7B"], half, ONE)["training"]
-    assert (parts["weights"], parts["optimizer"]) == (2 * n, 2 * n)
-    assert (
-        seconds(QWEN["7B"], lora, ONE)["training"]["passes"]
-        < seconds(QWEN["7B"], config_of(), ONE)["training"]["passes"]
-    )
-
-
-def test_time_and_communication_by_hand():
-    """Qwen2.5-7B, 8 rows on each of 16 H100s."""
-    n, rate, config = TOTALS["7B"], 0.8, config_of()
-    parts = seconds(QWEN["7B"], config, Strategy("ddp", 16))
-    body, head = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944), 152064 * 3584
-    assert parts["rollout"]["decoding"] == pytest.approx(128 * 2 * (body + head) / (rate * 3.35e12))  # weights, read
-    computed, predicted, pairs = 48 + 2 * 67 + 8 * 127, 8 * 128, 48 * 48 + 2 * 67 * 115 + 8 * 127 * 242
-    flops = 6 * body * computed + 6 * head * predicted + 12 * 28 * 3584 * pairs
-    assert parts["training"]["passes"] == pytest.approx(2 * flops / (0.4 * 989e12), rel=1e-12)
-    assert parts["training"]["optimizer"] == pytest.approx(2 * 28 * n / (3.35e12 * rate))
-    within, between = 2 * 4 * n * (7 / 8) / (450e9 * rate), 2 * 4 * n * (1 / 2) / (8 * 50e9 * rate)  # of a node's links
-    assert parts["training"]["communication"] == pytest.approx(2 * (max(between, within) + 2 * 15 * 5e-6), rel=1e-12)
-    root = 2 * head + 3584
-    sent = 4 * (n - root) + 2 * root + 4 * n  # layers gathered twice, embeddings once, all gradients reduced
-    assert messages(QWEN["7B"], config, Strategy("fsdp2", 16)) == ((2 * n, 29), (sent, 2 * 28 + 1 + 29))
-
-
 @pytest.mark.parametrize(("prompts", "group_size", "minibatches", "prompt", "length"), [
     (7, 4, 1, 115, 128), (32, 8, 4, 115, 512), (32, 64, 1, 115, 128), (8, 16, 1, 512, 900),
 ])  # fmt: skip
@@ -157,11 +123,3 @@ def test_microbatches_are_the_trainer_s(prompts, group_size, minibatches, prompt
     assert largest.predicted == max(len(batch.rollout) for batch in batches) * length
     assert mean.microbatches == pytest.approx(len(batches), rel=0.05)  # rows of two groups may need a prompt more
     assert mean.predicted * mean.microbatches == pytest.approx(rows // minibatches * length, rel=1e-12)
-
-
-def test_the_command(capsys):
-    main(["--plan.gpus=[1,32]"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines[2:16:2]] == list(QWEN)
-    assert lines[2][:3] == ["0.5B", "1", "none"]
-    assert lines[15][:5] == ["72B", "32", "does", "not", "fit"]

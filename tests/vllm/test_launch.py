@@ -110,18 +110,6 @@ def test_a_signal_is_the_trainer_s_which_saves(ports, number, passed):
     assert not any(map(is_running, processes()))
 
 
-def test_a_server_that_ends_at_the_start_ends_all_in_one_line(ports, capfd, here, monkeypatch):
-    monkeypatch.setenv("HOME", str(here))
-    Path(f"broken-{ports[1]}").touch()
-    assert exit_code(launched(ports, "0", "~/logs")) == 1
-    line = (
-        f"the server at http://127.0.0.1:{ports[1]} ended with exit code 3 before it was ready: see {here}/logs/server-"
-    )
-    assert capfd.readouterr().err == f"pspo serve: {line}{ports[1]}.log\n"
-    assert not Path("trainer").exists()
-    assert not any(map(is_running, processes()))
-
-
 def test_nothing_outlives_a_launcher_that_is_killed(ports):
     launcher = launched(ports, "wait")
     until(Path("trainer").exists)

@@ -19,18 +19,17 @@ import requests
 import torch
 from architectures import OUTCOMES, tiny
 from engines import CPU, needs_vllm, train
-from processes import assert_same, forked, kill_at_step, until
+from processes import forked, kill_at_step, until
 from safetensors.torch import load_file
 from test_servers import engine_of
 
 from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.rollout import Prompts, generate, load_prompts, make_sampling
+from pspo.rollout import Prompts, load_prompts, make_sampling
 from pspo.rollout.engine import EngineError, EngineSampler, find_engine
 from pspo.rollout.sampler import Sampler
 from pspo.run.learner import Learner
-from pspo.tasks import Problem
 from pspo_vllm.weights import weights_of_files
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -131,25 +130,6 @@ def logprob_errors(sampler, prompts, policy=None):
 
 
 @needs_vllm
-def test_greedy_tokens_are_those_of_our_decoder(served, prompts):
-    policy, sampling = served.learner.policy, served.sampling
-    ours = generate(policy, served.tokenizer, prompts.ids, sampling.greedy())
-    theirs = served.with_sampling(replace(sampling, temperature=0.0)).draw(prompts, 1)
-    differing = 0
-    for row in range(len(prompts)):
-        n = min(int(ours.completion_mask[row].sum()), int(theirs.completion_mask[row].sum()))
-        first = (ours.completion_ids[row, :n] != theirs.completion_ids[row, :n]).nonzero()
-        if len(first):  # a tie
-            differing, t = differing + 1, int(first[0])
-            ids = torch.tensor([[*prompts.ids[row], *ours.completion_ids[row, :t].tolist()]])
-            with torch.no_grad():
-                best = policy(ids).logits[0, -1].topk(2)
-            assert {*best.indices.tolist()} == {int(r.completion_ids[row, t]) for r in (ours, theirs)}
-            assert best.values[0] - best.values[1] < 1e-4
-    assert differing <= 2
-
-
-@needs_vllm
 def test_logprobs_are_the_policys(served, prompts):
     drawn, errors = logprob_errors(served, prompts)
     assert drawn.completion_ids.shape[0] == 96
@@ -221,30 +201,6 @@ def test_adapters_are_merged_into_what_is_pushed(served, prompts):
     learner = Learner(policy, served.learner.optimizer, steps=served.learner.steps + 1)
     assert logprob_errors(replace(served, learner=learner), prompts.take(range(4)))[1].abs().max() < 1e-3
     served.learner.steps += 2
-
-
-@needs_vllm
-def test_killed_and_resumed_it_ends_as_undisturbed():
-    args = ("--rollout.engine=pspo_vllm.VLLM", "--rollout.lag=1")
-
-    def killed() -> int:
-        kill_at_step(5)
-        return train("out", *args)
-
-    assert forked(lambda: train("whole", *args)) == 0
-    assert forked(killed) == -signal.SIGKILL
-    assert forked(lambda: train("out", *args)) == 0
-    assert_same(Path("whole"), Path("out"))
-
-
-@needs_vllm
-@pytest.mark.parametrize("served", ["process"], indirect=True)
-def test_a_prompt_that_leaves_no_room_raises(served):
-    long = served.with_sampling(replace(served.sampling, stop_ids=(), max_completion_tokens=128))
-    with pytest.raises(EngineError, match="no room"):
-        long.draw(Prompts([Problem("")], [[5] * 200]), 1)
-    with pytest.raises(EngineError, match="process has died"):  # from then on
-        served.draw(Prompts([Problem("")], [[5] * 20]), 1)
 
 
 @needs_vllm
