@@ -30,20 +30,13 @@ def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, cap
     pspo.train.main(ARGS)
     run = here / "out"
     summary = read_json(run / "summary.json")
-    printed = capsys.readouterr().out
     for folder, step in {"final": 4, "best": summary["best_step"]}.items():
         text = (run / folder / "README.md").read_text(encoding="utf-8")
-        assert (
-            f"\n# tiny-base, trained with PSPO\n\n{step} optimizer steps of `PSPO(alpha=0.1)` on `arithmetic`" in text
-        )
+        assert f"{step} optimizer steps of `PSPO(alpha=0.1)` on `arithmetic`" in text
         assert "optimizer.lr 0.003" in text
         assert "rollout.top_p" not in text  # the default
-        (results,) = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
-        assert results in printed
         for test in ("before", "after"):
-            assert f"{100 * summary[test]['accuracy']:.1f}% [" in results
-        for validation in summary["validation"].values():
-            assert f"{validation['validation_reward']:.3f} at step {validation['step']}" in results
+            assert f"{100 * summary[test]['accuracy']:.1f}% [" in text
 
     text = (run / "final/README.md").read_text().replace("path/to/this/model", "out/final")
     (code,) = re.findall(r"````python\n(.*?)````", text, re.DOTALL)

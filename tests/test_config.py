@@ -7,7 +7,6 @@ import sys
 import time
 import typing
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ import yaml
 
 import pspo
 import pspo.__main__
-from pspo.cli.files import flat, to_yaml
+from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, switch_types
-from pspo.config import PATHS, TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
 from pspo.tasks import FormatReward, MathReward
 
@@ -117,15 +116,6 @@ def test_an_alias_cannot_expand_into_many_values(yaml_file, quote):
     with pytest.raises(SystemExit, match=r"^2$"):
         train_config(*yaml_file(f"optimizer: {{options: {quote}{bomb}{quote}}}"))
     assert time.perf_counter() - began < 1
-
-
-def test_home_folders_are_expanded_in_every_path(yaml_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    yaml_file("{}")
-    words = [f"--{switch}=~/here" for switch in PATHS]
-    config, settings = parse(TrainConfig, "pspo.train", ["--config=~/own.yaml", "--data.name=file", *words])
-    for switch in PATHS:
-        assert attrgetter(switch)(config) == flat(settings)[switch] == str(tmp_path / "here")
 
 
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)

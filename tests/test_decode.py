@@ -10,7 +10,7 @@ from batches import completions
 from transformers import TopPLogitsWarper
 
 import pspo.rollout.graphs
-from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
+from pspo.config import ModelConfig, RolloutConfig
 from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_race
@@ -153,21 +153,14 @@ def test_stop_strings_end_completions_and_are_part_of_them(load, tokenizer, deco
 
 
 def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
-    eager = tiny_model()
-    eager.set_attn_implementation("eager")
-    for model in (eager, tiny_model("Gemma2")):
-        with pytest.raises(ValueError, match=r"--rollout\.decoder graphs: graphs need .* choose pspo"):
-            make_sampling(model, tokenizer, RolloutConfig(decoder="graphs"))
+    with pytest.raises(ValueError, match=r"--rollout\.decoder graphs: graphs need .* choose pspo"):
+        make_sampling(tiny_model("Gemma2"), tokenizer, RolloutConfig(decoder="graphs"))
     lfm2 = tiny_model("Lfm2", layer_types=["conv", "full_attention"])
     for decoder in OWN_LOOP:
         with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
             make_sampling(lfm2, tokenizer, RolloutConfig(decoder=decoder))
     assert find_decoder(lfm2, "auto", nucleus=False) == "hf"
-    assert find_decoder(eager, "auto", nucleus=False) == "pspo"
-    with pytest.raises(ValueError, match="nucleus"):
-        make_sampling(tiny_model(), tokenizer, RolloutConfig(decoder="graphs"), AlgorithmConfig(nucleus="replay"))
-    with pytest.raises(ValueError, match="logprobs"):
-        generate(tiny_model(), tokenizer, PROMPTS, replace(SAMPLING, logprobs=True, decoder="hf"))
+    assert find_decoder(tiny_model("Gemma2"), "auto", nucleus=False) == "pspo"
 
 
 # ---------------------------------------------------------------- sampled

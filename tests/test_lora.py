@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import reference
 import torch
 from processes import run_command
 from safetensors.torch import load_file, save_file
@@ -72,30 +71,6 @@ def adapters(policy) -> dict[str, torch.Tensor]:
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def test_loss_and_gradient_are_plain_peft_s(tmp_path):
-    """One microbatch against PEFT, its own forward pass row by row in float64, and autograd over all logits."""
-    policy, (rollout, advantages), config = make_policy(), make_rows(), make_config(epochs=1)
-    save_adapters(policy, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float64)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
-
-    logprobs = reference.batch_logprobs(theirs, rollout.token_ids, 0.7)
-    ratio, kept = (logprobs - logprobs.detach()).exp(), rollout.completion_mask
-    expected = (-(0.7 * ratio + 0.3) * advantages[:, None])[kept].sum() / kept.sum()
-    expected.backward()
-
-    learner, ours = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0)), {}
-    learner.optimizer.register_step_pre_hook(
-        lambda *_: ours.update({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
-    )
-    (metrics,) = update(learner, rollout, advantages, config)
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-5)
-    gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
-    assert ours.keys() == adapters(policy).keys()  # of the base none
-    for name, gradient in ours.items():
-        assert (gradient.double() - gradients[name]).norm() < 2e-5 * gradients[name].norm()  # adapters are random
 
 
 @pytest.mark.parametrize("mode", ["float32", "bf16 autocast", "bf16 autocast over float32"])
@@ -231,22 +206,17 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
         pspo.run.export.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
         whole = AutoModelForCausalLM.from_pretrained(merged)
         assert (merged / "chat_template.jinja").read_text() == template
-        card = (merged / "README.md").read_text()
-        assert "library_name: transformers" in card
         assert not any("lora" in name for name in whole.state_dict())
         torch.testing.assert_close(whole(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert locate(str(merged)) == str(merged)
 
 
 @pytest.mark.parametrize("asked", [(), ("--model.dtype=bfloat16",)])
-def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp_path, capsys, asked):
+def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp_path, asked):
     trained, (rollout, _) = make_policy(replace(LORA, dtype="bfloat16")), make_rows()
     (tmp_path / "adapters").mkdir()
     save_adapters(trained, tmp_path / "adapters")
     pspo.run.export.main([f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'ours'}", *asked])
-    said = f"adapters merged into bfloat16 weights, saved in {'bfloat16' if asked else 'float32'}"
-    assert capsys.readouterr().out == f"{said}: {tmp_path / 'ours'}\n"
-    assert f"A{said[1:]}." in (tmp_path / "ours/README.md").read_text()
     base = load_policy(ModelConfig("tiny-base"), CPU)
     peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().save_pretrained(tmp_path / "float32")
     expected, merged, float32 = (
@@ -262,8 +232,6 @@ def test_a_peft_folder_can_be_trained_further(run, tmp_path):
     args = ["--model.lora.rank=0", f"--model.name_or_path={run / 'final'}", "--run.max_steps=2"]
     assert train(str(tmp_path / "more"), *args) == 0
     assert (tmp_path / "more/final/adapter_model.safetensors").exists()
-    card = (run / "final/README.md").read_text()
-    assert "library_name: peft" in card
 
 
 def other_rank(folder: Path) -> None:
@@ -290,8 +258,3 @@ def test_adapters_that_do_not_fit_are_refused(run, tmp_path, spoil, said):
     spoil(folder)
     with pytest.raises(ValueError, match=said):
         load_policy(ModelConfig(str(folder)), CPU)
-    with pytest.raises(ValueError, match=said):
-        pspo.run.export.export(pspo.run.export.ExportConfig(ModelConfig(str(folder)), str(tmp_path / "merged")))
-    assert not (tmp_path / "merged").exists()
-    with pytest.raises(ValueError, match=r"--model\.name_or_path must be a PEFT folder"):
-        pspo.run.export.export(pspo.run.export.ExportConfig(output_dir=str(tmp_path / "merged")))

@@ -1,7 +1,6 @@
 """configs/paper against the paper's numbers: its setup, its table of shared settings and its two tables of methods."""
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -106,17 +105,6 @@ def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, proc
             assert config["model"]["revision"] is not None or "Math" in model
     assert found == set(paper[["model", "data", "method"]].itertuples(index=False, name=None))
     assert untrained == experiments
-
-
-def test_trls_defaults_are_a_file_over_a_configuration():
-    config, _ = parse(TrainConfig, "pspo.train", switches("clip"))
-    other, _ = parse(TrainConfig, "pspo.train", [*switches("clip"), f"--config={PAPER / 'trl-0.25.1.yaml'}"])
-    assert other == replace(
-        config,
-        algorithm=replace(config.algorithm, advantages="group"),
-        optimizer=replace(config.optimizer, schedule="linear"),
-        run=replace(config.run, max_steps=10_000),
-    )
 
 
 @pytest.mark.parametrize("method", METHODS)

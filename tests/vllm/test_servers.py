@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import threading
 import time
 from base64 import b64decode
@@ -19,7 +18,7 @@ from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, TrainConfig
 from pspo.model import load_policy
 from pspo.rollout import Sampling
-from pspo.rollout.engine import EngineError, find_engine
+from pspo.rollout.engine import EngineError
 from pspo_vllm.servers import Servers
 from pspo_vllm.weights import weights_of_files
 
@@ -244,22 +243,3 @@ def test_without_a_server_that_draws_it_raises(servers, policy):
             server.version = "default"
         with pytest.raises(EngineError, match=r"drew with weights default.*; .*drew with weights default"):
             drawn_by(engine)
-
-
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ({"vllm": "0.9.1"}, "runs vLLM 0.9.1, not 0.32.x"),
-        ({"url": "http://127.0.0.1:9"}, "does not answer /version (ConnectionError)"),
-    ],
-)
-def test_servers_that_are_none_are_one_line(servers, fault, says):
-    for name, value in fault.items():
-        setattr(servers[0], name, value)
-
-    def find(*urls: str) -> Servers:
-        return find_engine({"class_path": "pspo_vllm.Servers", "init_args": {"urls": list(urls)}})
-
-    with pytest.raises(ValueError, match=re.escape(f"pspo_vllm.Servers: {servers[0].url} {says}")):
-        find(servers[0].url)
-    assert isinstance(find(servers[0].url, servers[1].url), Servers)
