@@ -174,6 +174,14 @@ def test_adapters_in_a_bin_are_read(base, tmp_path):
     pspo.run.export.main([f"--model.name_or_path={tmp_path / 'adapters'}", f"--output_dir={tmp_path / 'merged'}"])
 
 
+def test_a_bias_beside_a_layer_without_one_is_refused(base, tmp_path):
+    """Its merged model was 2.6 nats off."""
+    layers = {name.replace("q_proj", "o_proj"): (4, 3.0) for name in Q}
+    write_adapters(tmp_path / "adapters", {"lora_bias": True, "target_modules": ["o_proj"]}, layers, base)
+    with pytest.raises(ValueError, match=r"name_or_path .*o_proj has no bias that lora_bias could be merged into"):
+        load_policy(ModelConfig(str(tmp_path / "adapters")), CPU)
+
+
 def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
     layers = {"lm_head": (4, 3.0)}
     write_adapters(tmp_path / "tied", {"target_modules": ["lm_head"]}, layers, base)

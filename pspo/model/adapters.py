@@ -99,7 +99,9 @@ def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def check_layers(policy: PreTrainedModel) -> None:
-    """Raise ValueError for adapters of other layers than linear ones, or of a weight that another layer has, too."""
+    """Raise ValueError for adapters that cannot be merged: of other layers than linear ones, of a weight that another
+    layer has, too, or with a bias beside a layer that has none.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     uses = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
@@ -111,6 +113,10 @@ def check_layers(policy: PreTrainedModel) -> None:
             raise ValueError(f"{name} is no plain linear layer, whose adapters can be merged: {OTHER_LAYERS}")
         if uses[id(layer.base_layer.weight)] > 1:
             raise ValueError(f"{name} has the weight of another layer, which a merge would change: {OTHER_LAYERS}")
+        if layer.lora_bias["default"] and layer.base_layer.bias is None:
+            raise ValueError(
+                f"{name} has no bias that lora_bias could be merged into: bring adapters without lora_bias"
+            )
 
 
 def check_adapter_config(folder: str) -> None:
