@@ -153,7 +153,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     if rows:
         numbers.append(pd.DataFrame(rows))
     if not metrics and not numbers:
-        raise ValueError("nothing to report in " + ", ".join(map(str, roots)))
+        raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
 
     table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
     table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, "optimizer.max_grad_norm", *NOT_COMPARED, *table}))

@@ -183,6 +183,7 @@ def contents(run: Path) -> dict[str, object]:
             record = json.loads(path.read_text())
             content = {key: value for key, value in record.items() if key not in measured}
             content["best_model"] = Path(record["best_model"]).name
+            del content["output_dir"]
         elif path.name == "config.yaml":
             content = yaml.safe_load(path.read_text())
             del content["run"]["output_dir"]

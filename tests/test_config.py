@@ -190,7 +190,7 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
 def test_help_has_a_text_for_every_switch(config_class, capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse(config_class, "pspo.train", ["--help"])
+        parse(config_class, "pspo.train", ["--help", "all"])
     assert not exit_.value.code
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 220
@@ -201,6 +201,20 @@ def test_help_has_a_text_for_every_switch(config_class, capsys):
         for name in names:
             described = re.search(rf"^  --{section}\.{name} \S+\s+(\S.*)$", text, re.MULTILINE)
             assert described, name
+
+
+def test_help_is_short_and_names_the_sections_that_have_more(capsys):
+    shown = {}
+    for topic in ("", "rollout", "all"):
+        with pytest.raises(SystemExit):
+            parse(TrainConfig, "pspo.train", ["--help", topic])
+        text = capsys.readouterr().out
+        shown[topic] = re.findall(r"^  --([a-z]+\.[\w.]+) VALUE", text, re.MULTILINE)
+        assert "--help SECTION" in text or topic
+    assert {"data.path", "algorithm.surrogate", "rollout.prompts"} < {*shown[""]} < {*shown["all"]}
+    assert len(shown[""]) < 25
+    assert {name.partition(".")[0] for name in shown["rollout"]} == {"rollout"}
+    assert "rollout.lag" in shown["rollout"]
 
 
 def test_the_guide_lists_exactly_the_switches():
@@ -274,7 +288,9 @@ MESSAGES = {
     "--config typo.yaml": "Group 'rollout' does not accept option 'group_sise'",
     "--config syntax.yaml": "syntax.yaml is damaged: .* line 2, column 4",
     "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
-    "--config missing.yaml": ".*config.*File does not exist: .*missing.yaml'",
+    "--config missing.yaml": "--config missing.yaml: there is no such file, nor such a method; methods: dapo, .*grpo",
+    "--batch_size 8": ".*--batch_size=8; here --rollout.prompts, --rollout.group_size",
+    "--device cuda": ".*--device=cuda; here CUDA_VISIBLE_DEVICES",
     "--rollout.prompts many": ".*rollout.prompts.* Expected a <class 'int'>. Got value: many",
     "--rollout.decoder foo": ".*rollout.decoder.* Expected a typing.Literal.'auto', 'pspo', 'graphs', 'hf'.*foo",
     "--algorithm.terms OffPolicyMask": ".*algorithm.terms.* the following arguments are required: threshold",

@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -31,6 +31,22 @@ from pspo.tasks.files import local_path
 
 C = TypeVar("C")
 METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
+BASIC = {  # switches of --help; --help all has all of them
+    "config", "print_config", "model.name_or_path", "model.lora.rank", "data.name", "data.path", "data.columns",
+    "data.holdout", "data.limit", "reward.functions", "reward.weights", "rollout.prompts", "rollout.group_size",
+    "rollout.max_completion_tokens", "rollout.temperature", "algorithm.surrogate", "algorithm.epochs",
+    "algorithm.advantages", "algorithm.beta", "optimizer.lr", "run.output_dir", "run.seed", "run.max_steps",
+    "run.validate_every", "run.test_limit", "eval.split", "eval.temperatures", "eval.samples",
+    "eval.max_completion_tokens",
+}  # fmt: skip
+HINTS = {  # of names that other trainers give to a switch
+    "batch_size": "--rollout.prompts, --rollout.group_size, or for memory --optimizer.microbatch_tokens",
+    "num_generations": "--rollout.group_size",
+    "lora": "--model.lora.rank 16",
+    "device": "CUDA_VISIBLE_DEVICES before the command: a GPU is used where torch finds one",
+    "clip": "--algorithm.surrogate Clip --algorithm.surrogate.epsilon 0.2",
+    "learning_rate": "--optimizer.lr",
+}
 load_yaml = get_loader("yaml")
 
 
@@ -58,6 +74,11 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
     """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --print_config."""
     parser = make_parser(config_class, prog)
     switches = switch_types(config_class)
+    topics = [*words[1:], ""]
+    for word, topic in zip(words, topics, strict=False):
+        if word in ("-h", "--help"):
+            print_help(parser, topic, switches)
+            raise SystemExit(0)
     try:
         namespace = parser.parse_args(prepare_words(words, switches))
         namespace = parser.parse_object(settings, namespace)
@@ -98,14 +119,29 @@ def make_parser(config_class: type, prog: str) -> ArgumentParser:
     return parser
 
 
-class Help(argparse.HelpFormatter):
-    """Show a switch, its text and its default, and no section as a switch."""
+def print_help(parser: ArgumentParser, topic: str, switches: dict[str, Any]) -> None:
+    """Print the texts of all switches, of a section's, or without a topic of the basic ones."""
+    sections = dict.fromkeys(switch.partition(".")[0] for switch in switches)
+    shown = {*switches, "config", "print_config"}
+    if topic in sections:
+        shown = {switch for switch in switches if switch.startswith(f"{topic}.")}
+    elif topic != "all" and len(switches) > len(BASIC):
+        shown = BASIC
+        topics = " ".join(sections)
+        parser.epilog = f"--help all shows all {len(switches)} switches, --help SECTION those of: {topics}"
+    parser.formatter_class = functools.partial(Help, shown=shown)
+    parser.print_help()
 
-    def __init__(self, prog: str) -> None:
+
+class Help(argparse.HelpFormatter):
+    """Show the chosen switches, each with its text and its default, and no section as a switch."""
+
+    def __init__(self, prog: str, shown: Collection[str] = ()) -> None:
         super().__init__(prog, max_help_position=30, width=110)
+        self.shown = shown
 
     def add_argument(self, action: argparse.Action) -> None:
-        if str(action.help).startswith("Path to a configuration file"):  # such as `--rollout FILE`
+        if action.option_strings[0].lstrip("-").removesuffix(".help") not in self.shown:
             return
         action = copy.copy(action)
         if action.nargs != 0:
@@ -159,6 +195,8 @@ def config_file(name: str) -> str:
     file = local_path(name)
     if not file.exists():
         file = METHODS.get(name.lower(), file)
+    if not file.exists():
+        raise ValueError(f"--config {name}: there is no such file, nor such a method; methods: {', '.join(METHODS)}")
     if file.is_file():
         read_config(file)
     return str(file)
@@ -171,7 +209,9 @@ def short_message(error: Exception, switches: dict[str, Any]) -> str:
     if unknown := re.match(r"unrecognized arguments: --([\w.-]+)", message):
         similar = [switch for switch in switches if switch.endswith(f".{unknown[1]}")]
         similar += difflib.get_close_matches(unknown[1], switches)
-        if similar:
+        if unknown[1] in HINTS:
+            message += f"; here {HINTS[unknown[1]]}"
+        elif similar:
             message += f"; did you mean --{similar[0]}?"
     return message
 

@@ -106,6 +106,7 @@ class Run:
         self.recorder.bar.close()
         steps = self.learner.steps
         summary = self.validator.finish() | {
+            "output_dir": str(self.output),
             "tokens": self.recorder.tokens,
             "optimizer_steps": steps,
             "seconds": round(self.recorder.elapsed, 2),
