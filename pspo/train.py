@@ -21,7 +21,7 @@ from pspo.rollout import Experience, Rollout, estimate_advantages, group_relativ
 from pspo.run.command import train_command, train_from_python
 from pspo.run.run import Run
 from pspo.tasks import total_rewards
-from pspo.tasks.failures import FIRST_FAILURES, RewardError
+from pspo.tasks.failures import RewardError, show_failures
 from pspo.update import keep_logprobs, update
 
 
@@ -32,7 +32,7 @@ def train(run: Run) -> dict[str, Any]:
     reward raised, or after too many skipped steps in a row.
     """
     run.start()
-    while not run.ended():
+    while run.begin_rollout():
         experience = draw(run)
         if run.delay is not None:
             with run.phase("generate"):  # an engine may begin to draw ahead
@@ -61,31 +61,39 @@ def draw(run: Run) -> Experience:
     return experience
 
 
-def score(run: Run, prompts: list[int], rollout: Rollout) -> Experience:
+def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
     """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
     reward = run.config.reward
-    inputs = rollout.reward_inputs
     logged: dict[str, list[Any]] = {}
+    failures: dict[str, Exception] = {}
     with run.phase("reward"):
         totals, rewards_by_name = total_rewards(
             reward.functions,
             reward.weights,
             rollout.texts,
-            run.stream.problems(prompts),
+            run.stream.problems(prompt_indices),
             timeout=reward.timeout,
             on_error=reward.on_error,
             workers=reward.workers,
-            completion_ids=inputs["completion_ids"],
-            truncated=inputs["truncated"],
             step=run.learner.steps,
             max_completion_tokens=run.config.rollout.max_completion_tokens,
-            environment_rewards=inputs.get("environment_rewards"),
             logged=logged,
+            failures=failures,
+            **rollout.reward_inputs,
         )
+        show_failures(failures, run.recorder.failures)
         rewards = torch.tensor(totals, dtype=torch.float64)  # (B,)
-        if FIRST_FAILURES and rewards.isnan().all():
-            raise RewardError(f"every completion of this rollout is without a reward: {FIRST_FAILURES}")
-    experience = Experience(prompts, rollout, rewards, rewards_by_name, totals, rollout.tokens, logged)
+        if failures and rewards.isnan().all():
+            raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
+    experience = Experience(
+        prompt_indices=prompt_indices,
+        rollout=rollout,
+        rewards=rewards,
+        rewards_by_name=rewards_by_name,
+        drawn_rewards=totals,
+        drawn_tokens=rollout.tokens,
+        logged=logged,
+    )
     return add_advantages(run, experience)
 
 
@@ -95,7 +103,7 @@ def add_advantages(run: Run, experience: Experience) -> Experience:
     group_size = run.config.rollout.group_size
     with run.phase("reward"):
         if callable(estimator) or estimator == "gdpo":
-            problems = run.stream.problems(experience.prompts)
+            problems = run.stream.problems(experience.prompt_indices)
             advantages = estimate_advantages(experience, estimator, group_size, problems, run.config.reward.weights)
         else:
             advantages = group_relative_advantages(experience.rewards.float(), group_size, estimator)

@@ -31,7 +31,6 @@ from pspo.run.folders import RunFailed, checkpoints
 from pspo.run.metrics import rollout_metrics
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
-from pspo.tasks.failures import FIRST_FAILURES
 from pspo.tasks.workers import worker_pool
 
 FORKS = multiprocessing.get_context("fork")
@@ -179,7 +178,6 @@ def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_hap
     switches, said = BAD[case]
     worker_pool.cache_clear()  # whose process is in another folder
     args = ["--reward.functions=[test_faults.Bad]", "--run.save_every=0", *switches]
-    FIRST_FAILURES.clear()
     assert train(*args) == 0
     Path("out").rename("whole")
     Path("broken").touch()

@@ -21,7 +21,7 @@ from processes import run_command
 import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
-from pspo.tasks.failures import FIRST_FAILURES, RewardError, WorkerError
+from pspo.tasks.failures import RewardError, WorkerError, show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.workers import worker_pool
@@ -108,16 +108,16 @@ class Leaves(Reward):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_reward_that_exits_has_failed(workers, capsys):
+def test_a_reward_that_exits_has_failed(workers):
     message = "called sys.exit('bye')"
     arguments = [Leaves("exit"), MathReward()], None, *batch(("#### 5", 5))
     with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
         total_rewards(*arguments, workers=workers)
-    FIRST_FAILURES.clear()
-    totals, by_name = total_rewards(*arguments, workers=workers, on_error="none")
+    failures = {}
+    totals, by_name = total_rewards(*arguments, workers=workers, on_error="none", failures=failures)
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
-    assert message in capsys.readouterr().err
+    assert message in str(failures["Leaves"])
 
 
 def test_a_reward_that_changes_the_folder_changes_it_for_itself(here):
@@ -407,7 +407,6 @@ def test_workers_share_a_batch_and_keep_its_order(work):
 
 
 def test_workers_that_hang_or_die_are_replaced(work):
-    FIRST_FAILURES.clear()
     lenient = {"workers": 2, "timeout": 2.0, "on_error": "none"}
     began = time.monotonic()
     values = in_workers(work.hangs_on_x, "a", "b", "x", "c", **lenient)
@@ -441,18 +440,20 @@ def test_answers_that_are_no_numbers_are_refused_before_a_model_is_loaded():
 
 
 def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
-    FIRST_FAILURES.clear()
+    shown = {}
 
     def divides(completions):
         return [1 / (len(completion) - 1) for completion in completions]
 
     for _ in range(2):
-        totals, _ = total_rewards([divides, MathReward()], None, *batch(("abc", 5), ("a", 5)), on_error="none")
+        functions, failures = [divides, MathReward()], {}
+        totals, _ = total_rewards(functions, None, *batch(("abc", 5), ("a", 5)), on_error="none", failures=failures)
+        show_failures(failures, shown)
         assert totals == pytest.approx([0.5, math.nan], nan_ok=True)
     err = capsys.readouterr().err
     assert err.count("reward divides failed (shown once)") == 1
     assert err.count("ZeroDivisionError") == 1
-    assert FIRST_FAILURES == {"divides": "ZeroDivisionError: division by zero"}
+    assert shown == {"divides": "ZeroDivisionError: division by zero"}
 
 
 # --- built in ---------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_groups_without_signal_give_way():
     filled = refill(first, second)
     assert filled.advantages is None
     filled = dataclasses.replace(filled, advantages=group_relative_advantages(filled.rewards.float(), G, "rloo"))
-    assert filled.prompts == [20, 11, 22, 13]
+    assert filled.prompt_indices == [20, 11, 22, 13]
     assert filled.signal == [True, True, True, False]
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens
     assert len(filled.drawn_rewards) == 7 * G

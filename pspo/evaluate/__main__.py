@@ -157,7 +157,7 @@ def main(args: Sequence[str] | None = None) -> None:
             )
     except UserCodeFailed as error:
         if dist.is_main():
-            print(f"\npspo.evaluate: a reward failed\n\n{error}\n\nthe same command resumes {output}", file=sys.stderr)
+            print(f"\npspo.evaluate: {error}\n\nthe same command resumes {output}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print(f"\nstopped; the same command resumes {output}", file=sys.stderr)

@@ -12,6 +12,7 @@ from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.results import Evaluation, Record
 from pspo.rollout import Prompts, RolloutSampler
 from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
+from pspo.tasks.failures import show_failures
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
@@ -35,11 +36,18 @@ def chunks(
 
 
 def complete(
-    sampler: RolloutSampler, prompts: Prompts, indices: list[int], samples: int, reward: RewardConfig, step: int
+    sampler: RolloutSampler,
+    prompts: Prompts,
+    indices: list[int],
+    samples: int,
+    reward: RewardConfig,
+    step: int,
+    shown_failures: dict[str, str],
 ) -> list[Record]:
     """Draw and score samples of some problems, one record each."""
     rollout = sampler.draw(prompts.take(indices), samples)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
+    failures: dict[str, Exception] = {}
     totals, function_values = total_rewards(
         reward.functions,
         reward.weights,
@@ -50,8 +58,10 @@ def complete(
         reward.workers,
         step=step,
         max_completion_tokens=sampler.sampling.max_completion_tokens,
+        failures=failures,
         **rollout.reward_inputs,
     )
+    show_failures(failures, shown_failures)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
     terminated = rollout.terminated.tolist()
     records = []
@@ -87,14 +97,16 @@ def evaluate(
     bar: str = "",
     done: Iterable[Record] = (),
     save: Callable[[list[Record]], None] = lambda records: None,
+    shown_failures: dict[str, str] | None = None,
 ) -> Evaluation | None:
     """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
 
     The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
 
     Chunks that are complete in ``done``, records of an earlier call with the same arguments, are not drawn again;
-    ``save`` is called with each new chunk's records.
+    ``save`` is called with each new chunk's records; ``shown_failures`` is of `show_failures`.
     """
+    shown_failures = {} if shown_failures is None else shown_failures
     completions = {(record["problem"], record["sample"]): record for record in done}
     lengths = [len(ids) for ids in prompts.ids]
     parts = chunks(lengths, samples, sampler.sampling.max_completion_tokens, max_tokens, max_rows)
@@ -110,7 +122,7 @@ def evaluate(
             with fail_together():
                 if not completions.keys() >= set(keys):
                     torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                    records = complete(sampler, prompts, parts[number], samples, reward, step)
+                    records = complete(sampler, prompts, parts[number], samples, reward, step, shown_failures)
             gathered = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
             records = [record for rank_records in gathered for record in rank_records]
             if records:

@@ -14,7 +14,7 @@ class Experience:
     """A rollout, scored.
 
     Attributes:
-        prompts: index of each group's training prompt.
+        prompt_indices: of each group's prompt among the training prompts.
         rollout: B rows.
         rewards: (B,) float64, NaN if unknown.
         rewards_by_name: B values of each reward function.
@@ -24,7 +24,7 @@ class Experience:
         advantages: (B,) or (B, T) float32; None until they are estimated.
     """
 
-    prompts: list[int]
+    prompt_indices: list[int]
     rollout: Rollout
     rewards: Tensor
     rewards_by_name: dict[str, list[float]]
@@ -36,7 +36,7 @@ class Experience:
     @property
     def signal(self) -> list[bool]:
         """By group, True if an advantage is not 0: with group-relative ones, if its rewards differ."""
-        return self.advantages.view(len(self.prompts), -1).any(dim=1).tolist()
+        return self.advantages.view(len(self.prompt_indices), -1).any(dim=1).tolist()
 
     @property
     def row_advantages(self) -> list[float]:
@@ -52,14 +52,14 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
 
     The advantages are left out: some estimators need all rows.
     """
-    n_groups = len(experience.prompts)
+    n_groups = len(experience.prompt_indices)
     group_size = len(experience.rewards) // n_groups
     signal = experience.signal + fresh.signal
     spare = [group for group in range(n_groups, len(signal)) if signal[group]]
     groups = []
     for group in range(n_groups):
         groups.append(spare.pop(0) if spare and not signal[group] else group)
-    prompts = experience.prompts + fresh.prompts
+    prompt_indices = experience.prompt_indices + fresh.prompt_indices
     rows = [group * group_size + i for group in groups for i in range(group_size)]
     indices = torch.tensor(rows)
 
@@ -73,7 +73,7 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
         return selected
 
     return Experience(
-        prompts=[prompts[group] for group in groups],
+        prompt_indices=[prompt_indices[group] for group in groups],
         rollout=join([experience.rollout, fresh.rollout]).rows(indices),
         rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
         rewards_by_name=select(experience.rewards_by_name, fresh.rewards_by_name),

@@ -21,7 +21,6 @@ from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
 from pspo.run.tokens import TokenRecord, write_tokens
 from pspo.run.trackers import log_rollout, start_tracker
-from pspo.tasks.failures import FIRST_FAILURES
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row
@@ -38,6 +37,7 @@ class Recorder:
         samples: its records for ``samples.jsonl``.
         steps: metrics of its optimizer steps.
         seconds: by phase of the rollout.
+        failures: of each reward that failed in this process, the first one in one line.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Recorder:
         self.tokens = 0
         self.skipped = 0
         self.first_step = 0
+        self.failures: dict[str, str] = {}
         self.clear_line()
         if config.run.record_tokens > 0:
             groups = config.rollout.prompts // dist.world_size()
@@ -110,7 +111,7 @@ class Recorder:
         """By name a value for each row of all ranks; {} but on rank 0."""
         rollout = experience.rollout
         rows = {
-            "index": [i for i in experience.prompts for _ in range(self.config.rollout.group_size)],
+            "index": [i for i in experience.prompt_indices for _ in range(self.config.rollout.group_size)],
             "text": rollout.texts,
             "reward": experience.rewards.tolist(),
             "advantage": experience.row_advantages,
@@ -169,7 +170,7 @@ class Recorder:
         lines = read_jsonl(self.output / "metrics.jsonl")
         unknown = sum(line["reward_unknown_share"] for line in lines) / max(len(lines), 1)
         if unknown > 0:
-            reason = FIRST_FAILURES or "every function returned None"
+            reason = self.failures or "every function returned None"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
         elif all(line["zero_advantage_share"] == 1 for line in lines):
             print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)

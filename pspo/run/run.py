@@ -21,7 +21,7 @@ from pspo.run.folders import write_errors
 from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
-from pspo.tasks.failures import FIRST_FAILURES, undo_changes
+from pspo.tasks.failures import undo_changes
 
 
 @dataclass
@@ -57,7 +57,6 @@ class Run:
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
-        FIRST_FAILURES.clear()  # of an earlier run in this process
         self.resources.enter_context(self.recorder.start(self.settings))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
@@ -65,12 +64,12 @@ class Run:
         if self.recorder.line:  # the validation of the last rollout was stopped, or a reward raised in it
             self.write_rollout()
 
-    def ended(self) -> bool:
-        """Take a snapshot of the parts; True if a limit is reached. Raises Stopped if any rank was asked to stop."""
+    def begin_rollout(self) -> bool:
+        """Take a snapshot of the parts; False at the end of the run. Raises Stopped if any rank was asked to stop."""
         self.checkpointer.take_snapshot()
         if dist.max_over_ranks(self.signals.error is not None):
             raise Stopped
-        return self.recorder.limit_reached
+        return not self.recorder.limit_reached
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -130,7 +130,7 @@ class TokenRecord:
         for row in set(rows):
             length = positions[rows == row].max() + 1
             texts[row] = token_texts(tokenizer, ids[row, :length].tolist())
-        columns["problem"] = np.array(experience.prompts)[rows // group_size]
+        columns["problem"] = np.array(experience.prompt_indices)[rows // group_size]
         columns["sample"] = rows % group_size
         columns["token_id"] = ids[rows, positions]
         columns["text"] = [texts[row][position] for row, position in zip(rows, positions, strict=True)]

@@ -100,7 +100,15 @@ class Validator:
         prompts = self.prompts[split]
         bar = "" if self.config.run.quiet else bar
         rows = math.ceil(len(prompts) / dist.world_size())
-        return evaluate(sampler, prompts, self.config.reward, step=self.learner.steps, max_rows=rows, bar=bar)
+        return evaluate(
+            sampler,
+            prompts,
+            self.config.reward,
+            step=self.learner.steps,
+            max_rows=rows,
+            bar=bar,
+            shown_failures=self.recorder.failures,
+        )
 
     def finish(self) -> dict[str, Any]:
         """Save the final model, and test it and the best one; returns the results of all tests and validations."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-FIRST_FAILURES: dict[str, str] = {}  # of each reward that failed in this process: the first error, in one line
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _NOT_USER_CODE = (*_PATHS, "<frozen", str(Path(__file__).parents[1]))  # beginnings of file names
 
@@ -36,7 +35,7 @@ def user_traceback(error: BaseException) -> str:
     if isinstance(error, WorkerError | RewardError | TimeoutError) and not frames:
         return str(error)
     if not frames:
-        return "".join(traceback.format_exception(error)).rstrip()
+        return "raised in no code of yours:\n" + "".join(traceback.format_exception(error)).rstrip()
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
     if frames[-1] != innermost:
@@ -90,8 +89,9 @@ def undo_changes() -> Iterator[None]:
                 restore(value)
 
 
-def report_failure(name: str, error: Exception) -> None:
-    """Show the first failure of a reward on stderr, and keep it in `FIRST_FAILURES`."""
-    if name not in FIRST_FAILURES:
-        FIRST_FAILURES[name] = traceback.format_exception_only(error)[-1].strip()
-        tqdm.write(f"reward {name} failed (shown once):\n{user_traceback(error)}", file=sys.stderr)
+def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:
+    """Show failures by reward on stderr, except for rewards in ``shown``, which gets the others' in one line each."""
+    for name, error in failures.items():
+        if name not in shown:
+            shown[name] = traceback.format_exception_only(error)[-1].strip()
+            tqdm.write(f"reward {name} failed (shown once):\n{user_traceback(error)}", file=sys.stderr)

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
-from pspo.tasks.failures import RewardError, report_failure, undo_changes
+from pspo.tasks.failures import RewardError, undo_changes
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
@@ -259,7 +259,13 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
 
 
 def guarded_values(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    n: int,
+    timeout: float,
+    on_error: OnError,
+    workers: int,
+    failures: dict[str, Exception],
 ) -> Result:
     """`call_reward` with a time limit, in worker processes (a part of the n rows each), or where it may fail.
 
@@ -292,7 +298,7 @@ def guarded_values(
             elif on_error == "raise":
                 raise TimeoutError(f"reward {name} {result}") if is_late else result
             else:
-                report_failure(name, result)
+                failures.setdefault(name, result)
                 if len(part) > 1 and not is_late:
                     retries += [range(i, i + 1) for i in part]
         parts = retries
@@ -310,6 +316,7 @@ def total_rewards(
     *,
     environment_rewards: list[float] | None = None,
     logged: Columns | None = None,
+    failures: dict[str, Exception] | None = None,
     **inputs: Any,
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Weighted sums of rewards (B,), and by function (`Name_2` if a name comes twice) its values (B,); NaN for none.
@@ -320,9 +327,11 @@ def total_rewards(
         workers: processes that share the completions; 0 calls the functions here, unless they have a time limit
         environment_rewards: one more function's
         logged: gets the columns that functions log
+        failures: gets the first failure of each function, under on_error "none"
         inputs: what else functions may ask for by name, such as completion_ids
     """
     inputs = {"completions": completions, "problems": problems} | inputs
+    failures = {} if failures is None else failures
     weights = [1.0] * len(functions) if weights is None else list(weights)
     names = [reward_name(function) for function in functions]
     values: dict[str, list[float | None]] = {}  # by function
@@ -331,7 +340,7 @@ def total_rewards(
         name = f"{names[i]}_{repeats + 1}" if repeats else names[i]
         arguments = reward_arguments(function, inputs)
         if workers or timeout or on_error == "none":
-            result = guarded_values(function, arguments, len(problems), timeout, on_error, workers)
+            result = guarded_values(function, arguments, len(problems), timeout, on_error, workers, failures)
         else:
             result = call_reward(function, arguments, len(problems))
         values[name] = result[0]
