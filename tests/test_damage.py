@@ -136,7 +136,7 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd,
 
 def test_a_disk_too_full_for_the_records_ends_the_run(capfd):
     def action() -> int:
-        before("append_text", lambda path, *_: path.exists() or path.symlink_to("/dev/full"), pspo.run.recorder)
+        before("append_jsonl", lambda path, *_: path.exists() or path.symlink_to("/dev/full"), pspo.run.recorder)
         return train("out", "--run.save_every=0")
 
     assert forked(action) == 1

@@ -1,26 +1,16 @@
 """How a run ends early: by a signal, or by a failure of a user's own code, on all ranks together."""
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
-from types import FrameType
 
 from pspo import distributed as dist
 from pspo.model import is_out_of_memory
 from pspo.rollout.engine import EngineError
 from pspo.tasks.failures import user_traceback
-from pspo.tasks.workers import SIGNALS, replace_handlers, restore_handlers
+from pspo.tasks.workers import Stopped
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal; the same command resumes
 EXIT_INTERRUPTED = 130  # stopped at once
-
-
-class Stopped(BaseException):
-    """A run that a signal stopped; saved, unless in its first test or validation.
-
-    Not an Exception: raised in the middle of a forward pass, no handler of a library may take it for a failure.
-    """
 
 
 class RunFailed(RuntimeError):
@@ -29,37 +19,6 @@ class RunFailed(RuntimeError):
 
 class UserCodeFailed(RunFailed):
     """What was raised while drawing, scoring or validating; the text is the traceback, of the user's frames if any."""
-
-
-class StopSignals:
-    """SIGTERM and SIGINT: the first asks the run to stop, the second raises KeyboardInterrupt.
-
-    Attributes:
-        error: Stopped, once a signal has asked the run to stop.
-        is_drawing: set by samplers; the first signal then raises the error itself.
-    """
-
-    def __init__(self) -> None:
-        self.error: Stopped | None = None
-        self.is_drawing = False
-
-    def __enter__(self) -> "StopSignals":
-        replace_handlers(self.receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore_handlers()
-        self.error = None
-
-    def receive(self, number: int, _: FrameType | None) -> None:
-        self.error = Stopped()
-        for other in SIGNALS:
-            signal.signal(other, signal.default_int_handler)
-        name = signal.Signals(number).name
-        line = f"\n{name}: stopping after this pass or update; a second one stops at once\n"
-        os.write(2, line.encode())  # the signal may have interrupted a print
-        if self.is_drawing:
-            raise self.error
 
 
 @contextlib.contextmanager

@@ -60,12 +60,8 @@ def is_nonfinite(value: Any) -> bool:
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
-    append_text(path, to_jsonl(records))
-
-
-def append_text(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+        file.write(to_jsonl(records))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

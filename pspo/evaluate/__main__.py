@@ -13,7 +13,6 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import as_text, label, table
-from pspo.model import casts_to_bf16, load_policy, load_tokenizer
-from pspo.model.exactness import check_exactness
+from pspo.model import load_policy, load_tokenizer
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
-from pspo.rollout import Prompts, Sampler, decode_greedily, load_prompts, make_sampling
+from pspo.rollout import Prompts, Sampler, load_prompts, make_sampling
+from pspo.rollout.sampler import make_sampler
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
 
@@ -60,12 +59,10 @@ def prepare(
         max_rows=config.eval.max_tokens,  # which is the limit here
     )
     sampling = make_sampling(policy, tokenizer, rollout)
-    decode = partial(decode_greedily, policy, tokenizer, sampling)
-    check_exactness(policy, prompts.ids, decode, config.model.autocast)
+    sampler = make_sampler(config.model, policy, tokenizer, sampling, prompts)
     hashes = {"model weights": hash_weights(policy), "problems": prompts.fingerprint()}
     dist.run_on_main(lambda: write_first_files(output, settings, hashes, device))
-    casts = casts_to_bf16(config.model.autocast, policy.device)
-    return Sampler(policy, tokenizer, sampling, casts), make_environment, prompts
+    return sampler, make_environment, prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +18,14 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo.config import ModelConfig
+from pspo.model import casts_to_bf16
+from pspo.model.exactness import check_exactness
 from pspo.rollout.decode import set_torch_states, torch_states
-from pspo.rollout.generate import generate
+from pspo.rollout.generate import decode_greedily, generate
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Rollout, Sampling
+from pspo.tasks.workers import StopSignals
 
 
 class RolloutSampler(Protocol):
@@ -43,19 +48,6 @@ class RolloutSampler(Protocol):
         """Greedy decoding of a policy by torch's global generators, never by an engine."""
 
 
-@dataclass
-class StopFlag:
-    """Lets a signal stop a drawing at once; a run's is `pspo.cli.failures.StopSignals`.
-
-    Attributes:
-        is_drawing: True where a signal's handler may raise: ranks do not communicate, nothing is left half done.
-        error: raised by the handler, or before drawing if a signal came earlier.
-    """
-
-    is_drawing: bool = False
-    error: BaseException | None = None
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Samples from the policy itself, by `generate`.
@@ -63,6 +55,7 @@ class Sampler:
     Attributes:
         casts_to_bf16: forward passes are under bf16 autocast.
         rng_context: makes the context of drawing, such as `Generators.sampling`.
+        signals: one that asks the run to stop ends a drawing at once.
     """
 
     policy: transformers.PreTrainedModel
@@ -70,7 +63,7 @@ class Sampler:
     sampling: Sampling
     casts_to_bf16: bool = False
     rng_context: Callable[[], AbstractContextManager] = nullcontext
-    stop: StopFlag = field(default_factory=StopFlag)
+    signals: StopSignals = field(default_factory=StopSignals)
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -79,13 +72,13 @@ class Sampler:
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
         device_type = self.policy.device.type
         with self.rng_context(), torch.autocast(device_type, torch.bfloat16, enabled=self.casts_to_bf16):
-            self.stop.is_drawing = True
+            self.signals.is_drawing = True
             try:
-                if self.stop.error is not None:
-                    raise self.stop.error
+                if self.signals.error is not None:
+                    raise self.signals.error
                 return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
             finally:
-                self.stop.is_drawing = False
+                self.signals.is_drawing = False
 
     def with_sampling(self, sampling: Sampling) -> Sampler:
         return replace(self, sampling=sampling)
@@ -95,6 +88,20 @@ class Sampler:
 
     def greedy(self, policy: transformers.PreTrainedModel) -> Sampler:
         return replace(self, policy=policy, sampling=self.sampling.greedy(), rng_context=nullcontext)
+
+
+def make_sampler(
+    config: ModelConfig,
+    policy: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    prompts: Prompts,
+) -> Sampler:
+    """The sampler of a policy; ValueError for a model that `check_exactness` refuses, tried on a few prompts."""
+    with dist.unsharded(policy):
+        decode = partial(decode_greedily, policy, tokenizer, sampling)
+        check_exactness(policy, prompts.ids, decode, config.autocast)
+    return Sampler(policy, tokenizer, sampling, casts_to_bf16(config.autocast, policy.device))
 
 
 @dataclass(frozen=True)

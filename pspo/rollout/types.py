@@ -231,11 +231,11 @@ class Batch:
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
         return Batch(
-            rollout,
-            self.advantages[indices, :width],
-            None if self.old_logprobs is None else self.old_logprobs[indices, :width],
-            None if self.ref_logprobs is None else self.ref_logprobs[indices, :width],
-            indices if self.indices is None else self.indices[indices],
+            rollout=rollout,
+            advantages=self.advantages[indices, :width],
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[indices, :width],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[indices, :width],
+            indices=indices if self.indices is None else self.indices[indices],
         )
 
     def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
@@ -248,14 +248,14 @@ class Batch:
         sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
         return LossInputs(
-            logprobs,
-            logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows].to(device),
-            to_device(self.advantages[rows], device),
-            to_device(self.rollout.loss_mask[rows], device),
-            unflatten(entropies, completion_mask),
-            None if self.ref_logprobs is None else self.ref_logprobs[rows],
-            None if sampler_logprobs is None else to_device(sampler_logprobs[rows], device),
-            step,
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows].to(device),
+            advantages=to_device(self.advantages[rows], device),
+            mask=to_device(self.rollout.loss_mask[rows], device),
+            entropies=unflatten(entropies, completion_mask),
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[rows],
+            sampler_logprobs=None if sampler_logprobs is None else to_device(sampler_logprobs[rows], device),
+            step=step,
         )
 
     def masked_row(self) -> "Batch":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, Stopped, UserCodeFailed
+from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, UserCodeFailed
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
@@ -22,6 +22,7 @@ from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
 from pspo.tasks.failures import user_frames, user_traceback
+from pspo.tasks.workers import Stopped
 
 FEWEST_TO_CHOOSE = 30  # validation problems, below which choosing the best model is mostly luck
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.failures import StopSignals
 from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
-from pspo.model import casts_to_bf16, load_tokenizer
-from pspo.model.exactness import check_exactness
+from pspo.model import load_tokenizer
 from pspo.model.find import token_ids
-from pspo.rollout import Prompts, PromptStream, Sampler, UnshardedSampler, decode_greedily, make_sampling
+from pspo.rollout import PromptStream, UnshardedSampler, make_sampling
 from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.prompts import load_splits
-from pspo.rollout.sampler import Generators
+from pspo.rollout.sampler import Generators, make_sampler
 from pspo.run.folders import lock_folder
 from pspo.run.learner import make_learner
 from pspo.run.optimizers import check_optimizer
@@ -31,6 +28,7 @@ from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.environment import load_environment
+from pspo.tasks.workers import StopSignals
 
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:
@@ -74,8 +72,11 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
         torch.utils.deterministic.fill_uninitialized_memory = False
     with generators.sampling():
         learner = make_learner(config, device)
+    policy = learner.policy
+    sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+    policy_sampler = make_sampler(config.model, policy, tokenizer, sampling, prompts["train"])
     signals = StopSignals()
-    sampler = make_policy_sampler(config, learner.policy, tokenizer, prompts["train"], generators, signals)
+    sampler = replace(policy_sampler, rng_context=generators.sampling, signals=signals)
 
     engine_sampler = None
     if engine is not None:
@@ -86,8 +87,8 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
         sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts)
     if make_environment is not None:
         sampler = EnvironmentSampler(sampler, make_environment)
-    if dist.is_sharded(learner.policy):
-        sampler = UnshardedSampler(sampler, learner.policy, gathers=engine is None)
+    if dist.is_sharded(policy):
+        sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
     stream = PromptStream(prompts["train"], config)
     delay = None
     if config.rollout.lag > 0:
@@ -95,25 +96,19 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
     recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
     validator = Validator(config, sampler, recorder, prompts)
     return Run(
-        config, settings, output, stream, sampler, delay, learner, validator, recorder, generators, signals, resources
+        config=config,
+        settings=settings,
+        output=output,
+        stream=stream,
+        sampler=sampler,
+        delay=delay,
+        learner=learner,
+        validator=validator,
+        recorder=recorder,
+        generators=generators,
+        signals=signals,
+        resources=resources,
     )
-
-
-def make_policy_sampler(
-    config: TrainConfig,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    generators: Generators,
-    signals: StopSignals,
-) -> Sampler:
-    """The sampler of the policy itself; ValueError for a model that `check_exactness` refuses."""
-    sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
-    with dist.unsharded(policy):
-        decode = partial(decode_greedily, policy, tokenizer, sampling)
-        check_exactness(policy, prompts.ids, decode, config.model.autocast)
-    casts = casts_to_bf16(config.model.autocast, policy.device)
-    return Sampler(policy, tokenizer, sampling, casts, generators.sampling, stop=signals)
 
 
 def write_start(run: Run, is_new: bool) -> None:

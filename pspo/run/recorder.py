@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.cli.files import Settings, append_text, read_jsonl, to_jsonl
+from pspo.cli.files import Settings, append_jsonl, read_jsonl
 from pspo.cli.terminal import Bar, print_timed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
@@ -149,8 +149,8 @@ class Recorder:
             self.line[f"seconds/{phase}"] = round(spent, 4)
         if dist.is_main():
             with write_errors(self.output / "metrics.jsonl"):
-                append_text(self.output / "metrics.jsonl", to_jsonl([self.line]))
-                append_text(self.output / "samples.jsonl", to_jsonl(self.samples))
+                append_jsonl(self.output / "metrics.jsonl", self.line)
+                append_jsonl(self.output / "samples.jsonl", *self.samples)
             if self.tracker is not None:
                 log_rollout(self.tracker, self.line, self.samples)
             is_notable = self.first_step == self.bar.first or self.limit_reached

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.failures import Stopped, StopSignals, fail_together
+from pspo.cli.failures import fail_together
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
@@ -22,6 +22,7 @@ from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.tasks.failures import undo_changes
+from pspo.tasks.workers import Stopped, StopSignals
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Functions called in processes of their own: in parallel, with limits on memory and time.
+"""Functions called in processes of their own, with limits on memory and time; and the signals of this process.
 
 By hand, because neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call hangs, limits
 its memory, or starts processes without the trainer's memory and ``__main__`` (its "spawn" imports that again).
@@ -57,17 +57,49 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class Stopped(BaseException):
+    """A run that a signal stopped; saved, unless in its first test or validation.
+
+    Not an Exception: raised in the middle of a forward pass, no handler of a library may take it for a failure.
+    """
+
+
 def replace_handlers(handler: Callable[[int, FrameType | None], None]) -> None:
     """Handle SIGTERM and SIGINT in this process, but not in its forks; nothing in a thread, where Python forbids it."""
     if threading.current_thread() is threading.main_thread():
         PREVIOUS_HANDLERS.append({number: signal.signal(number, handler) for number in SIGNALS})
 
 
-def restore_handlers() -> None:
-    """Undo `replace_handlers`."""
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in PREVIOUS_HANDLERS.pop().items():
-            signal.signal(number, handler)
+class StopSignals:
+    """SIGTERM and SIGINT in a `with` block: the first asks the run to stop, the second raises KeyboardInterrupt.
+
+    Attributes:
+        error: Stopped, once a signal has asked the run to stop.
+        is_drawing: True where ranks do not communicate and nothing is left half done: the first signal then raises.
+    """
+
+    def __init__(self) -> None:
+        self.error: Stopped | None = None
+        self.is_drawing = False
+
+    def __enter__(self) -> None:
+        replace_handlers(self.receive)
+
+    def __exit__(self, *_: object) -> None:
+        self.error = None
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in PREVIOUS_HANDLERS.pop().items():
+                signal.signal(number, handler)
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        self.error = Stopped()
+        for other in SIGNALS:
+            signal.signal(other, signal.default_int_handler)
+        name = signal.Signals(number).name
+        line = f"\n{name}: stopping after this pass or update; a second one stops at once\n"
+        os.write(2, line.encode())  # the signal may have interrupted a print
+        if self.is_drawing:
+            raise self.error
 
 
 def before_fork() -> None:
