@@ -113,7 +113,7 @@ def add_advantages(run: Run, experience: Experience) -> Experience:
 def resample(run: Run, experience: Experience) -> Experience:
     """Replace groups without signal by fresh prompts', up to --rollout.resample times."""
     for _ in range(run.config.rollout.resample):
-        missing = dist.max_over_ranks(experience.signal.count(False))
+        missing = dist.max_over_ranks(experience.has_signal.count(False))
         if missing == 0:
             break
         indices, prompts = run.stream.next(missing * dist.world_size())

@@ -13,7 +13,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
-from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, select_tokens
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, token_index
 from pspo.rollout.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.rollout.types import Batch, Rollout
 from pspo.run.learner import Learner
@@ -105,7 +105,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
         hidden = hidden_states(
             policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
         )
-        hidden = select_tokens(hidden, rollout.completion_mask)  # (N, H)
+        hidden = hidden.flatten(0, 1)[token_index(rollout.completion_mask, hidden.device)]  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)
@@ -129,14 +129,16 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     return visits
 
 
-def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1) -> None:
+def add_fixed_logprobs(
+    learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1, with_reference: bool = True
+) -> None:
     """Compute what needs a pass before any step: reference log-probs, and old ones of minibatch ``first`` and later."""
     for i, minibatch in enumerate(minibatches):
         while True:
             try:
                 for batch in minibatch.batches:
                     with autocast(config.model.autocast, learner.policy.device):
-                        add_batch_logprobs(learner, batch, config.rollout.temperature, with_old=i >= first)
+                        add_batch_logprobs(learner, batch, config.rollout.temperature, i >= first, with_reference)
                 break
             except RuntimeError as error:
                 if learner.is_sharded or not can_halve(error, minibatch):
@@ -144,11 +146,13 @@ def add_fixed_logprobs(learner: Learner, minibatches: list[Minibatch], config: T
             learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
 
 
-def add_batch_logprobs(learner: Learner, batch: Batch, temperature: float, with_old: bool) -> None:
+def add_batch_logprobs(
+    learner: Learner, batch: Batch, temperature: float, with_old: bool, with_reference: bool
+) -> None:
     """Give a microbatch its reference log-probs, and its old ones, unless it has them."""
     if with_old and batch.old_logprobs is None:
         batch.old_logprobs = batch.rollout.logprobs(learner.policy, temperature)
-    if learner.reference is not None and batch.ref_logprobs is None:
+    if with_reference and learner.reference is not None and batch.ref_logprobs is None:
         with learner.reference_model() as reference:
             batch.ref_logprobs = batch.rollout.logprobs(reference, temperature)
 
@@ -163,9 +167,7 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     minibatches = split_minibatches(
         rollout, advantages, config, learner.microbatch_tokens(config), learner.shares_prompts, learner.is_sharded
     )
-    without_reference = replace(learner, reference=None)
-    add_fixed_logprobs(without_reference, minibatches, config, first=0)
-    learner.microbatch_limit = without_reference.microbatch_limit
+    add_fixed_logprobs(learner, minibatches, config, first=0, with_reference=False)
     dtype = minibatches[0].batches[0].old_logprobs.dtype
     logprobs = torch.zeros(rollout.completion_ids.shape, dtype=dtype)
     for minibatch in minibatches:

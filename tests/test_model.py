@@ -17,7 +17,7 @@ from pspo.config import ModelConfig
 from pspo.model import ASSETS, load_policy, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.find import check_token_ids
 from pspo.model.linear import onednn_linear, use_onednn
-from pspo.model.save import write_model
+from pspo.model.load import write_model
 
 CPU = torch.device("cpu")
 

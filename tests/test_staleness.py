@@ -127,12 +127,12 @@ def test_groups_without_signal_give_way():
     flat, mixed, unknown = [1.0] * G, [0.0, 1.0] * (G // 2), [math.nan] * G
     drawn, fresh = with_every_field(groups=4, seed=1), with_every_field(groups=3, seed=2)
     first, second = scored(drawn, flat + mixed + unknown + flat, 10), scored(fresh, mixed + flat + mixed, 20)
-    assert (first.signal, second.signal) == ([False, True, False, False], [True, False, True])
+    assert (first.has_signal, second.has_signal) == ([False, True, False, False], [True, False, True])
     filled = refill(first, second)
     assert filled.advantages is None
     filled = dataclasses.replace(filled, advantages=group_relative_advantages(filled.rewards.float(), G, "rloo"))
     assert filled.prompt_indices == [20, 11, 22, 13]
-    assert filled.signal == [True, True, True, False]
+    assert filled.has_signal == [True, True, True, False]
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens
     assert len(filled.drawn_rewards) == 7 * G
     assert filled.rewards_by_name["r"] == filled.rewards.tolist()

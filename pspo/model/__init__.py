@@ -16,7 +16,6 @@ from pspo.model.logprobs import (
     head_logprobs,
     hidden_states,
     row_chunks,
-    select_tokens,
     token_index,
     token_logprobs,
     unflatten,

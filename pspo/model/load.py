@@ -1,21 +1,30 @@
-"""Load a policy, ready to train, and check that its weights are those its configuration describes."""
+"""Load a policy, ready to train, and check that its weights are those its configuration describes; write models."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
-from pspo.model.adapters import add_adapters, check_adapter_config, fill_adapters, has_adapters, is_quantized
+from pspo.model.adapters import (
+    add_adapters,
+    check_adapter_config,
+    fill_adapters,
+    has_adapters,
+    is_quantized,
+    save_adapters,
+)
 from pspo.model.device import casts_to_bf16
-from pspo.model.find import load_model_config, load_pretrained, set_dropout
+from pspo.model.find import load_model_config, load_pretrained, set_dropout, stop_token_ids
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -23,7 +32,7 @@ transformers.utils.logging.disable_progress_bar()  # its bar for loading weights
 
 def load_policy(
     config: ModelConfig, device: torch.device | None = None, distributed: DistributedConfig | None = None
-) -> transformers.PreTrainedModel:
+) -> PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     Under fsdp2 each rank reads the whole model into its host memory, and keeps its shards on the device.
@@ -80,9 +89,7 @@ def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> Non
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {', '.join(names[:3])}")
 
 
-def check_quantization(
-    policy: transformers.PreTrainedModel, config: ModelConfig, distributed: DistributedConfig | None
-) -> None:
+def check_quantization(policy: PreTrainedModel, config: ModelConfig, distributed: DistributedConfig | None) -> None:
     """Raise ValueError for quantised weights, except bitsandbytes' that stay frozen and whole beside LoRA."""
     method = policy.config.quantization_config.quant_method
     method = getattr(method, "value", method)  # of an enumeration
@@ -102,7 +109,7 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.has_adapters and casts_to_bf16(config.autocast, device) else torch.float32
 
 
-def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) -> None:
+def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
     """Prepare a model for training in place: evaluation mode, fast products, checkpointed layers."""
     softcap = getattr(policy.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
@@ -117,7 +124,7 @@ def prepare_policy(policy: transformers.PreTrainedModel, config: ModelConfig) ->
         checkpoint_activations(policy)
 
 
-def checkpoint_activations(policy: transformers.PreTrainedModel) -> None:
+def checkpoint_activations(policy: PreTrainedModel) -> None:
     """Recompute each layer's activations in the backward pass; by transformers' own switch layers lose their cache."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -126,3 +133,27 @@ def checkpoint_activations(policy: transformers.PreTrainedModel) -> None:
         raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def write_model(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model or adapters, and tokenizer, into a folder; ``weights`` are a sharded model's, gathered."""
+    if has_adapters(policy):
+        save_adapters(policy, folder, weights)
+    else:
+        generation_config = policy.generation_config
+        policy.generation_config = GenerationConfig()  # the library may refuse to save the model's own
+        try:
+            policy.save_pretrained(folder, state_dict=weights)
+        finally:
+            policy.generation_config = generation_config
+        saved = copy.deepcopy(generation_config)
+        stops = stop_token_ids(policy, tokenizer)
+        if stops != [saved.eos_token_id]:
+            saved.eos_token_id = stops  # a base model's does not have the end of a turn, where completions end
+        saved.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    tokenizer.save_pretrained(folder)

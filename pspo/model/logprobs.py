@@ -70,7 +70,7 @@ def token_logprobs(
     """
     completion_mask = completion_mask.cpu()
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    hidden = select_tokens(hidden, completion_mask)  # (N, H)
+    hidden = hidden.flatten(0, 1)[token_index(completion_mask, hidden.device)]  # (N, H)
     targets = Targets(completion_ids.cpu()[completion_mask], nucleus_ids)
     chunks = row_chunks(model, completion_mask)
     parts = []
@@ -96,11 +96,6 @@ def hidden_states(
     width = prompt_ids.shape[1]
     shared = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
     return body_states(model, ids, mask, positions)[:, width - 1 :] if shared is None else shared
-
-
-def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T, ...) values to (N, ...), those where a mask (B, T) on the CPU is true; a GPU is not waited for."""
-    return values.flatten(0, 1)[token_index(mask, values.device)]
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:

@@ -1,11 +1,15 @@
-"""A rollout with its rewards: what is trained on, at once or --rollout.lag rollouts later."""
+"""A rollout with its rewards: what is trained on, at once or, by `Delay`, --rollout.lag rollouts later."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pspo.config import RolloutConfig
+from pspo.rollout.engine import EngineSampler
+from pspo.rollout.prompts import PromptStream
 from pspo.rollout.types import Rollout, join
 
 
@@ -34,7 +38,7 @@ class Experience:
     advantages: Tensor | None = None
 
     @property
-    def signal(self) -> list[bool]:
+    def has_signal(self) -> list[bool]:
         """By group, True if an advantage is not 0: with group-relative ones, if its rewards differ."""
         return self.advantages.view(len(self.prompt_indices), -1).any(dim=1).tolist()
 
@@ -54,11 +58,11 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
     """
     n_groups = len(experience.prompt_indices)
     group_size = len(experience.rewards) // n_groups
-    signal = experience.signal + fresh.signal
-    spare = [group for group in range(n_groups, len(signal)) if signal[group]]
+    has_signal = experience.has_signal + fresh.has_signal
+    spare = [group for group in range(n_groups, len(has_signal)) if has_signal[group]]
     groups = []
     for group in range(n_groups):
-        groups.append(spare.pop(0) if spare and not signal[group] else group)
+        groups.append(spare.pop(0) if spare and not has_signal[group] else group)
     prompt_indices = experience.prompt_indices + fresh.prompt_indices
     rows = [group * group_size + i for group in groups for i in range(group_size)]
     indices = torch.tensor(rows)
@@ -81,3 +85,45 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
         drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
         logged=select(experience.logged, fresh.logged),
     )
+
+
+class Delay:
+    """Keeps this rank's rollouts for --rollout.lag.
+
+    Args:
+        engine: draws the next rollout during each update; None if rollouts are drawn on time.
+
+    Attributes:
+        waiting: drawn and scored, the oldest first.
+    """
+
+    per_rank = True
+
+    def __init__(self, config: RolloutConfig, stream: PromptStream, engine: EngineSampler | None = None) -> None:
+        self.config = config
+        self.stream = stream
+        self.engine = engine
+        self.waiting: deque[Experience] = deque()
+
+    def push(self, experience: Experience) -> Experience | None:
+        """Keep a rollout and have the next one drawn ahead; return the one that is due, if any."""
+        self.waiting.append(experience)
+        pending = 0
+        if self.engine is not None:
+            _, prompts = self.stream.peek(self.config.prompts)
+            self.engine.prefetch(prompts, self.config.group_size)
+            pending = 1
+        return self.waiting.popleft() if len(self.waiting) + pending > self.config.lag else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollouts, after waiting for the one that is being drawn ahead."""
+        prefetched = None
+        if self.engine is not None:
+            self.engine.collect()
+            prefetched = self.engine.prefetched
+        return {"waiting": list(self.waiting), "prefetched": prefetched}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.waiting = deque(state["waiting"])
+        if self.engine is not None:
+            self.engine.prefetched = state["prefetched"]

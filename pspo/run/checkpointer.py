@@ -18,7 +18,7 @@ from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
 from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.model.save import write_model
+from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest

@@ -17,7 +17,7 @@ from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import is_quantized, merged_weights, read_adapters
-from pspo.model.save import write_model
+from pspo.model.load import write_model
 from pspo.run.folders import whole_folder
 from pspo.tasks.files import local_path
 

@@ -20,7 +20,7 @@ from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
 from pspo.cli.files import DAMAGE, lock, read_json, write_json
 from pspo.cli.terminal import one_line
-from pspo.model.save import write_model
+from pspo.model.load import write_model
 
 
 def lock_folder(run: Path) -> IO[Any]:

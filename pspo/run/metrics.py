@@ -41,11 +41,13 @@ def sample_record(values: dict[str, Any], step: int, sample: int, completion: st
     record["completion"] = completion
     for name in ("reward", "advantage", "tokens", "truncated"):
         record[name] = values[name]
-    rewards = {name[7:]: value for name, value in values.items() if name.startswith("reward/")}
-    logged = {name[7:]: value for name, value in values.items() if name.startswith("logged/")}
-    record["rewards"] = {name: None if math.isnan(value) else value for name, value in rewards.items()}
-    if logged:
-        record["logged"] = logged
+    record["rewards"] = {}
+    for column, value in values.items():
+        kind, _, name = column.partition("/")
+        if kind == "reward" and name:
+            record["rewards"][name] = None if math.isnan(value) else value
+        elif kind == "logged":
+            record.setdefault("logged", {})[name] = value
     return record
 
 

@@ -15,8 +15,8 @@ from pspo.environments import EnvironmentSampler
 from pspo.model import load_tokenizer
 from pspo.model.find import token_ids
 from pspo.rollout import PromptStream, UnshardedSampler, make_sampling
-from pspo.rollout.delay import Delay
 from pspo.rollout.engine import find_engine, start_engine
+from pspo.rollout.experience import Delay
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import Generators, make_sampler
 from pspo.run.folders import lock_folder

@@ -13,7 +13,7 @@ from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
 from pspo.rollout import Experience, PromptStream, RolloutSampler
-from pspo.rollout.delay import Delay
+from pspo.rollout.experience import Delay
 from pspo.rollout.sampler import Generators
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer

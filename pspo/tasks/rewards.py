@@ -210,11 +210,13 @@ def is_too_large(value: Any) -> bool:
 
 
 def finite_number(value: Any) -> float | None:
-    """A number, of numpy or torch too, as a float; None if it is none, not finite, or `is_too_large`."""
+    """A number, of numpy or torch too, as a float; None if it is none, not finite, or beyond 1.8e308."""
     value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, Real) or is_too_large(value) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
         return None
-    return float(value)
+    return number if math.isfinite(number) else None
 
 
 def show_number(value: Any) -> str:
