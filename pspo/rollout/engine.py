@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -18,9 +18,6 @@ from pspo.rollout.prompts import Prompts
 from pspo.rollout.sampler import Sampler
 from pspo.rollout.types import Completions, Rollout, Sampling
 from pspo.tasks.environment import load_class
-
-if TYPE_CHECKING:
-    from pspo.run.learner import Learner
 
 
 class EngineError(RuntimeError):
@@ -56,6 +53,13 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class Trained(Protocol):
+    """The policy that is trained, and the optimizer steps that it has taken."""
+
+    policy: transformers.PreTrainedModel
+    steps: int
+
+
 @dataclass
 class EngineSampler:
     """Draws by an engine, which gets the learner's weights first.
@@ -67,7 +71,7 @@ class EngineSampler:
     """
 
     engine: Engine
-    learner: Learner
+    learner: Trained
     sampler: Sampler
     prefetched: Rollout | None = None
     pending: tuple[Prompts, int] | None = None
@@ -131,7 +135,7 @@ def find_engine(spec: str | dict[str, Any]) -> Engine:
 
 
 def start_engine(
-    engine: Engine, config: TrainConfig, learner: Learner, sampler: Sampler, prompts: dict[str, Prompts]
+    engine: Engine, config: TrainConfig, learner: Trained, sampler: Sampler, prompts: dict[str, Prompts]
 ) -> EngineSampler:
     """Start an engine for the prompts of all splits, and check that it draws by the policy."""
     longest = max(len(ids) for split in prompts.values() for ids in split.ids)
