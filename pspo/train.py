@@ -64,10 +64,8 @@ def draw(run: Run) -> Experience:
 def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
     """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
     reward = run.config.reward
-    logged: dict[str, list[Any]] = {}
-    failures: dict[str, Exception] = {}
     with run.phase("reward"):
-        totals, rewards_by_name = total_rewards(
+        scores = total_rewards(
             reward.functions,
             reward.weights,
             rollout.texts,
@@ -77,22 +75,21 @@ def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
             workers=reward.workers,
             step=run.learner.steps,
             max_completion_tokens=run.config.rollout.max_completion_tokens,
-            logged=logged,
-            failures=failures,
             **rollout.reward_inputs,
         )
-        show_failures(failures, run.recorder.failures)
-        rewards = torch.tensor(totals, dtype=torch.float64)  # (B,)
-        if failures and rewards.isnan().all():
-            raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
+        rewards = torch.tensor(scores.totals, dtype=torch.float64)  # (B,)
+        if scores.failures:
+            show_failures(scores.failures, run.recorder.failures)
+            if rewards.isnan().all():
+                raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
     experience = Experience(
         prompt_indices=prompt_indices,
         rollout=rollout,
         rewards=rewards,
-        rewards_by_name=rewards_by_name,
-        drawn_rewards=totals,
+        rewards_by_name=scores.by_function,
+        drawn_rewards=scores.totals,
         drawn_tokens=rollout.tokens,
-        logged=logged,
+        logged=scores.logged,
     )
     return add_advantages(run, experience)
 

@@ -366,10 +366,10 @@ def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, samplin
 def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(greedy, prompts):
     problems, rollout = prompts.problems, greedy.draw(prompts, 1)
     earned = rollout.environment_rewards
-    totals, by_name = total_rewards([FormatReward()], [0.5], rollout.texts, problems, **rollout.reward_inputs)
+    totals, by_name, *_ = total_rewards([FormatReward()], [0.5], rollout.texts, problems, **rollout.reward_inputs)
     assert by_name == {"FormatReward": FormatReward()(rollout.texts, problems), "environment": earned}
     assert totals == pytest.approx([0.5 * a + b for a, b in zip(*by_name.values(), strict=True)])
-    none, _ = total_rewards([ExactMatch()], None, rollout.texts, problems, **rollout.reward_inputs)
+    none, *_ = total_rewards([ExactMatch()], None, rollout.texts, problems, **rollout.reward_inputs)
     assert none == earned  # problems without an answer
     assert rollout.reward_inputs["completion_ids"] == [[t for t, drawn in row if drawn] for row in rows_of(rollout)]
 

@@ -69,7 +69,7 @@ class Returns(Reward):
 def test_total_is_the_weighted_sum():
     completions, problems = batch(("#### 5", 5), ("#### 6", 5))
     functions = [MathReward(), FormatReward(), Returns([3, -2]), Returns(np.array([0.5, 0.25], dtype=np.float32))]
-    totals, by_name = total_rewards(functions, [1.0, 0.5, 2.0, 4.0], completions, problems)
+    totals, by_name, *_ = total_rewards(functions, [1.0, 0.5, 2.0, 4.0], completions, problems)
     assert totals == [1.0 + 0.5 + 6.0 + 2.0, 0.05 + 0.5 - 4.0 + 1.0]
     assert by_name == {
         "MathReward": [1.0, 0.05],
@@ -113,8 +113,7 @@ def test_a_reward_that_exits_has_failed(workers):
     arguments = [Leaves("exit"), MathReward()], None, *batch(("#### 5", 5))
     with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
         total_rewards(*arguments, workers=workers)
-    failures = {}
-    totals, by_name = total_rewards(*arguments, workers=workers, on_error="none", failures=failures)
+    totals, by_name, _, failures = total_rewards(*arguments, workers=workers, on_error="none")
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
     assert message in str(failures["Leaves"])
@@ -214,7 +213,7 @@ def test_every_batch_has_the_columns_of_the_data():
 
 def test_none_leaves_the_function_out_of_the_sum():
     functions = [Returns([None, 2.0, None]), Returns([1, 3, None])]
-    totals, by_name = total_rewards(functions, [10.0, 1.0], ["a", "b", "c"], [Problem("?")] * 3)
+    totals, by_name, *_ = total_rewards(functions, [10.0, 1.0], ["a", "b", "c"], [Problem("?")] * 3)
     assert totals == pytest.approx([1.0, 23.0, math.nan], nan_ok=True)
     assert by_name["Returns"] == pytest.approx([math.nan, 2.0, math.nan], nan_ok=True)
 
@@ -249,8 +248,7 @@ def test_what_functions_log_as_trls_do(work):
     """Of each part of a batch its own, here or in workers; None where nothing was logged."""
     texts, problems = ["a", "bcd", "ef"], [Problem("?")] * 3
     for workers, longest in ((0, [3.0, 3.0, 3.0]), (3, [1.0, 3.0, 2.0])):
-        logged = {}
-        total_rewards([work.logs], None, texts, problems, workers=workers, logged=logged)
+        logged = total_rewards([work.logs], None, texts, problems, workers=workers).logged
         assert logged == {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
 
 
@@ -282,7 +280,7 @@ def test_trl_style_functions_run_unchanged():
     fields = [{"solution": "4", "task": "math"}, {"solution": "5", "task": "code"}]
     problems = [Problem(chat, None, of_row) for of_row in fields]
     completions = [r"It is \boxed{4}", r"It is \boxed{4}"]
-    totals, by_name = total_rewards([accuracy, only_math, judge], None, completions, problems, **GIVEN)
+    totals, by_name, *_ = total_rewards([accuracy, only_math, judge], None, completions, problems, **GIVEN)
     assert by_name["accuracy"] == [1.0, 0.0]
     assert by_name["only_math"] == pytest.approx([1.0, math.nan], nan_ok=True)
     assert by_name["judge"] == [1.5, 1.5]
@@ -315,7 +313,7 @@ def test_async_functions_have_one_loop_for_all_calls(workers):
     asyncio.set_event_loop(asyncio.new_event_loop())
     problems = [Problem("?")] * 3
     for _ in range(3):
-        totals, _ = total_rewards([calls_in_turn, asks_for_a_loop], None, ["a", "bc", ""], problems, workers=workers)
+        totals = total_rewards([calls_in_turn, asks_for_a_loop], None, ["a", "bc", ""], problems, workers=workers)[0]
         assert totals == [3, 4, 2]
         with pytest.raises(Exception, match=r"reward calls_in_turn called sys.exit\(3\)"):
             total_rewards([calls_in_turn], None, ["exit", "a", "b"], problems, workers=workers)
@@ -446,10 +444,10 @@ def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
         return [1 / (len(completion) - 1) for completion in completions]
 
     for _ in range(2):
-        functions, failures = [divides, MathReward()], {}
-        totals, _ = total_rewards(functions, None, *batch(("abc", 5), ("a", 5)), on_error="none", failures=failures)
-        show_failures(failures, shown)
-        assert totals == pytest.approx([0.5, math.nan], nan_ok=True)
+        functions = [divides, MathReward()]
+        scores = total_rewards(functions, None, *batch(("abc", 5), ("a", 5)), on_error="none")
+        show_failures(scores.failures, shown)
+        assert scores.totals == pytest.approx([0.5, math.nan], nan_ok=True)
     err = capsys.readouterr().err
     assert err.count("reward divides failed (shown once)") == 1
     assert err.count("ZeroDivisionError") == 1

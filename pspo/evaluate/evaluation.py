@@ -35,6 +35,10 @@ def chunks(
     return parts
 
 
+def none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
 def complete(
     sampler: RolloutSampler,
     prompts: Prompts,
@@ -47,8 +51,7 @@ def complete(
     """Draw and score samples of some problems, one record each."""
     rollout = sampler.draw(prompts.take(indices), samples)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
-    failures: dict[str, Exception] = {}
-    totals, function_values = total_rewards(
+    scores = total_rewards(
         reward.functions,
         reward.weights,
         rollout.texts,
@@ -58,10 +61,9 @@ def complete(
         reward.workers,
         step=step,
         max_completion_tokens=sampler.sampling.max_completion_tokens,
-        failures=failures,
         **rollout.reward_inputs,
     )
-    show_failures(failures, shown_failures)
+    show_failures(scores.failures, shown_failures)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
     terminated = rollout.terminated.tolist()
     records = []
@@ -75,8 +77,8 @@ def complete(
             "correct": is_correct(text, problem.answer),
             "contains_gold": contains_answer(text, problem.answer),
             "format": None if isinstance(problem.answer, str | None) else matches_format(text),
-            "reward": None if math.isnan(totals[row]) else totals[row],
-            "rewards": {name: None if math.isnan(v[row]) else v[row] for name, v in function_values.items()},
+            "reward": none_if_nan(scores.totals[row]),
+            "rewards": {name: none_if_nan(values[row]) for name, values in scores.by_function.items()},
             "tokens": lengths[row],
             "truncated": not terminated[row],
         }

@@ -62,15 +62,14 @@ def estimate_advantages(
 
 
 def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:
-    """A = R - mean of its group, scaled as the module says.
+    """A = R - mean of its group, scaled as the module says: (B,) float32, float64 for float64 rewards.
+
+    A group whose rewards are all equal gets exactly 0.0, found by comparison: subtracting a rounded mean would leave
+    noise that "group" scaling blows up.
 
     Args:
         rewards: (B,), the rows of one prompt adjacent. NaN is an unknown reward: in no mean or deviation, A = 0.
         group_size: completions per prompt; must divide B and be at least 2.
-
-    Returns:
-        (B,) float32 (float64 for float64 rewards). A group whose rewards are all equal gets exactly 0.0, found
-        by comparison: subtracting a rounded mean would leave noise that "group" scaling blows up.
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")

@@ -25,7 +25,7 @@ from functools import cache
 from itertools import pairwise
 from numbers import Rational, Real
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
 from pspo.tasks.failures import RewardError, undo_changes
@@ -102,6 +102,22 @@ class FormatReward(Reward):
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         return [float(matches_format(completion)) for completion in completions]
+
+
+class Scores(NamedTuple):
+    """Rewards of n completions, NaN for none.
+
+    Attributes:
+        totals: n weighted sums.
+        by_function: n values of each function, `Name_2` if a name comes twice.
+        logged: by name n values that functions logged, None where one did not.
+        failures: the first error of each function that failed, under on_error "none".
+    """
+
+    totals: list[float]
+    by_function: dict[str, list[float]]
+    logged: Columns
+    failures: dict[str, Exception]
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -317,26 +333,23 @@ def total_rewards(
     workers: int = 0,
     *,
     environment_rewards: list[float] | None = None,
-    logged: Columns | None = None,
-    failures: dict[str, Exception] | None = None,
     **inputs: Any,
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Weighted sums of rewards (B,), and by function (`Name_2` if a name comes twice) its values (B,); NaN for none.
+) -> Scores:
+    """Score completions by a weighted sum of functions.
 
     Args:
         timeout: seconds for each function, in a worker; 0: no limit
         on_error: "none" gives a completion for which a function fails NaN from it and as its total
         workers: processes that share the completions; 0 calls the functions here, unless they have a time limit
         environment_rewards: one more function's
-        logged: gets the columns that functions log
-        failures: gets the first failure of each function, under on_error "none"
         inputs: what else functions may ask for by name, such as completion_ids
     """
     inputs = {"completions": completions, "problems": problems} | inputs
-    failures = {} if failures is None else failures
     weights = [1.0] * len(functions) if weights is None else list(weights)
     names = [reward_name(function) for function in functions]
     values: dict[str, list[float | None]] = {}  # by function
+    logged: Columns = {}
+    failures: dict[str, Exception] = {}
     for i, function in enumerate(functions):
         repeats = names[:i].count(names[i])
         name = f"{names[i]}_{repeats + 1}" if repeats else names[i]
@@ -345,9 +358,8 @@ def total_rewards(
             result = guarded_values(function, arguments, len(problems), timeout, on_error, workers, failures)
         else:
             result = call_reward(function, arguments, len(problems))
-        values[name] = result[0]
-        if logged is not None:
-            logged |= result[1]
+        values[name], columns = result
+        logged |= columns
     if environment_rewards is not None:
         values["environment"] = environment_rewards
         weights.append(1.0)
@@ -356,4 +368,5 @@ def total_rewards(
     for row in zip(*values.values(), strict=True):
         terms = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(terms) if terms else math.nan)
-    return totals, {name: [math.nan if v is None else v for v in column] for name, column in values.items()}
+    by_function = {name: [math.nan if v is None else v for v in column] for name, column in values.items()}
+    return Scores(totals, by_function, logged, failures)
