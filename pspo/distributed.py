@@ -232,7 +232,7 @@ def sum_gradients(model: nn.Module) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         if parameter.grad is None:  # unused on this rank; another may have used it
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     for handle in [torch_dist.all_reduce(parameter.grad, async_op=True) for parameter in trained]:
         handle.wait()
 

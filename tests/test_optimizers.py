@@ -62,7 +62,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
         for parameters in zip(*(model.parameters() for model in (policy, peer, plain)), strict=True):
             gradient = torch.randn(parameters[0].shape, generator=generator).to(dtype)
             for parameter in parameters:
-                parameter.grad = gradient.clone()
+                parameter.grad = gradient.to(parameter.grad_dtype, copy=True)
         for each in (optimizer, reference, without):
             for group in each.param_groups:
                 group["lr"] = 1e-2 / (step + 1)
@@ -125,7 +125,7 @@ def test_small_steps_add_up_in_bfloat16(name):
     expected = make([exact])
     for _ in range(steps):
         for parameter, one in ((weight, optimizer), (exact, expected)):
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
             one.step()
     moved, wanted = (weight.double() - 1).mean().item(), (exact - 1).mean().item()
     assert moved == pytest.approx(wanted, rel=0.05)
@@ -139,10 +139,19 @@ def test_bfloat16_weights_behind_a_float32_one_move_on_average():
     optimizer = make_optimizer(policy, OptimizerConfig(name="sgd", lr=1e-3))
     for _ in range(100):
         for weight in policy:
-            weight.grad = torch.ones_like(weight)
+            weight.grad = torch.ones_like(weight, dtype=torch.float32)
         optimizer.step()
     for weight in policy:
         assert weight.float().mean().item() == pytest.approx(0.9, abs=1e-3)
+
+
+def test_gradients_of_bfloat16_weights_add_up():
+    """1,000 microbatches; in bfloat16, where 256 + 1 is 256, the sum would stay there."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    make_optimizer(torch.nn.ParameterList([weight]), OptimizerConfig(name="sgd", lr=1e-3))
+    for _ in range(1000):
+        weight.sum().backward()
+    assert weight.grad.tolist() == [1000.0] * 3
 
 
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):

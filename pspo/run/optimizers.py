@@ -70,6 +70,8 @@ class StochasticRounding(torch.optim.Optimizer):
         self.inner = inner
         self.defaults = inner.defaults
         self.generator = torch.Generator(weights[0].device).manual_seed(0)
+        for weight in weights:
+            weight.grad_dtype = torch.float32  # a bfloat16 sum over microbatches would lose the small ones
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -80,7 +82,7 @@ class StochasticRounding(torch.optim.Optimizer):
         for weight, copy in zip(self.weights, self.copies, strict=True):
             if weight.grad is not None:
                 copy.data = weight.float()
-                copy.grad = weight.grad.float()
+                copy.grad = weight.grad
                 self.inner.step()  # moves this weight alone: the others have no gradient
                 is_exact = weight.dtype == torch.float32  # some architectures keep a few
                 weight.copy_(copy if is_exact else round_stochastically(copy, self.generator))
