@@ -180,14 +180,6 @@ def test_a_run_s_configuration_runs_as_it_is_and_gives_the_same_numbers(run, her
     assert prompts[0][:8] != prompts[1]
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(here, refused):
-    (here / "mine").mkdir()
-    (here / "mine/thesis.tex").write_text("not a run")
-    assert "--run.output_dir mine" in refused(train, "--run.output_dir=mine")
-    fast(*TINIEST)
-    assert "--run.output_dir out" in refused(evaluate, "--run.output_dir=out")
-
-
 def test_steps_and_tokens_end_a_run(here):
     every = fast(*TINIEST, "--run.max_steps=7")
     assert [line["step"] for line in every] == [2, 4, 6, 7]  # the last inside a rollout

@@ -287,11 +287,6 @@ def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums):
     assert observed.startswith("\n<|im_start|>user\n<tool_response>\n7\n</tool_response>")
 
 
-def test_tools_that_the_template_leaves_out_are_refused(tokenizer, sums):
-    with pytest.raises(ValueError, match=r"^the chat template leaves the environment.s tools out .* --data"):
-        load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator)
-
-
 def test_a_call_behind_a_special_token_is_read(tokenizer):
     """Where `<tool_call>` is one, also behind words; Llama 3.1 writes one that its template does not have."""
     tokenizer = copy.deepcopy(tokenizer)

@@ -312,12 +312,22 @@ def has_an_unsafe_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
 
 
+def has_an_endless_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for i in range(10 ** 9) %}{% endfor %}")
+
+
+def has_a_deep_configuration(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
         (needs_remote_code, "--model.trust_remote_code"),
         (holds_a_pickle, "--model.name_or_path"),
         (has_an_unsafe_template, "chat template"),
+        (has_an_endless_template, "chat template"),
+        (has_a_deep_configuration, "--model.name_or_path"),
     ],
 )
 def test_a_model_s_own_code_is_refused_in_one_line_and_not_run(capsys, model_folder, spoil, named):

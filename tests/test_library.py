@@ -4,7 +4,6 @@ import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -54,21 +53,11 @@ def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path):
     assert all(torch.equal(ours[name], saved[name]) for name in saved)
 
 
-def test_the_pages_step_equals_update(tmp_path, tiny_model):
+def test_the_pages_step_equals_update(tmp_path, tiny_model, tokenizer):
     own_step = example("own_step.py", tmp_path)["own_step"]
-
-    class NoTexts:
-        added_tokens_decoder = MappingProxyType({})
-        eos_token_id = pad_token_id = bos_token_id = None
-
-        @staticmethod
-        def batch_decode(ids, **_):
-            return [""] * len(ids)
-
     torch.manual_seed(0)
-    first = generate(
-        tiny_model(), NoTexts, [[5, 6], [7, 8, 9]], Sampling([60], 0, 1.0, 1.0, max_completion_tokens=6), 4
-    )
+    sampling = Sampling([60], 0, 1.0, 1.0, max_completion_tokens=6)
+    first = generate(tiny_model(), tokenizer, [[5, 6], [7, 8, 9]], sampling, 4)
     advantages = group_relative_advantages(torch.rand(8), 4)
     config = config_of(max_steps=1)
     config = replace(config, rollout=replace(config.rollout, temperature=1.0, group_size=4))

@@ -272,17 +272,6 @@ def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resume
     assert_same(whole, Path("out"))
 
 
-def test_ctrl_c_while_a_command_loads_shows_no_traceback(capfd):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-
-    def action() -> int:
-        before("load_splits", lambda *_: send(signal.SIGINT), pspo.run.prepare)
-        return train("out")
-
-    assert forked(action) == 130
-    assert "Traceback" not in capfd.readouterr().err
-
-
 # --- what must not matter ---------------------------------------------------------------------------------------------
 
 

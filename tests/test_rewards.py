@@ -95,34 +95,22 @@ def test_a_bad_return_value_names_the_reward(value, message):
 
 @dataclass(frozen=True)
 class Leaves(Reward):
-    """A reward that leaves by what is no Exception, or changes its process."""
-
-    how: str
+    """A reward that leaves by what is no Exception."""
 
     def __call__(self, completions):
-        if self.how == "chdir":
-            os.chdir("/")
-        else:
-            raise SystemExit("bye")
-        return [1.0] * len(completions)
+        raise SystemExit("bye")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_reward_that_exits_has_failed(workers):
     message = "called sys.exit('bye')"
-    arguments = [Leaves("exit"), MathReward()], None, *batch(("#### 5", 5))
+    arguments = [Leaves(), MathReward()], None, *batch(("#### 5", 5))
     with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
         total_rewards(*arguments, workers=workers)
     totals, by_name, _, failures = total_rewards(*arguments, workers=workers, on_error="none")
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
     assert message in str(failures["Leaves"])
-
-
-def test_a_reward_that_changes_the_folder_changes_it_for_itself(here):
-    before = os.getcwd()
-    assert total_rewards([Leaves("chdir")], None, *batch(("#### 5", 5)))[0] == [1.0]
-    assert os.getcwd() == before
 
 
 def torch_state():
@@ -202,13 +190,6 @@ def test_what_is_not_there_is_refused_by_name():
     message = "reward asks_for_typo: missing a required argument: 'hnit'; there is only answer, .*, hint, level, "
     with pytest.raises(RewardError, match=message):
         check_rewards([asks_for_typo], PROBLEMS)
-
-
-def test_every_batch_has_the_columns_of_the_data():
-    problems = [Problem("?", None, {"hint": "add"}), Problem("?")]
-    check_rewards([lambda hint: hint], problems)
-    alone = {"problems": problems[1:], "completion_ids": None, "truncated": None}
-    assert called_with(lambda hint: [float(h is None) for h in hint], ["x"], **alone) == {"<lambda>": [1.0]}
 
 
 def test_none_leaves_the_function_out_of_the_sum():

@@ -6,10 +6,9 @@ import pytest
 import torch
 from batches import completions
 from tokenizers.processors import TemplateProcessing
-from transformers import ByT5Tokenizer
 
 from pspo.config import RolloutConfig
-from pspo.model.chat import completion_texts, render_prompts
+from pspo.model.chat import render_prompts
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 from pspo.tasks import math_reward
 
@@ -129,15 +128,6 @@ def test_rewards_see_tags_whether_they_are_special_or_not(tokenizer, special, op
     assert math_reward(text, gold) == value
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_a_tokenizer_in_python_drops_its_end_token_too(special):
-    tokenizer = ByT5Tokenizer()  # whose end token has no flag of a special one
-    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
-    ids = tokenizer("<think>two</think>#### 5")["input_ids"]
-    assert ids[-1] == tokenizer.eos_token_id
-    assert completion_texts(tokenizer, [[5]], [ids]) == ["<think>two</think>#### 5"]
-
-
 # ---------------------------------------------------------------- rollouts and their rows
 
 
@@ -168,7 +158,6 @@ LLAMA_STYLE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role!') }}{% endif %}" + LLAMA_STYLE
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokenizer):
@@ -191,12 +180,3 @@ def test_exactly_one_bos(tokenizer):
     for system in ("Be brief.", ""):
         for ids in encode_prompts(tokenizer, ["3 + 4", "5"], system):
             assert (ids[0], ids.count(bos)) == (bos, 1)
-
-
-def test_a_template_without_system_turn(tokenizer):
-    tokenizer.chat_template = NO_SYSTEM
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    with pytest.raises(ValueError, match=r"no system role!.*--data\.system_prompt") as error:
-        encode_prompts(tokenizer, ["3 + 4"], "Be brief.")
-    assert "\n" not in str(error.value)
-    assert tokenizer.decode(encode_prompts(tokenizer, ["3 + 4"], "")[0]) == "<s>[user]3 + 4[assistant]"

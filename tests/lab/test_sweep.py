@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -237,17 +236,6 @@ def test_dry_run_prints_settings_runs_and_tokens_of_a_search_and_runs_nothing(he
     assert not Path("out").exists()
 
 
-def test_a_launcher_gets_the_command_as_one_word_and_no_environment_of_ours(here, capsys):
-    sweep_file(methods={"pspo": {}})
-    assert sweep("--launcher", "no-such-scheduler {command}") == 2
-    assert sweep("--launcher", "true {command}") == 1  # it does not wait
-    assert "exit code 0, no summary.json" in capsys.readouterr().err
-    launcher = f"sh -c 'exec {sys.executable} \"$1\"' name {{command}}"
-    assert sweep("--launcher", launcher, "--workers", "2", "--retry_failed") == 0
-    (call,) = noted()
-    assert (call["words"], call["omp"]) == (["pspo.train", "--config", "out/e/pspo/seed-0.yaml"], None)
-
-
 @pytest.mark.parametrize(("processes", "shares", "threads"), [(1, {"4", "6", "8"}, "2"), (2, {"4,6"}, "4")])
 def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, processes, shares, threads):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,8")
@@ -272,29 +260,3 @@ def test_the_sweep_files_of_the_repository(capsys, monkeypatch, name, only, runs
     monkeypatch.chdir(REPOSITORY)
     main(["--config", f"configs/sweep/{name}.yaml", "--only", only, "--output=none", "--dry_run"])
     assert re.search(rf"runs +{runs}\n", capsys.readouterr().out)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_real_sweep_trains_and_evaluates(tmp_path, monkeypatch, processes):
-    monkeypatch.chdir(tmp_path)
-    sweep_file(
-        shared={"rollout.prompts": 4, "rollout.max_completion_tokens": 24, "data.limit": 20, "run.max_steps": 2,
-                "run.test_limit": 0, "run.validate_every": 1, "run.validation_limit": 4, **DDP[processes]},
-        methods={"pspo": {"algorithm.surrogate.alpha": 0.5}, "lost": {"model.name_or_path": "./nowhere"}},
-        evaluate={"evaluation": {"data.limit": 4}},
-    )  # fmt: skip
-    done = subprocess.run(
-        [PYTHON, "-m", "pspo", "sweep", "--config", "sweep.yaml", f"--processes={processes}"], check=False,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, encoding="utf-8", timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "no summary.json: pspo.train: error: --model.name_or_path: there is no nowhere/config.json" in done.stderr
-    assert "--retry_failed runs them again" in done.stderr
-    run = Path("out/e/pspo-alpha=0.5/seed-0")
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "best", "final"} < {path.name for path in run.iterdir()}
-    written, planned = (yaml.safe_load(path.read_text()) for path in (run / "config.yaml", run.with_suffix(".yaml")))
-    assert written == planned
-    assert json.loads((run / "environment.json").read_text())["processes"] == processes
-    assert json.loads((run / "evaluation/results.json").read_text())["n"] == 4
