@@ -28,7 +28,18 @@ from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
-from pspo_lab.settings import ARGUMENT, DATA, MODEL, SEED, SURROGATE, labels, methods, setting_numbers
+from pspo_lab.settings import (
+    ARGUMENT,
+    DATA,
+    MODEL,
+    SEED,
+    SURROGATE,
+    differing,
+    labels,
+    methods,
+    setting_numbers,
+    short_names,
+)
 from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL, value_range
 
 TOKENS = "tokens.parquet"  # a folder with a file for each recorded rollout, step-N.parquet
@@ -49,12 +60,16 @@ Record = dict[str, Any]
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
     label = labels(runs.configs)
+    varied = differing(runs.configs)
+    names = short_names(runs.configs)
     pages = {}
     tests = []
     for name in [name for name in runs.configs.index if name in runs.folders]:
         run = runs.folders[name]
         with skip_unreadable(run.folder):
             page = describe_run(run, label[name])
+            settings = {names[switch]: run.switches.get(switch) for switch in varied}
+            page["row"] = {"method": page["method"]} | settings | last_metrics(run)
             tests.append(changed_tests(run.folder))
             pages[run.folder] = page
     return {
@@ -117,11 +132,26 @@ def describe_run(run: LabRun, label: str) -> Record:
     return {
         "name": f"{label}, seed {run.switches[SEED]}",
         "label": label,
+        "seed": run.switches[SEED],
+        "method": str(run.switches[SURROGATE]).rpartition(".")[2],
         "about": describe_progress(run),
         "curve": run_curve(run.switches),
         "events": events,
         "findings": [finding._asdict() for finding in find(run.metrics, run.switches, run.summary)],
     }
+
+
+def last_metrics(run: LabRun) -> Record:
+    """Numbers of a run for the table of runs: its seed, its newest metrics, its test after training, its speed."""
+    newest = run.metrics.ffill().iloc[-1]
+    row = {"seed": run.switches[SEED], "step": int(newest["step"])}
+    for name in ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share"):
+        row[name] = float(newest[name]) if name in newest and math.isfinite(newest[name]) else None
+    after = run.summary.get("after", {})
+    row |= {f"test {measure_label(name)}": after.get(name) for name in ("mean_reward", "accuracy", "gold_anywhere")}
+    seconds = run.metrics.filter(like="seconds/").sum().sum()
+    row["tokens/s"] = float(newest["tokens"] / seconds) if seconds and "tokens" in newest else None
+    return row
 
 
 def describe_progress(run: LabRun) -> str:

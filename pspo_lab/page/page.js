@@ -21,9 +21,11 @@ const CHARTS = [
   ["KL(sampler || old)", "nats per token", ["kl_sampler_old"]],
   ["time", "seconds per rollout", ["seconds/generate", "seconds/reward", "seconds/train", "seconds/validate"]],
 ];
-const TABS = { curves: "Curves", groups: "Groups", tokens: "Tokens", tests: "Tests", findings: "Findings" };
+const TABS = { curves: "Curves", runs: "Runs", groups: "Groups", tokens: "Tokens", tests: "Tests", findings: "Findings" };
 const state = { tab: "curves", axis: "step", run: 0, step: 0, shown: null, filter: "", search: "", mixed: false,
-  truncated: false, changed: false, completion: null, visit: Infinity, color: "weight", surrogate: "", minus: "none" };
+  truncated: false, changed: false, completion: null, visit: Infinity, color: null, surrogate: "", minus: "none",
+  page: 0, sort: "method", down: false };
+const TESTS_ON_A_PAGE = 20;
 const main = document.getElementById("main"), tip = document.getElementById("tip");
 let data, charts = [];
 
@@ -62,10 +64,18 @@ const toggle = (text, name) => label("", h("span", {}, h("input", { type: "check
 function plot(options, table, host) {
   const grid = { stroke: css("--line"), width: 1 }, axis = { stroke: css("--soft"), grid, ticks: grid };
   const chart = new uPlot({ width: host.clientWidth || 400, height: 210, legend: { show: false }, ...options,
-    pxAlign: 0, axes: [{ ...axis, size: 30 }, { ...axis, size: 68, values: (_, ticks) => ticks.map(short) }] }, table, host);
+    pxAlign: 0, axes: [{ ...axis, size: 30, ...options.xAxis }, { ...axis, size: 68, values: shortTicks }],
+    scales: { x: { time: false }, y: { range: yRange } } }, table, host);
   charts.push(chart);
   new ResizeObserver(() => host.clientWidth && chart.setSize({ width: host.clientWidth, height: 210 })).observe(host);
   return chart;
+}
+
+const shortTicks = (_, ticks) => ticks.map(short);
+
+function yRange(_, low, high) { // without a spread uPlot would draw 0 to 100
+  if (low == null) return [0, 1];
+  return low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function xOf(curve) {
@@ -84,21 +94,22 @@ function drawCurves() {
     settings.length > 1 ? h("button", { onclick: () => {
       state.shown = new Set(listed.slice(0, 16).map((curve) => curve.setting)); render(); } },
     `show ${Math.min(listed.length, 16)} of ${listed.length}`) : null));
-  if (settings.length > 1) {
+  const shown = settings.filter((curve) => state.shown.has(curve.setting)), host = h("div", { class: "charts" });
+  const colors = shown.map((curve) => {
+    const own = shown.filter((other) => other.color === curve.color);
+    return shaded(curve.color, own.length > 1 ? 0.6 * own.indexOf(curve) / (own.length - 1) - 0.3 : 0);
+  });
+  if (settings.length > 1) { // the legend of all charts
     main.append(h("div", { class: "settings" }, listed.slice(0, 300).map((curve) => h("label", {},
       h("input", { type: "checkbox", checked: state.shown.has(curve.setting), onchange: (event) => {
-        state.shown[event.target.checked ? "add" : "delete"](curve.setting); render(); } }),
-      ` ${curve.label}${curve.seeds > 1 ? ` (${curve.seeds} seeds)` : ""}`))));
+        state.shown[event.target.checked ? "add" : "delete"](curve.setting); render(); } }), " ",
+      state.shown.has(curve.setting) ? h("span", { class: "key", style: { "--color": colors[shown.indexOf(curve)] } }) : null,
+      `${curve.label}${curve.seeds > 1 ? ` (${curve.seeds} seeds)` : ""}`))));
   }
-  const shown = settings.filter((curve) => state.shown.has(curve.setting)), host = h("div", { class: "charts" });
-  const labels = shortLabels(shown), colors = shown.map((curve) => {
-    const own = shown.filter((other) => other.color === curve.color);
-    return shaded(curve.color, own.length > 1 ? 0.9 * own.indexOf(curve) / (own.length - 1) - 0.45 : 0);
-  });
   main.append(host);
   for (const [title, unit, metrics] of CHARTS) {
     const lines = shown.flatMap((curve, i) => metrics.filter((name) => curve.mean[name]).map((name) => ({
-      curve, name, text: labels.get(curve.label),
+      curve, name, text: curve.label,
       color: shown.length > 1 || name === metrics[0] ? colors[i] : COLORS[metrics.indexOf(name) % COLORS.length],
       dash: DASHES[metrics.indexOf(name) % DASHES.length] })));
     if (lines.length) drawChart(host, title, unit, lines, metrics.length > 1, shown.length > 1);
@@ -115,21 +126,17 @@ function shaded(color, shade) { // of a method's colour, towards black below 0 a
   return `#${parts.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("")}`;
 }
 
-function shortLabels(shown) { // what tells the shown settings apart, by label
-  const parts = new Map(shown.map(({ label }) => [label, label.split(/[(,)]/).map((part) => part.trim()).filter(Boolean)]));
-  const inAll = (part) => shown.length > 1 && [...parts.values()].every((some) => some.includes(part));
-  return new Map([...parts].map(([label, all]) => [label, all.filter((part) => !inAll(part)).join(" ") || label]));
-}
-
 function drawChart(host, title, unit, lines, byMetric, bySetting) {
-  const keys = lines.map((line) => h("span", { class: "key",
+  const keys = lines.map((line) => h("span", { class: "key", title: line.text,
     style: { "--color": line.color, "--dash": line.dash.length ? "dashed" : "solid" } }));
   const plain = (name) => name.replace(/^(validation_|seconds\/)/, "").replace(/_/g, " ");
-  const names = lines.map(({ text, name }) => [bySetting ? text : "", byMetric || !bySetting ? plain(name) : ""]
-    .filter(Boolean).join(" "));
+  const names = lines.map(({ name }) => (bySetting ? "" : `${plain(name)} `)); // the page's legend names settings
   const body = h("div"), where = h("span", { class: "note" });
+  const dashes = new Map(lines.map(({ name, dash }) => [plain(name), dash])); // of several settings: metrics, once each
+  const shownKeys = byMetric && bySetting ? [...dashes].map(([name, dash]) => h("span", { class: "key",
+    style: { "--color": css("--soft"), "--dash": dash.length ? "dashed" : "solid" } }, name)) : keys;
   host.append(h("section", { class: "chart" }, h("h3", {}, title, " ", h("span", { class: "note" }, unit)),
-    h("div", { class: "keys" }, where, keys), body));
+    h("div", { class: "keys" }, where, shownKeys), body));
   const table = uPlot.join(lines.map(({ curve, name }) => [xOf(curve), numbers(curve.mean[name]),
     curve.low[name] ? numbers(curve.low[name]) : xOf(curve).map(() => null),
     curve.high[name] ? numbers(curve.high[name]) : xOf(curve).map(() => null)]).map(sorted));
@@ -147,10 +154,10 @@ function drawChart(host, title, unit, lines, byMetric, bySetting) {
       const values = table[1 + 3 * i];
       let at = index ?? values.length - 1;
       while (at > 0 && values[at] == null) at -= 1; // the last value known there
-      key.textContent = `${names[i]} ${short(values[at])}`;
+      key.textContent = `${names[i]}${short(values[at])}`;
     });
   };
-  plot({ series, bands, scales: { x: { time: false } }, cursor: { sync: { key: "curves" }, y: false },
+  plot({ series, bands, cursor: { sync: { key: "curves" }, y: false },
     hooks: { setCursor: [(chart) => show(chart.cursor.idx)], draw: [drawEvents] } }, table, body);
   show(null);
 }
@@ -173,7 +180,7 @@ function drawEvents(chart) {
     for (const event of run.events) {
       const at = steps.findIndex((step) => step >= event.step);
       const left = Math.round(chart.valToPos(event.step === 0 ? 0 : x[at < 0 ? x.length - 1 : at], "x", true));
-      ctx.strokeStyle = curves.length > 1 ? COLORS[curves.indexOf(curve) % COLORS.length]
+      ctx.strokeStyle = curves.length > 1 ? curve.color
         : css(event.kind === "best" ? "--good" : "--warn");
       ctx.beginPath();
       ctx.moveTo(left, top);
@@ -214,7 +221,8 @@ function drawGroups() {
     toggle("mixed rewards", "mixed"), toggle("truncated", "truncated"), toggle("reward changed", "changed"),
     label("search all steps", h("input", { type: "search", id: "search", value: state.search,
       onchange: (event) => { state.search = event.target.value; render(); } }))));
-  if (data.left_out) main.append(h("p", { class: "note" }, `${data.left_out} rollouts are left out of this page, evenly.`));
+  if (data.left_out) main.append(h("p", { class: "note" }, `To keep the page small, ${data.left_out} recorded rollouts `
+    + "are not on it, evenly over the run; samples.jsonl and tokens.parquet have them."));
   const filtering = words || state.mixed || state.truncated || state.changed;
   const found = own.filter((group) => (filtering || group.step === steps[at])
     && (!state.mixed || isMixed(group)) && (!state.truncated || group.completions.some((one) => one.truncated))
@@ -298,6 +306,8 @@ function drawTokens() {
   const one = all[state.completion], visits = one.recorded.visits;
   state.visit = Math.min(state.visit, visits.length - 1);
   const visit = visits[state.visit], values = tokenValues(one, visit);
+  const varies = new Set(values.weight).size > 1; // otherwise the text has one colour
+  const color = values[state.color] ? state.color : varies ? "weight" : "ratio", shown = values[color];
   const names = Object.keys(visit.weights), named = names.map((name) => [name, name || "the run's own"]);
   const options = all.map((each, i) => [i, `step ${each.group.step}, problem ${each.group.problem}, `
     + `completion ${each.group.completions.indexOf(each)} (advantage ${short(each.advantage)})`]);
@@ -305,10 +315,9 @@ function drawTokens() {
     label("completion", choice(options, state.completion, (value) => { Object.assign(state, { completion: +value, visit: Infinity }); }, "completion")),
     label("at", choice(visits.map((each, i) => [i, `optimizer step ${each.step} (visit ${i + 1})`]), state.visit,
       (value) => { state.visit = +value; }, "visit")),
-    label("colour", choice(Object.keys(values).map((name) => [name, name]), state.color, (value) => { state.color = value; }, "color")),
+    label("colour", choice(Object.keys(values).map((name) => [name, name]), color, (value) => { state.color = value; }, "color")),
     label("weights of", choice(named, state.surrogate, (value) => { state.surrogate = value; }, "surrogate")),
     label("minus", choice([["none", "nothing"], ...named], state.minus, (value) => { state.minus = value; }, "minus"))));
-  const color = values[state.color] ? state.color : "weight", shown = values[color];
   const extreme = Math.max(1e-9, ...shown.map((x) => Math.abs(color === "ratio" ? Math.log(x) : x ?? 0)));
   const places = one.recorded.position, follows = (i) => i === 0 || places[i] === places[i - 1] + 1;
   const spans = one.recorded.text.flatMap((text, i) => [
@@ -377,7 +386,7 @@ function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the grou
   h("div", { class: "keys" }, h("span", { class: "key", style: { "--color": COLORS[1] } }, "A > 0"),
     h("span", { class: "key", style: { "--color": COLORS[0] } }, "A < 0"),
     curve === null ? h("span", { class: "note" }, "no curve: a token's weight depends on its whole completion, or it is a difference") : null), body));
-  if (tables.length) plot({ series, scales: { x: { time: false } } }, uPlot.join(tables), body);
+  if (tables.length) plot({ series, xAxis: { values: shortTicks } }, uPlot.join(tables), body);
 }
 
 function drawHistogram(host, name, shown) {
@@ -387,7 +396,7 @@ function drawHistogram(host, name, shown) {
   for (const x of values) counts[Math.min(19, Math.floor((x - low) / width))] += 1;
   host.append(h("section", { class: "chart" }, h("h3", {}, name, " ", h("span", { class: "note" }, "tokens of this completion")), body));
   plot({ series: [{}, { stroke: COLORS[0], fill: `${COLORS[0]}66`, paths: uPlot.paths.bars({ size: [0.9] }), points: { show: false } }],
-    scales: { x: { time: false } } }, [counts.map((_, i) => low + (i + 0.5) * width), counts], body);
+    xAxis: { values: shortTicks } }, [counts.map((_, i) => low + (i + 0.5) * width), counts], body);
 }
 
 // Tests and findings
@@ -395,30 +404,64 @@ function drawHistogram(host, name, shown) {
 function drawTests() {
   const { worse, better, shown: changes } = data.tests[state.run] ?? { shown: [] };
   main.append(h("div", { class: "controls" }, runChoice()));
-  if (!changes.length) return empty("No test problem came out differently, or the run has no test before and after.");
+  if (!changes.length) return empty("No test problem's reward changed, or the run has no test before and after.");
   main.append(h("p", { class: "note" }, `${worse} became worse, ${better} better; the worst first`
     + (changes.length < worse + better ? `, ${changes.length} of them` : "")));
-  changes.forEach((change) => main.append(h("section", { class: "card" },
+  const pages = Math.ceil(changes.length / TESTS_ON_A_PAGE), first = Math.min(state.page, pages - 1) * TESTS_ON_A_PAGE;
+  const turn = (by, text, possible) => h("button", { disabled: !possible, onclick: () => {
+    state.page = first / TESTS_ON_A_PAGE + by; scrollTo(0, 0); render(); } }, text);
+  if (pages > 1) {
+    main.append(h("div", { class: "controls" }, turn(-1, "previous", first > 0),
+      `${first + 1} to ${Math.min(first + TESTS_ON_A_PAGE, changes.length)}`,
+      turn(1, "next", first + TESTS_ON_A_PAGE < changes.length)));
+  }
+  changes.slice(first, first + TESTS_ON_A_PAGE).forEach((change) => main.append(h("section", { class: "card" },
     h("div", { class: "text" }, change.prompt), h("div", { class: "facts" }, h("span", {}, `gold ${change.gold ?? "–"}`)),
     h("div", { class: "completions" }, ["before", "after"].map((when) => h("div", { class: "completion" },
       h("div", { class: `facts ${change[when].value >= change[when === "after" ? "before" : "after"].value ? "good" : "bad"}` },
-        `${when}: ${short(change[when].value)}`), h("div", { class: "text" }, change[when].text)))))));
+        `${when}: reward ${short(change[when].value)}`), h("div", { class: "text" }, change[when].text)))))));
 }
 
+const CHECKED = "Checked, from five rollouts on: skipped steps and missing rewards, groups without signal, format, "
+  + "truncation, length, how far steps move, tokens without gradient, entropy, falling rewards, rewards without accuracy, "
+  + "an early best model.";
+
 function drawFindings() {
-  for (const run of data.runs) {
-    if (data.runs.length > 1) main.append(h("h2", {}, run.name));
-    if (!run.findings.length) main.append(h("p", {}, "Nothing stands out."));
-    run.findings.forEach((finding) => main.append(h("div", { class: `finding ${["", "mild", "", "worst"][finding.severity]}` },
-      h("div", {}, finding.text), h("div", { class: "note" }, `Try: ${finding.advice}`))));
+  for (const setting of new Set(data.runs.map((run) => run.label))) {
+    const runs = data.runs.filter((run) => run.label === setting), found = new Map(); // by advice: of several seeds one
+    for (const run of runs) {
+      for (const finding of run.findings) {
+        if (!found.has(finding.advice)) found.set(finding.advice, { ...finding, seeds: [] });
+        found.get(finding.advice).seeds.push(run.seed);
+      }
+    }
+    if (data.runs.length > 1) main.append(h("h2", {}, setting));
+    if (!found.size) main.append(h("p", {}, `Nothing stands out. ${CHECKED}`));
+    for (const { text, advice, severity, seeds } of found.values()) {
+      main.append(h("div", { class: `finding ${["", "mild", "", "worst"][severity]}` },
+        h("div", {}, text, runs.length > 1 ? h("span", { class: "note" }, ` · seed ${seeds[0]}${seeds.length > 1
+          ? `, likewise seeds ${seeds.slice(1).join(", ")}` : ""}`) : null), h("div", { class: "note" }, `Try: ${advice}`)));
+    }
   }
+}
+
+function drawRuns() { // a table, sorted by the column that was clicked
+  const columns = Object.keys(data.runs[0].row), text = (x) => (typeof x === "number" ? short(x) : String(x ?? "–"));
+  const rank = (x) => (x == null ? [2, 0] : typeof x === "number" ? [0, x] : [1, String(x)]);
+  const order = (a, b) => { const [x, y] = [rank(a.row[state.sort]), rank(b.row[state.sort])];
+    const less = x[0] - y[0] || (x[1] < y[1] ? -1 : x[1] > y[1] ? 1 : 0); return state.down ? -less : less; };
+  main.append(h("div", { class: "wide" }, h("table", { class: "numbers" },
+    h("tr", {}, columns.map((name) => h("th", {}, h("button", { onclick: () => {
+      Object.assign(state, { down: state.sort === name && !state.down, sort: name }); render(); } },
+    `${name.replace(/_/g, " ")}${state.sort === name ? (state.down ? " ↓" : " ↑") : ""}`)))),
+    [...data.runs].sort(order).map((run) => h("tr", {}, columns.map((name) => h("td", {}, text(run.row[name]))))))));
 }
 
 function empty(text) { main.append(h("p", { class: "note" }, text)); }
 
 // The page
 
-const DRAW = { curves: drawCurves, groups: drawGroups, tokens: drawTokens, tests: drawTests, findings: drawFindings };
+const DRAW = { curves: drawCurves, runs: drawRuns, groups: drawGroups, tokens: drawTokens, tests: drawTests, findings: drawFindings };
 
 function render() {
   const top = scrollY, run = data.runs[state.run];
@@ -426,7 +469,8 @@ function render() {
   charts = [];
   hideTip();
   const found = data.runs.reduce((sum, run) => sum + run.findings.length, 0);
-  document.getElementById("tabs").replaceChildren(...Object.entries(TABS).map(([name, text]) => h("button", { role: "tab",
+  const tabs = Object.entries(TABS).filter(([name]) => name !== "runs" || data.runs.length > 1);
+  document.getElementById("tabs").replaceChildren(...tabs.map(([name, text]) => h("button", { role: "tab",
     id: `tab-${name}`, "aria-selected": String(state.tab === name), onclick: () => { state.tab = name; render(); } },
   name === "findings" && found ? `${text} (${found})` : text)));
   document.getElementById("about").textContent = data.runs.length === 1 ? run.about

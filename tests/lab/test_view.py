@@ -118,6 +118,18 @@ def test_a_run_s_first_number_is_its_reward_and_its_tests_are_sorted_by_it(runs)
     assert shown == sorted(moved[moved != 0]) != []
 
 
+def test_several_runs_have_names_and_a_row_each(runs):
+    data = data_of(make_page([runs]))
+    assert [run["name"] for run in data["runs"]] == ["Clip, seed 0", "Clip, seed 1"]
+    for seed, run in enumerate(data["runs"]):
+        test = read_json(runs / f"seed-{seed}/summary.json")["after"]
+        row = run["row"]
+        assert (row["method"], row["seed"], row["step"]) == ("Clip", seed, 8)
+        assert (row["test reward"], row["test accuracy"]) == (test["mean_reward"], test["accuracy"])
+        assert row["tokens/s"] > 0
+        assert row["reward"] == read_jsonl(runs / f"seed-{seed}/metrics.jsonl")[-1]["reward"]
+
+
 def test_what_a_model_wrote_is_data(runs, tmp_path):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "</title><b>run"))
     samples = read_jsonl(run / "samples.jsonl")
