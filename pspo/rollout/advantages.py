@@ -73,8 +73,6 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")
-    if rewards.dim() != 1 or len(rewards) == 0 or len(rewards) % group_size:
-        raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)  # (B / G, G)
     unknown = groups.isnan()
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)

@@ -10,5 +10,5 @@ from pspo.tasks.answers import (
 )
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
-from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
+from pspo.tasks.rewards import FormatReward, MathReward, Reward, Scores, check_rewards, math_reward, total_rewards
 from pspo.tasks.verifiers import ExactMatch, MathVerifyReward, SoftOverlong

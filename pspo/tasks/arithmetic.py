@@ -78,7 +78,11 @@ def _draw(rng: random.Random) -> Problem:
     boxed = rng.random() < 0.3  # the first step is the opening's product
     last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others
     middle = [rng.choice("+-") for _ in range(steps - boxed - bool(last))]
-    ops = ["*"] * boxed + middle + [last] * bool(last)
+    ops = middle
+    if boxed:
+        ops = ["*", *ops]
+    if last:
+        ops = [*ops, last]
 
     value = first = rng.randint(2, 10 if boxed else MAX_NUMBER)
     numbers = []
@@ -107,6 +111,6 @@ def _draw(rng: random.Random) -> Problem:
         answer=Fraction(value),
         source="arithmetic",
         category=", ".join(WORDS[op] for op in ops),
-        level=f"{steps} step" + "s" * (steps > 1),
+        level="1 step" if steps == 1 else f"{steps} steps",
         solution="\n".join([*lines, f"#### {value}"]),
     )

@@ -294,7 +294,8 @@ def guarded_values(
         workers = max(workers, 1)  # what hangs can be killed in a process of its own only
     values: list[float | None] = [math.nan] * n
     logged: Columns = {}
-    ends = sorted({n * i // max(workers, 1) for i in range(max(workers, 1) + 1)})
+    n_parts = max(1, min(workers, n))
+    ends = [n * i // n_parts for i in range(n_parts + 1)]
     parts = [range(start, end) for start, end in pairwise(ends)]
     while parts:
         calls = []
