@@ -29,7 +29,16 @@ def main() -> None:
     elif command in COMMANDS:
         from pspo.distributed import run_main
 
-        module = importlib.import_module(COMMANDS[command][0])
+        name, _ = COMMANDS[command]
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            package = name.partition(".")[0]
+            if package == "pspo":
+                raise
+            extra = package.removeprefix("pspo_")
+            print(f"pspo {command}: error: needs {error.name}: pip install 'pspo[{extra}]'", file=sys.stderr)
+            raise SystemExit(2) from None
         run_main(lambda: module.main(args))
     else:
         print(f"pspo: error: {command} is no command; pspo --help lists them", file=sys.stderr)

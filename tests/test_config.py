@@ -309,3 +309,11 @@ def test_message(command, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(f"pspo.train: error: {MESSAGES[command]}.*\n", err), err
+
+
+def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pspo_lab.view_command", None)
+    monkeypatch.setattr(sys, "argv", ["pspo", "view", "run"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        pspo.__main__.main()
+    assert "pip install 'pspo[lab]'" in capsys.readouterr().err
