@@ -94,6 +94,7 @@ def accuracy(policy: torch.nn.Module, n: int = 200) -> float:
     prompts = load_prompts(DataConfig("arithmetic"), tokenizer, "test", limit=n)
     greedy = make_sampling(policy, tokenizer, RolloutConfig()).greedy()
     texts = generate(policy, tokenizer, prompts.ids, greedy).texts
+    print(f"{prompts.problems[0].prompt}\n{texts[0]}\n")
     return sum(math_reward(text, p.answer) == 1 for text, p in zip(texts, prompts.problems, strict=True)) / n
 
 

@@ -1,19 +1,20 @@
 """Look at runs and plan them: view, report, sweep, compare, findings, plan; code rewards in a sandbox.
 
-In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run, ``pspo_lab.report("runs")`` the report of some.
+In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run, ``pspo_lab.report("runs")`` the report of some;
+``pspo.train(..., on_rollout=pspo_lab.live_curve())`` draws the reward while it trains.
 """
 
 from typing import Any
 
-__all__ = ["report", "view"]
+__all__ = ["live_curve", "report", "view"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `view` and `report` when they are first used: they need pandas, matplotlib and torch."""
-    if name == "view":
-        from pspo_lab.view_command import view
+    """Import the functions when they are first used: they need pandas, matplotlib and torch."""
+    if name in ("live_curve", "view"):
+        from pspo_lab import view_command
 
-        return view
+        return getattr(view_command, name)
     if name == "report":
         from pspo_lab.report_command import report
 

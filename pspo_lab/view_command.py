@@ -11,10 +11,11 @@ import argparse
 import base64
 import gzip
 import html
+import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +28,7 @@ from markupsafe import Markup
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
 from pspo.cli.terminal import tolerate_output
+from pspo.rollout import Experience
 from pspo.tasks.files import local_path
 from pspo_lab.runs import read_runs
 from pspo_lab.view_data import make_surrogate, page_data, surrogate_classes
@@ -40,6 +42,27 @@ def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -
 
     page = html.escape(make_page([local_path(run) for run in runs], surrogates))
     return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
+
+
+def live_curve() -> Callable[..., None]:
+    """An ``on_rollout`` of `pspo.train` that draws the mean reward of every rollout below a notebook's cell."""
+    from IPython.display import SVG, display
+    from matplotlib.figure import Figure
+
+    picture = display(display_id=True)
+    rewards: list[float] = []
+
+    def draw(experience: Experience, steps: list[dict[str, float]]) -> None:
+        rewards.append(experience.rewards.nanmean().item())
+        figure = Figure(figsize=(6, 3))
+        figure.subplots().plot(range(1, len(rewards) + 1), rewards, marker=".")
+        figure.supxlabel("rollout")
+        figure.supylabel("mean reward")
+        image = io.StringIO()
+        figure.savefig(image, format="svg", bbox_inches="tight")
+        picture.update(SVG(image.getvalue()))
+
+    return draw
 
 
 def make_page(roots: Sequence[Path], surrogates: Sequence[str] = (), watch: bool = False) -> str:

@@ -306,7 +306,7 @@ function drawTokens() {
   const one = all[state.completion], visits = one.recorded.visits;
   state.visit = Math.min(state.visit, visits.length - 1);
   const visit = visits[state.visit], values = tokenValues(one, visit);
-  const varies = new Set(values.weight).size > 1; // otherwise the text has one colour
+  const varies = new Set(values.weight.map(short)).size > 1; // otherwise the text has one colour
   const color = values[state.color] ? state.color : varies ? "weight" : "ratio", shown = values[color];
   const names = Object.keys(visit.weights), named = names.map((name) => [name, name || "the run's own"]);
   const options = all.map((each, i) => [i, `step ${each.group.step}, problem ${each.group.problem}, `

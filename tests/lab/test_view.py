@@ -10,14 +10,17 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
+import pspo_lab
 from pspo.cli.files import append_jsonl, read_json, read_jsonl
 from pspo.train import main as train
+from pspo.train import train_model
 from pspo_lab.view_command import make_page
 
 HOSTILE = [
@@ -128,6 +131,18 @@ def test_several_runs_have_names_and_a_row_each(runs):
         assert (row["test reward"], row["test accuracy"]) == (test["mean_reward"], test["accuracy"])
         assert row["tokens/s"] > 0
         assert row["reward"] == read_jsonl(runs / f"seed-{seed}/metrics.jsonl")[-1]["reward"]
+
+
+def test_a_notebook_s_curve_grows_with_every_rollout(monkeypatch, tmp_path):
+    shown = []
+    display = SimpleNamespace(SVG=str, display=lambda display_id: SimpleNamespace(update=shown.append))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display, version_info=(9, 0)))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    run = {"max_steps": 4, "test_limit": 0, "validate_every": 0, "quiet": True, "output_dir": str(tmp_path / "run")}
+    rollout = {"prompts": 2, "max_completion_tokens": 8}
+    train_model(data={"limit": 20}, rollout=rollout, run=run, on_rollout=pspo_lab.live_curve())
+    assert len(shown) == 2
+    assert all("<svg" in text for text in shown)
 
 
 def test_what_a_model_wrote_is_data(runs, tmp_path):
