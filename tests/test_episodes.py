@@ -288,18 +288,14 @@ def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums):
 
 
 def test_a_call_behind_a_special_token_is_read(tokenizer):
-    """Where `<tool_call>` is one, also behind words; Llama 3.1 writes one that its template does not have."""
+    """Where `<tool_call>` is one, also behind words."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = QWEN3.read_text()
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>"], special_tokens=True)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
     ids = tokenizer(f"I ask: {CALL}<|im_end|>")["input_ids"]
     (text,) = completion_texts(tokenizer, [[1]], [ids])
     assert text == f"I ask: {CALL}"
     assert parse_calls(tokenizer, text) == [("f", {"a": [1, "x"]})]
-    tokenizer = copy.deepcopy(tokenizer)  # the format is remembered by tokenizer
-    tokenizer.chat_template = LLAMA
-    call = '<|python_tag|>{"name": "f", "parameters": {"a": [1, "x"]}}'
-    assert parse_calls(tokenizer, call) == [("f", {"a": [1, "x"]})]
 
 
 LLAMA = """{%- for m in messages -%}<|im_start|>{{ m.role }}\n

@@ -194,7 +194,7 @@ def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
 
 
 def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole):
-    """`nightly/test_kills.py` kills at every point."""
+    """The next test kills at every point."""
 
     def action() -> int:
         before("save", at_call(3, lambda: kill_at_file_event(45)), Checkpointer)
@@ -203,6 +203,37 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
     assert forked(action) == -signal.SIGKILL
     assert train("out") == 0
     assert_same(whole, Path("out"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("switches", "stride"),  # and at every how many of its file events a run is killed
+    [
+        ((), 1),
+        (("--rollout.lag=1", "--rollout.resample=1"), 3),
+        (("--model.lora.rank=2", "--model.dtype=bfloat16"), 3),
+    ],
+    ids=["plain", "stale", "lora"],
+)
+def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_is_left(switches, stride):
+    pytest.importorskip("peft")  # whose files would be opened in every process
+    args = ("--rollout.max_completion_tokens=4", "--run.max_steps=4", "--run.validate_every=2", "--run.test_limit=2",
+            "--run.save_every=2", "--run.keep=1", "--run.quiet", *switches)  # fmt: skip
+
+    def killed(n: int) -> int:
+        kill_at_file_event(n)
+        return train("out", *args)
+
+    assert forked(lambda: train("whole", *args)) == 0
+    codes: list[int] = []
+    while not codes or codes[-1] != 0:
+        shutil.rmtree("out", ignore_errors=True)
+        n = 1 + stride * len(codes)
+        codes.append(forked(lambda n=n: killed(n)))
+        assert forked(lambda: train("out", *args)) == 0, n
+        assert_same(Path("whole"), Path("out"))
+    assert set(codes) == {-signal.SIGKILL, 0}
+    assert len(codes) > 100 / stride, len(codes)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

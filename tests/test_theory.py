@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pspo.losses import PSPO
+from pspo.losses import PSPO, NoClip
 
 # Of the order of rounding in float64, on sums of up to 8 probabilities; log-ratios stay inside the clamp of +-20.
 ROUNDING = 1e-12
@@ -109,3 +109,38 @@ def test_proposition_the_objective_is_the_on_policy_gradient_scaled(pair, alpha)
     # E_{a ~ pi}[grad log pi(a) A(a)] of a softmax, in closed form: pi_j (A_j - E_pi[A])
     on_policy = pi * (advantages - value)
     torch.testing.assert_close(gradient, (1 - alpha) * on_policy, rtol=1e-9, atol=ROUNDING)
+
+
+# ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
+
+
+def train_logit_table(surrogate, eps):
+    """A toy policy, one softmax row of logits per state; fixed draws of actions and advantages for every caller."""
+    generator = torch.Generator().manual_seed(0)
+    states, actions, rows = 6, 5, 64
+    table = torch.zeros(states, actions, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([table], lr=0.05, weight_decay=0.0, eps=eps)
+    mask = torch.ones(rows, 1, dtype=torch.bool)
+    for _ in range(5):
+        state = torch.randint(states, (rows,), generator=generator)
+        action = torch.randint(actions, (rows,), generator=generator)
+        advantages = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
+        old = table.log_softmax(1)[state, action, None].detach()
+        for _ in range(4):
+            logprobs = table.log_softmax(1)[state, action, None]
+            optimizer.zero_grad()
+            surrogate(logprobs, old, advantages, mask).mean().backward()
+            optimizer.step()
+    return table.detach()
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.9])
+def test_adamw_moves_pspo_and_noclip_alike(alpha):
+    noclip, pspo = (train_logit_table(s, eps=1e-30) for s in (NoClip(), PSPO(alpha)))
+    assert noclip.abs().max() > 0.3  # they did move, far from where they started
+    torch.testing.assert_close(pspo, noclip, rtol=0, atol=1e-9)
+
+
+def test_alpha_acts_through_adamws_eps():
+    noclip, pspo = (train_logit_table(s, eps=1e-2) for s in (NoClip(), PSPO(0.9)))
+    assert (pspo - noclip).abs().max() > 0.05

@@ -1,12 +1,11 @@
 """Engines in runs: what is refused, what they draw ahead, and what their deaths cost. With an engine of one's own."""
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
 import torch
 from engines import CPU, Copy, train
-from processes import before, one_layer, run_command, states
+from processes import before, one_layer, states
 
 import pspo.rollout.engine
 import pspo.run.learner
@@ -17,14 +16,6 @@ from pspo.model import load_policy, token_logprobs
 from pspo.rollout.engine import EngineError
 
 pytestmark = pytest.mark.usefixtures("here")
-
-
-def test_a_missing_vllm_is_refused_before_anything_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(pspo.run.learner, "load_policy", None)
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
-    assert run_command(pspo.train.main, "--rollout.engine=pspo_vllm.VLLM", "--run.output_dir=run") == 2
-    assert "pspo_vllm needs vllm 0.32.x" in capsys.readouterr().err
-    assert not Path("run").exists()
 
 
 def test_an_engine_draws_during_each_update_with_the_weights_before_it(monkeypatch):
