@@ -44,7 +44,7 @@ HINTS = {  # of names that other trainers give to a switch
     "num_generations": "--rollout.group_size",
     "lora": "--model.lora.rank 16",
     "device": "CUDA_VISIBLE_DEVICES before the command: a GPU is used where torch finds one",
-    "clip": "--algorithm.surrogate Clip --algorithm.surrogate.epsilon 0.2",
+    "clip": "--algorithm.surrogate.epsilon 0.2, of a surrogate that clips",
     "learning_rate": "--optimizer.lr",
 }
 load_yaml = get_loader("yaml")
