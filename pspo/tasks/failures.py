@@ -35,7 +35,8 @@ def user_traceback(error: BaseException) -> str:
     if isinstance(error, WorkerError | RewardError | TimeoutError) and not frames:
         return str(error)
     if not frames:
-        return "raised in no code of yours:\n" + "".join(traceback.format_exception(error)).rstrip()
+        whole = "".join(traceback.format_exception(error)).rstrip()
+        return whole if isinstance(error, ValueError) else f"raised in no code of yours:\n{whole}"  # those say the fix
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
     if frames[-1] != innermost:
