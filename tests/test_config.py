@@ -1,6 +1,7 @@
 """Configuration: defaults, switches and files, plug-ins by import path, round trips, help, and refused values."""
 
 import re
+import sys
 import time
 import typing
 from dataclasses import dataclass, fields, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import pspo.__main__
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, switch_types
 from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
