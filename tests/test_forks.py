@@ -14,7 +14,7 @@ from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
 import pspo.run.prepare
-from pspo.cli.files import read_json, read_jsonl
+from pspo.cli.files import read_jsonl
 from pspo.run.folders import checkpoints
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -168,17 +168,6 @@ def test_the_state_of_a_loss_goes_on_in_a_fork_with_the_same_one(whole_with, swi
     assert train("fork", from_4, CONSTANT, *switches, "--optimizer.name=sgd") == 0
     saved = states(checkpoints(Path("fork"))[0] / "parts.pt")
     assert [saved.get(name) for name in ("algorithm.surrogate", "algorithm.terms.0")] == kept
-
-
-def test_tests_and_validations_of_a_fork_begin_with_its_first_model(cut_off, capfd):
-    assert train("fork", "--run.fork_from=out", "--run.test_limit=3", CONSTANT) == 0
-    summary = read_json(Path("fork/summary.json"))
-    assert len(read_jsonl(Path("fork/test-before.jsonl"))) == 3
-    assert summary["before"]["n"] == 3
-    assert summary["validation"]["untrained"] == {}
-    assert summary["validation"]["best"]["step"] in (4, 6)
-    assert train("other", "--run.fork_from=out", "--run.validate_every=0", CONSTANT) == 0
-    assert not any(read_json(Path("other/summary.json"))["validation"].values())
 
 
 OTHER = ("--algorithm.surrogate=Clip", "--optimizer.lr=2e-4", "--optimizer.options={weight_decay: 0.1}",

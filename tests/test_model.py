@@ -95,15 +95,6 @@ def refused(match):
     assert len(str(error.value)) < 600
 
 
-def test_a_folder_without_weights_or_with_a_broken_config(model_folder, load):
-    broken = model_folder()
-    (broken / "config.json").write_text("{")
-    unknown = model_folder(config={"model_type": "no-such-model"})
-    for folder in (model_folder(without=["model.safetensors"]), broken, unknown):
-        with refused(r"--model\.name_or_path"):
-            load(folder)
-
-
 TINY_BASE = load_file(ASSETS / "tiny-base/model.safetensors")
 NORM = "model.norm.weight"
 ODD_WEIGHTS = {  # in place of tiny-base's, or beside them

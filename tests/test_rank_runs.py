@@ -205,12 +205,6 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
 
-def test_one_rank_says_what_is_wrong(tmp_path, capfd):
-    assert train(tmp_path / "run", "ddp", "--rollout.prompts=3") == [2, 2]
-    assert capfd.readouterr().err.count("rollout.prompts") == 1
-    assert not (tmp_path / "run").exists()
-
-
 # ---------------------------------------------------------------- faults in the middle of a save; two launchers
 
 

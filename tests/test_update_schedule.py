@@ -178,12 +178,6 @@ def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, er
         run(policy, *make_rollout(), make_config())
 
 
-def test_a_loss_without_gradient_leaves_the_weights(policy):
-    end, metrics = run(policy, *make_rollout(), make_config(PSPO(1.0), epochs=2))
-    assert torch.equal(end, weights(policy))
-    assert [step["step_skipped"] for step in metrics] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("linear", 0), ("cosine", 4)])
 def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
     steps, peak = 12, 1e-3

@@ -226,16 +226,6 @@ def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experime
     assert not Path("out").exists()
 
 
-def test_dry_run_prints_settings_runs_and_tokens_of_a_search_and_runs_nothing(here, capsys):
-    shared = {"rollout.prompts": 2, "rollout.group_size": 3, "rollout.max_completion_tokens": 10,
-              "data.max_prompt_tokens": 40, "algorithm.epochs": 2, "run.max_steps": 9}  # fmt: skip
-    for limit, tokens in ((None, 4500), (400, 2100)):  # 5 rollouts each, or 400 and at most one rollout more
-        sweep_file(shared=shared | {"run.max_tokens": limit}, search=SEARCH, seeds=[0, 1, 2])
-        assert sweep("--dry_run") == 0
-        assert re.search(rf"full +3 +0 +{tokens}\n", capsys.readouterr().out)
-    assert not Path("out").exists()
-
-
 @pytest.mark.parametrize(("processes", "shares", "threads"), [(1, {"4", "6", "8"}, "2"), (2, {"4,6"}, "4")])
 def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, processes, shares, threads):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,8")
