@@ -35,7 +35,7 @@ class Learner:
         scheduler: None for a constant learning rate.
         reference: None if beta is 0.
         steps: optimizer steps taken.
-        microbatch_limit: tokens, decided by `make_learner`, fewer once memory has run out; None until then.
+        microbatch_limit: tokens, once memory has run out.
         record: gets what every step computes at tokens; None to record nothing.
     """
 
@@ -53,12 +53,13 @@ class Learner:
 
     def microbatch_tokens(self, config: TrainConfig) -> int:
         """At most so many in a microbatch: as asked for, or by the device's memory; fewer once that has run out."""
-        recomputes = config.model.gradient_checkpointing
-        asked = config.optimizer.microbatch_tokens
-        return self.microbatch_limit or asked or default_microbatch_tokens(self.policy, recomputes)
+        tokens = config.optimizer.microbatch_tokens
+        if tokens is None:
+            tokens = default_microbatch_tokens(self.policy, config.model.gradient_checkpointing)
+        return min(tokens, self.microbatch_limit or tokens)
 
     def limit_microbatches(self, tokens: int) -> None:
-        """Make the microbatches of later rollouts at most this large, because memory has run out with larger ones."""
+        """Make the microbatches of later rollouts at most this large, because memory has run out."""
         self.microbatch_limit = min(tokens, self.microbatch_limit or tokens)
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
@@ -75,7 +76,7 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and other options stay as this optimizer was made."""
         self.steps = state["steps"]
-        self.limit_microbatches(state["microbatch_limit"])
+        self.microbatch_limit = state["microbatch_limit"]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -96,6 +97,4 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    learner = Learner(policy, optimizer, scheduler, reference)
-    learner.microbatch_limit = learner.microbatch_tokens(config)
-    return learner
+    return Learner(policy, optimizer, scheduler, reference)
