@@ -167,7 +167,7 @@ def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsy
     assert "seed-1: damaged (KeyError: 'reward'); left out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("column", "bad"), [("position", "first"), ("step", None), ("logprob", [1.0])])
+@pytest.mark.parametrize(("column", "bad"), [("position", "first"), ("step", None), ("logprob", [1.0, 2.0])])
 def test_damaged_files_of_tokens_are_named_and_left_out(runs, tmp_path, capsys, column, bad):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
     damaged, mistyped, *others = sorted((run / "tokens.parquet").iterdir())
