@@ -284,7 +284,7 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
     race = probs / torch.empty_like(probs).exponential_()
     if top_p >= 1:
         return race.argmax(dim=1)
-    k = min(math.ceil(math.log(RACE_MISS) / math.log(1 - top_p)), probs.shape[1])
+    k = min(math.ceil(math.log(RACE_MISS) / math.log1p(-top_p)), probs.shape[1])
     arrivals = race.topk(k, dim=1).indices
     candidates = torch.cat([arrivals, probs.argmax(dim=1, keepdim=True)], dim=1)  # (b, k + 1)
     p = probs.gather(1, candidates)
