@@ -1,6 +1,7 @@
 """The command `pspo`: each of its subcommands is the main function of a module."""
 
 import importlib
+import os
 import sys
 
 from pspo import __version__
@@ -20,6 +21,8 @@ COMMANDS = {
 
 def main() -> None:
     command, *args = sys.argv[1:] or ["--help"]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a user's own losses and rewards lie there; `python -m` does the same
     if command in ("-h", "--help"):
         print(f"pspo {__version__}: reinforcement learning for language models. Each command has --help.\n")
         for name, (_, summary) in COMMANDS.items():

@@ -79,7 +79,7 @@ def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
         reason, other = "problems are too easy", "problems of another difficulty"
     else:
         reason, other = "its completions are too much alike", "a higher --rollout.temperature"
-    text = f"{share:.0%} of the completions have no advantage: their group's rewards are equal ({reason})"
+    text = f"{share:.0%} of the completions have no advantage: mostly groups of equal rewards ({reason})"
     yield Finding(2, text, f"--rollout.resample 2, a larger --rollout.group_size, or {other}")
 
 

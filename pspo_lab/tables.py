@@ -24,7 +24,7 @@ LEARNING = ["final reward", "peak reward", "area under the curve", "steps to pea
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 RANGES = {  # of metrics and of the tables' columns, which their intervals keep to
-    (0.0, 1.0): re.compile(r"accuracy|gold anywhere|pass@|maj@|share|^ess|^tv|\(%\)$"),
+    (0.0, 1.0): re.compile(r"^(?!reward/|logged/).*(accuracy|gold anywhere|pass@|maj@|share)|^ess|^tv|\(%\)$"),
     (0.0, math.inf): re.compile(r"^(ratio|entropy|kl_old_new|grad_norm|seconds/|time|completion_tokens)|to peak$"),
 }
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",

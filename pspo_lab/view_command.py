@@ -45,11 +45,16 @@ def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -
 
 
 def live_curve() -> Callable[..., None]:
-    """An ``on_rollout`` of `pspo.train` that draws the mean reward of every rollout below a notebook's cell."""
+    """An ``on_rollout`` of `pspo.train` that draws the mean reward of every rollout below a notebook's cell.
+
+    ``pspo.train(..., on_rollout=pspo_lab.live_curve())``. Raises RuntimeError outside a notebook.
+    """
     from IPython.display import SVG, display
     from matplotlib.figure import Figure
 
     picture = display(display_id=True)
+    if picture is None:
+        raise RuntimeError("pspo_lab.live_curve() draws in a notebook: leave it out elsewhere")
     rewards: list[float] = []
 
     def draw(experience: Experience, steps: list[dict[str, float]]) -> None:

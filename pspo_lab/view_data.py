@@ -150,7 +150,9 @@ def last_metrics(run: LabRun) -> Record:
     after = run.summary.get("after", {})
     row |= {f"test {measure_label(name)}": after.get(name) for name in ("mean_reward", "accuracy", "gold_anywhere")}
     seconds = run.metrics.filter(like="seconds/").sum().sum()
-    row["tokens/s"] = float(newest["tokens"] / seconds) if seconds and "tokens" in newest else None
+    row["tokens/s"] = None
+    if seconds and "tokens" in newest and not run.switches.get("run.fork_from"):  # a fork counts its parent's tokens
+        row["tokens/s"] = float(newest["tokens"] / seconds)
     return row
 
 

@@ -386,3 +386,15 @@ def test_home_folders_are_expanded_in_every_command(home, here, monkeypatch, com
     importlib.import_module(module).main(words.split())
     assert (home / written).is_file()
     assert files_of(here) == {}
+
+
+def test_the_console_script_finds_a_users_code_beside_it(tmp_path):
+    script = Path(sys.executable).with_name("pspo")
+    if not script.exists():
+        pytest.skip("pspo is not installed")
+    (tmp_path / "own_loss.py").write_text("from pspo.losses import NoClip\n\n\nclass Own(NoClip): ...\n")
+    command = [script, "train", "--algorithm.surrogate=own_loss.Own", "--print_config"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "own_loss.Own" in done.stdout

@@ -126,7 +126,7 @@ def print_help(parser: ArgumentParser, topic: str, switches: dict[str, Any]) -> 
     if topic in sections:
         shown = {switch for switch in switches if switch.startswith(f"{topic}.")}
     elif topic != "all" and len(switches) > len(BASIC):
-        shown = BASIC
+        shown = BASIC | {switch for switch in switches if switch.startswith("plan.")}
         topics = " ".join(sections)
         parser.epilog = f"--help all shows all {len(switches)} switches, --help SECTION those of: {topics}"
     parser.formatter_class = functools.partial(Help, shown=shown)

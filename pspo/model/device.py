@@ -47,21 +47,25 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
 
     On a GPU a power of 2, whose activations take at most 60% of what weights, gradients, AdamW's states and logits
     leave: by layer and token some 30 bytes for each hidden and 8 for each intermediate feature. Half as many are tried
-    where memory runs out all the same.
+    where memory runs out all the same; of a sharded model it may not, so those take at most 30%.
     """
     if model.device.type != "cuda":
         return MICROBATCH_TOKENS
     memory = torch.cuda.get_device_properties(model.device).total_memory
     states = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
+    share = 0.6
     if dist.is_sharded(model):
         states /= dist.world_size()
+        share = 0.3
     config = model.config.get_text_config()
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if not isinstance(intermediate, int):  # one a layer
+        intermediate = max(intermediate)
     layer = 30 * config.hidden_size + 8 * intermediate
     kept = config.num_hidden_layers * layer
     if recomputes:  # gradient checkpointing
         kept = config.num_hidden_layers * 4 * config.hidden_size + layer
-    tokens = 0.6 * (memory * 15 / 16 - states) / kept
+    tokens = share * (memory * 15 / 16 - states) / kept
     return 2 ** max(8, math.floor(math.log2(max(1.0, tokens))))
 
 

@@ -15,8 +15,8 @@ from pspo.config import EvaluateConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.sources import SOURCES
 
-SECTIONS = ("data.", "reward.", "rollout.", "algorithm.", "optimizer.")
-PRIVATE = ("data.path", "data.chat_template")  # may be paths of this machine
+SECTIONS = ("model.", "data.", "reward.", "rollout.", "algorithm.", "optimizer.")
+PRIVATE = ("model.name_or_path", "data.path", "data.chat_template")  # may be paths of this machine
 
 
 def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> str:
@@ -38,6 +38,9 @@ def model_card(config: TrainConfig, settings: Settings, step: int, summary: Reco
     template = config.data.chat_template if isinstance(config.data.chat_template, dict) else {}
     arguments = "".join(f"{name}={value!r}, " for name, value in template.items())
     changed = ", ".join(changed_switches(settings))
+    merge = ""
+    if front_matter.library_name == "peft" and not is_on_hub:
+        merge = "First merge these adapters into their model: `pspo export` makes the folder that follows.\n\n"
     return f"""---
 {front_matter.to_yaml()}
 ---
@@ -55,7 +58,7 @@ pspo {__version__}. Settings that differ from its defaults: {code_span(changed) 
 
 ## Use
 
-````python
+{merge}````python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/model")
@@ -101,8 +104,9 @@ def code_span(text: str) -> str:
 
 def changed_switches(settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
+    _, plain = make_config(TrainConfig, "pspo", [], {})
     _, defaults = make_config(TrainConfig, "pspo", [], {"model": settings["model"]})  # whose rate is the model's
-    default_values = flat(defaults)
+    default_values = flat(defaults | {"model": plain["model"]})
     changed = []
     for switch, value in flat(settings).items():
         is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE

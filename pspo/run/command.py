@@ -134,7 +134,7 @@ data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" o
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
-    if policy.device.type == "cuda":
+    if policy.device.type == "cuda" and config.rollout.engine is None:
         print(f"memory  {run.learner.microbatch_tokens(config):,} tokens in a microbatch, "
               f"{run.sampler.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
     changed = changed_switches(run.settings)

@@ -74,7 +74,9 @@ def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
     file = Path(config.output_dir or "") / "summary.json"
     if config.output_dir is None or not file.exists():
         return {}
-    return {} if check_same(file.parent, settings) & LIMITS else read_json(file)
+    if check_same(file.parent, settings) & LIMITS:
+        return {}
+    return read_json(file) | {"output_dir": str(file.parent)}  # it may have been moved
 
 
 def check_same(run: Path, settings: Settings) -> set[str]:
