@@ -279,3 +279,26 @@ def test_quantised_weights_are_trained_beside_and_not_themselves(quantised, tmp_
     final = tmp_path / "run/final"
     assert all("lora_" in name for name in load_file(final / "adapter_model.safetensors"))
     our_logprobs(load_policy(ModelConfig(str(final)), CPU))
+
+
+DAMAGED = {
+    "half a download": ("adapter_model.safetensors", lambda content: content[: len(content) // 2]),
+    "an LFS pointer": ("adapter_model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+    "no mapping": ("adapter_config.json", lambda _: b"[]"),
+    "half a configuration": ("adapter_config.json", lambda content: content[: len(content) // 2]),
+    "a .bin": ("adapter_model.bin", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+}
+
+
+@pytest.mark.parametrize("command", [pspo.evaluate.__main__.main, pspo.run.export.main])
+@pytest.mark.parametrize(("name", "damage"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_adapters_are_named(command, name, damage, base, here, capsys):
+    write_adapters(here / "adapters", {}, ALL_Q, base)
+    file = here / "adapters" / name
+    if file.suffix == ".bin":
+        (here / "adapters/adapter_model.safetensors").rename(file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command(["--model.name_or_path=adapters"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--model.name_or_path: adapters/{name} " in line or f"adapters/{name}, which must hold" in line

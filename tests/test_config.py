@@ -280,3 +280,9 @@ def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         pspo.__main__.main()
     assert "pip install 'pspo[lab]'" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_utf_8_is_refused(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_config("--run.output_dir=caf\udce9")
+    assert "the path caf\\udce9 is not UTF-8: rename" in capsys.readouterr().err

@@ -379,3 +379,19 @@ def test_holdout_leaves_published_splits_alone(tmp_path):
     for split in ("train", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", numbered(2))
     assert len(load_problems("file", "test", tmp_path, holdout=0.9)) == 2
+
+
+@pytest.mark.parametrize(("suffix", "encoding"), [("jsonl", "Latin-1"), ("json", "UTF-16"), ("csv", "UTF-16-LE")])
+def test_another_encoding_is_named_with_the_file(tmp_path, suffix, encoding):
+    content = {"csv": "prompt,answer\nCafé?,1\n"}.get(suffix, '{"prompt": "Café?", "answer": 1}\n')
+    (tmp_path / f"own.{suffix}").write_bytes(content.encode(encoding))
+    named = rf"own\.{suffix}: .*not UTF-8 but probably {encoding.removesuffix('-LE')}"
+    with pytest.raises(ValueError, match=named):
+        load_problems("file", "test", tmp_path / f"own.{suffix}")
+
+
+def test_long_fields_of_a_csv_are_read(tmp_path):
+    prompt = "x" * 200_000
+    (tmp_path / "own.csv").write_text(f"prompt,answer\n{prompt},1\n")
+    (problem,) = load_problems("file", "test", tmp_path / "own.csv")
+    assert problem.prompt == prompt

@@ -439,3 +439,8 @@ def test_the_calculator_knows_numbers_and_four_signs(expression, value):
 def test_a_million_characters_cost_no_time():
     for text in ("<calc>" * 200_000, "<calc>" + "9" * 1_000_000 + "</calc>", "<calc>1" + " + 1" * 250_000):
         assert Calculator().step(text) == ("", 0.0, True)
+
+
+def test_tools_that_the_template_leaves_out_are_refused(tokenizer, sums):
+    with pytest.raises(ValueError, match=r"^the chat template leaves the environment.s tools out .* --data"):
+        load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator)

@@ -215,3 +215,11 @@ def test_two_runs_that_begin_at_once_do_not_share_a_folder(here, capfd):
     assert forked(action) == 2
     assert "another run has begun there meanwhile" in capfd.readouterr().err
     assert Path("out/summary.json").exists()
+
+
+def test_a_folder_with_a_configuration_that_is_no_runs_is_left_alone(here, capfd):
+    Path("config.yaml").write_text("name: my project\n")
+    Path("train.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
+    assert train(".") == 2
+    assert "--run.output_dir . already holds something, but no run" in capfd.readouterr().err
+    assert Path("train.jsonl").exists()

@@ -468,3 +468,11 @@ def test_math_verify_reads_formulas_and_survives_hostile_ones():
     values = MathVerifyReward(seconds=15)([completion for completion, _, _ in cases], problems)
     assert values == [value for _, _, value in cases]
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("name", ["step", "completion_ids"])
+def test_a_column_that_a_reward_does_not_get_is_said(name):
+    problems = [Problem("?", fields={name: 1, "hint": 2, "source": "mine"})]
+    with pytest.warns(UserWarning, match=f"^reward <lambda> asks for '{name}' .* rename the column$") as warned:
+        check_rewards([lambda hint, source, **everything: hint, lambda hint, source: hint], problems)
+    assert len(warned) == 1

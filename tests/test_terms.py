@@ -115,3 +115,11 @@ def test_an_all_masked_microbatch_is_0_with_gradient_0(how, tokens):
     (gradient,) = torch.autograd.grad(loss, per_token_loss)
     assert loss.item() == 0.0
     assert torch.equal(gradient, torch.zeros(3, 4))
+
+
+def test_a_subclass_of_a_term_does_not_inherit_that_it_is_silent_at_zero_advantage():
+    class Everywhere(OffPolicyMask):
+        pass
+
+    assert OffPolicyMask(1.0).silent_at_zero_advantage
+    assert not Everywhere(1.0).silent_at_zero_advantage
