@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -11,7 +12,7 @@ from pspo import __version__
 from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
-from pspo.config import EvaluateConfig, TrainConfig
+from pspo.config import EvaluateConfig, ModelConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.sources import SOURCES
 
@@ -104,9 +105,8 @@ def code_span(text: str) -> str:
 
 def changed_switches(settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
-    _, plain = make_config(TrainConfig, "pspo", [], {})
     _, defaults = make_config(TrainConfig, "pspo", [], {"model": settings["model"]})  # whose rate is the model's
-    default_values = flat(defaults | {"model": plain["model"]})
+    default_values = flat(defaults | {"model": asdict(ModelConfig())})
     changed = []
     for switch, value in flat(settings).items():
         is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE

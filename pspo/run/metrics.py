@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pspo.cli.terminal import clip, one_line
+from pspo.evaluate.evaluation import none_if_nan
 from pspo.tasks import matches_format
 
 
@@ -45,7 +46,7 @@ def sample_record(values: dict[str, Any], step: int, sample: int, completion: st
     for column, value in values.items():
         kind, _, name = column.partition("/")
         if kind == "reward" and name:
-            record["rewards"][name] = None if math.isnan(value) else value
+            record["rewards"][name] = none_if_nan(value)
         elif kind == "logged":
             record.setdefault("logged", {})[name] = value
     return record
