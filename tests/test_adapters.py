@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from architectures import OUTCOMES, tiny
 from processes import run_command
 from safetensors.torch import load_file, save_file
@@ -279,6 +280,17 @@ def test_quantised_weights_are_trained_beside_and_not_themselves(quantised, tmp_
     final = tmp_path / "run/final"
     assert all("lora_" in name for name in load_file(final / "adapter_model.safetensors"))
     our_logprobs(load_policy(ModelConfig(str(final)), CPU))
+    merged = tmp_path / "merged"
+    assert run_command(pspo.run.export.main, f"--model.name_or_path={final}", f"--output_dir={merged}") == 2
+    assert "adapters cannot be merged into quantised weights: use the PEFT folder" in capsys.readouterr().err
+    assert not merged.exists()
+
+
+def test_bitsandbytes_that_is_missing_is_named(quantised, monkeypatch):
+    monkeypatch.setattr(transformers.quantizers.quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(transformers.quantizers.quantizer_bnb_8bit, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^--model\.name_or_path .*bits does not load: .*bitsandbytes"):
+        load_policy(ModelConfig(str(quantised[0]), lora=LoraConfig(rank=4)), CPU)
 
 
 DAMAGED = {

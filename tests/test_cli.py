@@ -357,6 +357,8 @@ def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monk
 
 
 HOME_COMMANDS = {  # words, and the file that they write at home
+    "train": ("--config=~/run.yaml --run.fork_from=~/run --run.output_dir=~/fork", "fork/summary.json"),
+    "evaluate": ("--model.name_or_path=~/run/final --run.output_dir=~/results --data.limit=4", "results/results.json"),
     "export": ("--model.name_or_path=~/run/final --output_dir=~/merged", "merged/model.safetensors"),
     "view": ("~/run --output ~/page.html", "page.html"),
     "report": ("~/run --output_dir ~/report", "report/report.md"),

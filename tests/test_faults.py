@@ -231,22 +231,27 @@ def slow_length(completion):
     return len(completion)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 75)])
-def test_a_signal_while_a_reward_uses_a_pool(number, code):
-    """A killed run takes its children with it; Ctrl-C, which a terminal sends to all, stops the run when it is done."""
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 75), (signal.SIGTERM, 75)]
+)
+def test_a_signal_while_a_reward_of_the_command_uses_a_pool(number, code):
+    """A killed run takes its children with it; others stop it when it is done: Ctrl-C is sent to the children, too."""
     command = [sys.executable, "-m", "pspo.train", *TINY, "--run.output_dir=out", "--run.quiet=true"]
     command += ["--reward.functions=[test_faults.waits_in_a_pool]"]
     path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
     environment = os.environ | {"PYTHONPATH": path}
     with subprocess.Popen(command, env=environment, start_new_session=True) as running:
-        until(lambda: len(list(Path().glob("child-*"))) >= 2)
+        until(lambda: len(list(Path().glob("child-*"))) >= 4)  # of the second rollout
         time.sleep(0.2)
-        if number == signal.SIGKILL:
-            running.kill()
-        else:
+        if number == signal.SIGINT:
             os.killpg(running.pid, number)
+        else:
+            running.send_signal(number)
         assert running.wait(timeout=60) == code
     until(lambda: not any(is_alive(int(path.name[6:])) for path in Path().glob("child-*")))
+    assert checkpoints(Path("out"))
+    assert train("--reward.functions=[test_faults.waits_in_a_pool]") == 0
+    assert [line["step"] for line in metrics()] == [2, 4, 6]
 
 
 def is_alive(process: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 from processes import run_command
 from safetensors.torch import load_file, save_file
@@ -169,6 +170,26 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()
         assert torch.equal(batch.ref_logprobs, expected)
         assert torch.equal(token_logprobs(policy, *rollout.token_ids, 0.7).detach(), now)  # swapped back
+
+
+def test_loss_and_gradients_are_pefts(tmp_path):
+    """Through `update`, against PEFT's own forward pass row by row in float64, and autograd over all logits."""
+    policy, (rollout, advantages) = make_policy(), make_rows()
+    save_adapters(policy, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float64)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    logprobs, mask = reference.batch_logprobs(theirs, rollout.token_ids, 0.7), rollout.completion_mask
+    ratio = (logprobs - logprobs.detach()).exp()
+    expected = (-(0.7 * ratio + 0.3) * advantages[:, None])[mask].sum() / mask.sum()
+    expected.backward()
+
+    start, lr = adapters(policy), 0.1
+    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr))
+    (metrics,) = update(learner, rollout, advantages, make_config(epochs=1))
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-5)
+    gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
+    for name, weight in adapters(policy).items():
+        assert ((start[name] - weight) / lr - gradients[name]).norm() < 1e-4 * gradients[name].norm(), name
 
 
 # --- runs and folders -------------------------------------------------------------------------------------------------

@@ -81,6 +81,8 @@ def test_locate(tmp_path):
     assert locate("tiny-base") == str(ASSETS / "tiny-base")
     assert locate("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert locate(str(ASSETS / "tiny-math")) == str(ASSETS / "tiny-math")
+    with refused(r"--model\.name_or_path: .*config.json is a file; name the folder that it is in"):
+        locate(str(ASSETS / "tiny-base/config.json"))
     for folder in (tmp_path / "none", tmp_path):
         for load in (load_tokenizer, lambda config: load_policy(config, CPU)):
             with refused(rf"--model\.name_or_path: there is no {re.escape(str(folder / 'config.json'))}$"):

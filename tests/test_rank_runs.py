@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -219,6 +220,18 @@ def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactl
 
     codes = train(tmp_path / "run", "fsdp2", fault=fault)
     assert codes[rank] == -signal.SIGKILL
+    assert train(tmp_path / "run", "fsdp2") == [0, 0]
+    assert_same(whole["fsdp2"], tmp_path / "run")
+
+
+@pytest.mark.nightly
+def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whole, tmp_path, capfd):
+    """Room for what rank 0 writes before, not for a rank's shards: files may have 1.5 MB."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    full = train(tmp_path / "run", "fsdp2", fault=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard)))
+    assert full == [1, 1]
+    assert capfd.readouterr().err.count(f"cannot write {tmp_path / 'run/checkpoints/step-000002'}") == 1
+    assert checkpoints(tmp_path / "run") == []
     assert train(tmp_path / "run", "fsdp2") == [0, 0]
     assert_same(whole["fsdp2"], tmp_path / "run")
 

@@ -182,14 +182,16 @@ def test_a_function_gets_what_it_names_and_nothing_else():
     }  # fmt: skip
 
 
-def asks_for_typo(completions, hnit):
-    return [0.0] * len(completions)
-
-
-def test_what_is_not_there_is_refused_by_name():
-    message = "reward asks_for_typo: missing a required argument: 'hnit'; there is only answer, .*, hint, level, "
-    with pytest.raises(RewardError, match=message):
-        check_rewards([asks_for_typo], PROBLEMS)
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda completions, hnit: [], ": missing a required argument: 'hnit'; there is only answer, .*, hint, level"),
+        (lambda completions, /: [], " has parameters before a /.*: rewards are called by names, so remove the /$"),
+    ],
+)
+def test_what_is_not_there_or_has_no_name_is_refused(reward, message):
+    with pytest.raises(RewardError, match=f"^reward <lambda>{message}"):
+        check_rewards([reward], PROBLEMS)
 
 
 def test_none_leaves_the_function_out_of_the_sum():
@@ -470,7 +472,7 @@ def test_math_verify_reads_formulas_and_survives_hostile_ones():
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("name", ["step", "completion_ids"])
+@pytest.mark.parametrize("name", ["step", "truncated", "prompts"])
 def test_a_column_that_a_reward_does_not_get_is_said(name):
     problems = [Problem("?", fields={name: 1, "hint": 2, "source": "mine"})]
     with pytest.warns(UserWarning, match=f"^reward <lambda> asks for '{name}' .* rename the column$") as warned:

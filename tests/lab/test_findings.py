@@ -59,6 +59,13 @@ def test_each_fault_is_found(name):
     assert all(finding.advice for finding in findings)
 
 
+@pytest.mark.parametrize("every", [0, 20])
+def test_a_best_model_is_named_where_there_is_one(every):
+    config = CONFIG | {"run.validate_every": every}
+    (advice,) = (finding.advice for finding in find(pd.DataFrame(HEALTHY | {"reward": FALLING}), config, SUMMARY))
+    assert ("best/" in advice) == (every > 0)
+
+
 def test_a_best_model_long_before_the_end_is_found():
     assert [finding.text for finding in found({}, LATE)] == [
         "the best model is step 20's (0.900); step 100's has 0.500"

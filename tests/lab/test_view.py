@@ -159,12 +159,19 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     assert texts[:4] == HOSTILE[:4]
 
 
-def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("test-after.jsonl", "{}\n", "damaged (KeyError: 'reward')"),
+        ("best/validation.json", '{"step": "four"}', "best/validation.json or summary.json is damaged: the best step"),
+    ],
+)
+def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys, name, content, said):
     shutil.copytree(runs, tmp_path / "runs")
     (tmp_path / "runs/seed-0/tokens.parquet/step-last.parquet").touch()
-    (tmp_path / "runs/seed-1/test-after.jsonl").write_text("{}\n")
+    (tmp_path / "runs/seed-1" / name).write_text(content)
     assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["Clip, seed 0"]
-    assert "seed-1: damaged (KeyError: 'reward'); left out" in capsys.readouterr().err
+    assert f"seed-1: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("column", "bad"), [("position", "first"), ("step", None), ("logprob", [1.0, 2.0])])
