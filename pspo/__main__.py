@@ -20,6 +20,18 @@ COMMANDS = {
 
 
 def main() -> None:
+    """Run a command; where the reader of its output has ended, as `head` does, end quietly with code 1."""
+    try:
+        try:
+            run_command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
+        raise SystemExit(1) from None
+
+
+def run_command() -> None:
     command, *args = sys.argv[1:] or ["--help"]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own losses and rewards lie there; `python -m` does the same

@@ -1,12 +1,10 @@
 """Tables and pictures of trainings: ``pspo report RUNS... --output_dir report``.
 
-RUNS are run folders, packed folders, or folders that hold some, however deep. Settings of another model or other
+RUNS are run folders, or folders that hold some, however deep. Settings of another model or other
 training data are another task, with tables and pictures of its own. Writes ``report.md`` (everything), the tables as
 ``table.csv`` (one line a cell, shares not in percent), and pictures as SVG.
 Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave them out. Of several
 evaluations of a model on the same problems the last one, by folder, counts.
-
-``--pack FOLDER`` writes the runs as two tables and a file of their settings, which are reported as the runs are.
 """
 
 import argparse
@@ -21,13 +19,14 @@ from typing import Any
 import pandas as pd
 
 from pspo.cli.files import write_text
+from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line, tolerate_output
 from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
 from pspo_lab.findings import find
 from pspo_lab.paper import against_paper
-from pspo_lab.runs import Runs, pack, read_runs, skip_unreadable, warn
-from pspo_lab.settings import DATA, MODEL, SEED, labels, number_long_labels, shared_sentence
+from pspo_lab.runs import Runs, read_runs, run_folders, skip_unreadable, warn
+from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import (
     NOTES,
     accuracies,
@@ -49,7 +48,7 @@ def report(*runs: str | Path, output_dir: str | Path = "report") -> Any:
     output = local_path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        write_report(read_runs([local_path(run) for run in runs]), output)
+        write_report(read_runs(run_folders(runs)), output)
 
     def inline(link: re.Match) -> str:
         image = base64.b64encode((output / link[2]).read_bytes()).decode()
@@ -68,9 +67,9 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
     for title, (models, names) in tasks.items():
         task_runs = runs.take(names)
         finished = task_runs.take(task_runs.finished())
-        label, key = number_long_labels(labels(task_runs.configs))
+        label = labels(task_runs.configs)
         markdown.append(f"## {escape_markdown(title)}")
-        markdown += describe_runs(task_runs, finished, label, key)
+        markdown += describe_runs(task_runs, finished, label)
         for name, table in tables(finished, label, models).items():
             differences = table["p"].count() if "p" in table else 0
             markdown.append(f"### {name}\n\n{report_text(table)}\n\n{NOTES[name].format(n=differences)}")
@@ -108,21 +107,19 @@ def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
     return tasks
 
 
-def describe_runs(runs: Runs, finished: Runs, label: pd.Series, key: dict[str, str]) -> list[str]:
-    """Paragraphs of Markdown: what the runs share, the key of long labels, and what is not finished."""
+def describe_runs(runs: Runs, finished: Runs, label: pd.Series) -> list[str]:
+    """Paragraphs of Markdown: what the runs share, their folders in a sweep, and what is not finished."""
     paragraphs = []
     if len(runs.configs):
         sentence = f"{shared_sentence(runs.configs)} {DEFAULTS}".strip()
         paragraphs.append(escape_markdown(sentence))
     setting_folders = {}
-    for run in runs.configs.index.intersection(list(runs.folders)):
+    for run in runs.configs.index:
         if re.fullmatch(r"seed-\d+", Path(run).name):  # of a sweep: its experiment and method
             setting_folders.setdefault(label[run], "/".join(Path(run).parts[-3:-1]))
     if setting_folders:
         lines = [escape_markdown(f"{name}: {folder}") for name, folder in setting_folders.items()]
         paragraphs.append("\n".join(f"* {line}" for line in lines))
-    if key:
-        paragraphs.append("\n".join("* " + escape_markdown(f"{number} is {text}") for number, text in key.items()))
     tested = set(accuracies(finished, "after")["run"])
     for run in runs.configs.index:
         if run not in finished.configs.index:
@@ -139,35 +136,30 @@ def worst_findings(runs: Runs, label: pd.Series) -> list[str]:
     lines = []
     for name, metrics in runs.metrics.groupby("run", sort=False):
         switches = runs.configs.loc[name].dropna().to_dict()
-        summary = runs.folders[name].summary if name in runs.folders else {}
         with skip_unreadable(Path(name)):
-            for finding in find(metrics, switches, summary)[:1]:
+            for finding in find(metrics, switches, runs.folders[name].summary)[:1]:
                 lines.append(f"{label[name]}, seed {switches[SEED]}: {finding.text}. Try: {finding.advice}")
     return [one_line(line) for line in lines]
 
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="run folders, packed folders, or above them")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders above them")
     parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
     against = "also the paper's numbers beside these runs' (against-paper.md)"
     parser.add_argument("--against", choices=["paper"], help=against)
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write the runs' tables and settings there instead")
     options = parser.parse_args(args)
     tolerate_output()
-    try:
-        output = local_path(options.pack or options.output_dir)
+    with user_errors("pspo report"):
+        output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        runs = read_runs([local_path(run) for run in options.runs])
-        files = pack(runs, output) if options.pack else write_report(runs, output)
+        runs = read_runs(run_folders(options.runs))
+        files = write_report(runs, output)
         if options.against:
             text = against_paper(runs)
             write_text(output / "against-paper.md", text)
             print(text)
             files.append(output / "against-paper.md")
-    except (OSError, ValueError) as error:
-        warn(f"error: {error}")
-        raise SystemExit(2) from None
     print("\n".join(one_line(str(file)) for file in files))
 
 

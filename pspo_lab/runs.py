@@ -1,4 +1,4 @@
-"""Read runs: folders of `pspo train` and `pspo evaluate`, and packed folders, as data frames; pack them.
+"""Read runs: folders of `pspo train` and `pspo evaluate`, as data frames.
 
 Folder names mean nothing, the configuration everything: runs that differ only in their seed and output folder are the
 seeds of one setting. What cannot be read is named on stderr and left out.
@@ -24,15 +24,14 @@ from pspo_lab.settings import (
     NOT_COMPARED,
     SEED,
     SURROGATE,
+    defaults,
     labels,
     plain_switches,
     setting_numbers,
-    shared_switches,
 )
 
 NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
            "value", "low", "high"]  # fmt: skip
-PACK_FILE = "runs.parquet"  # all that a packed folder holds
 
 Row = dict[str, Any]
 
@@ -57,7 +56,7 @@ class LabRun:
 
 @dataclass(frozen=True)
 class Runs:
-    """Three tables, joined by `run`: a run's folder, or its setting and seed in a packed folder.
+    """Three tables, joined by `run`, its folder.
 
     Attributes:
         configs: indexed by run; every switch, and the experiment: the folder above the setting's.
@@ -66,7 +65,7 @@ class Runs:
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
             with), evaluation ("summary", or its folder's name), data, split, n, temperature ("0": greedy), part and
             group (of the problems; missing: all of them), measure, value, low and high (95% interval over problems).
-        folders: by run; a packed one has none.
+        folders: by run.
     """
 
     configs: pd.DataFrame
@@ -90,9 +89,9 @@ class Runs:
         return [run for run in self.configs.index if run in summaries]
 
     def untrained(self) -> pd.DataFrame:
-        """Run, step 0 and the validation before training, of finished runs that have a folder."""
+        """Run, step 0 and the validation before training, of finished runs."""
         rows = []
-        for name in self.configs.index.intersection(list(self.folders)):
+        for name in self.configs.index:
             if self.folders[name].untrained:
                 rows.append(self.folders[name].untrained | {"run": name, "time": 0.0})
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
@@ -113,12 +112,20 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
         warn(f"{folder}: damaged ({type(error).__name__}: {error}); left out")
 
 
-# Folders
+def run_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """Local paths of the folders; files, such as a sweep's between its runs' folders, are left out with one line."""
+    folders = [local_path(path) for path in paths]
+    files = [path for path in folders if path.is_file()]
+    if files:
+        warn(f"{len(files)} files are no folders of runs, and left out: {files[0]}{' ...' if files[1:] else ''}")
+    if len(files) == len(folders):
+        raise ValueError("no folder of a run is given")
+    return [path for path in folders if path not in files]
 
 
 def read_runs(roots: Sequence[Path]) -> Runs:
     """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
-    names = ("metrics.jsonl", "results.json", PACK_FILE)
+    names = ("metrics.jsonl", "results.json")
     places: dict[str, set[Path]] = {name: set() for name in names}
     for root in roots:
         files = [path for path in root.rglob("*") if path.name in names]
@@ -126,41 +133,30 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
         for path in files:
             places[path.name].add(path.parent.resolve())
-    run_folders, evaluation_folders, packs = (sorted(places[name]) for name in names)
+    run_folders, evaluation_folders = (sorted(places[name]) for name in names)
 
     runs: dict[str, LabRun] = {}
     configs: dict[str, Row] = {}
     metrics: list[pd.DataFrame] = []
-    numbers: list[pd.DataFrame] = []
-    rows: list[Row] = []  # of numbers
+    numbers: list[Row] = []
     for folder in run_folders:
         with skip_unreadable(folder):
             name = str(local_path(folder))
             run = read_run(folder)
-            rows += checked_rows({"run": name, **row} for row in summary_rows(run))
+            numbers += checked_rows({"run": name, **row} for row in summary_rows(run))
             runs[name] = run
             configs[name] = run.switches | {"experiment": str(folder.parent.parent)}
             metrics.append(run.metrics.assign(run=name))
     for folder in evaluation_folders:
         with skip_unreadable(folder):
-            rows += checked_rows(evaluation_rows(folder, runs))
-    for folder in packs:
-        with skip_unreadable(folder):
-            packed_configs, packed_metrics, packed_numbers = read_pack(folder)
-            configs |= packed_configs
-            metrics.append(packed_metrics)
-            numbers.append(packed_numbers)
-    if rows:
-        numbers.append(pd.DataFrame(rows))
+            numbers += checked_rows(evaluation_rows(folder, runs))
     if not metrics and not numbers:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
 
     table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
-    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, "optimizer.max_grad_norm", *NOT_COMPARED, *table}))
+    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *NOT_COMPARED, *table}))
     metrics = pd.concat(metrics or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
-    numbers = pd.concat(numbers or [pd.DataFrame(columns=NUMBERS)], ignore_index=True).reindex(columns=NUMBERS)
-    numbers = numbers.replace({"measure": {"true_accuracy": "gold_anywhere"}})  # its name in 0.1
-    return sort_runs(Runs(table.where(table.notna(), None), metrics, numbers, runs))
+    return sort_runs(Runs(table.where(table.notna(), None), metrics, pd.DataFrame(numbers, columns=NUMBERS), runs))
 
 
 def sort_runs(runs: Runs) -> Runs:
@@ -171,7 +167,7 @@ def sort_runs(runs: Runs) -> Runs:
     keys = keys.sort_values(["label", "setting", "seed", "unfinished"], kind="stable")
     first = keys.groupby(["setting", "seed"])["label"].transform(lambda seed_runs: seed_runs.index[0])
     for run, other in first[first != first.index].items():
-        warn(f"{run}: the same setting and seed as {other}; left out")
+        warn(f"{run}: the same setting and seed as {other}, whatever code it ran; left out")
     return runs.take(list(first.unique()))
 
 
@@ -192,11 +188,15 @@ def read_switches(folder: Path) -> Row:
         switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
     if switches.get("run.fork_from"):
         switches["forked"] = True  # the folder it was forked from is another one for every seed
-    return plain_switches(switches) | {
-        MODEL: str(switches[MODEL]),
-        DATA: str(switches[DATA]),
-        SEED: int(str(switches[SEED])),
-    }
+    return (
+        defaults(str(switches.get(SURROGATE)))
+        | plain_switches(switches)
+        | {
+            MODEL: str(switches[MODEL]),
+            DATA: str(switches[DATA]),
+            SEED: int(str(switches[SEED])),
+        }
+    )
 
 
 def problems_fingerprint(folder: Path, path: Path) -> str | None:
@@ -278,45 +278,3 @@ def checked_rows(rows: Iterable[Row]) -> list[Row]:
     rows = list(rows)
     pd.DataFrame(rows, columns=NUMBERS).astype(dict.fromkeys(("n", "value", "low", "high"), float))
     return rows
-
-
-# Packed folders
-
-
-def pack(runs: Runs, folder: Path) -> list[Path]:
-    """Write runs.parquet: a row for each rollout and each number, the settings' switches in its metadata (`attrs`).
-
-    `read_runs` reads it as it reads the runs' folders. Settings are named by what they differ in from the others of
-    their experiment; a switch that a setting does not have is null.
-    """
-    if runs.configs.empty:
-        raise ValueError("no run to pack")
-    experiment = runs.configs["experiment"].map(lambda path: Path(path).name)
-    setting = pd.concat([labels(configs) for _, configs in runs.configs.groupby(experiment)])
-    names = pd.DataFrame({"experiment": experiment, "setting": setting, "seed": runs.configs[SEED].astype("Int64")})
-    rows = pd.concat([runs.metrics, runs.numbers], ignore_index=True)
-    row_names = names.reindex(rows["run"]).set_index(rows.index)
-    table = pd.concat([row_names, rows.drop(columns="run")], axis=1)
-    compared = runs.configs.drop(columns=NOT_COMPARED)
-    shared = shared_switches(compared)
-    settings: dict[str, dict[str, Row]] = {}
-    for run, switches in compared.drop(columns=list(shared)).iterrows():
-        settings.setdefault(experiment[run], {})[setting[run]] = switches.dropna().to_dict()
-    table.attrs = {"shared": shared, "settings": settings}
-    table.to_parquet(folder / PACK_FILE, index=False, compression="zstd")
-    return [folder / PACK_FILE]
-
-
-def read_pack(folder: Path) -> tuple[dict[str, Row], pd.DataFrame, pd.DataFrame]:
-    """Switches by run, metrics and numbers of a packed folder."""
-    table = pd.read_parquet(folder / PACK_FILE)
-    content = table.attrs
-    table.attrs = {}
-    table["run"] = f"{folder}/" + table["experiment"] + ": " + table["setting"] + ", seed " + table["seed"].astype(str)
-    is_rollout = table["measure"].isna()
-    configs = {}
-    for row in table[is_rollout].drop_duplicates("run").itertuples():
-        switches = content["shared"] | content["settings"][row.experiment][row.setting]
-        configs[row.run] = switches | {"experiment": f"{folder}/{row.experiment}", SEED: row.seed}
-    metrics = table[is_rollout].drop(columns=["experiment", "setting", "seed", *NUMBERS[1:]]).astype({"step": int})
-    return configs, metrics, table.loc[~is_rollout, NUMBERS]

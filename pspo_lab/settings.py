@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pandas as pd
@@ -19,16 +18,12 @@ DATA = "data.name"
 SEED = "run.seed"
 SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
-LONG = 40  # characters of a label; longer ones are numbered, and stand in a key
+LONG = 40  # characters of a value in a label
 NO_SETTING = {  # switches that make no other setting: files, logs, processes, memory; and seeds
     "data.path", "distributed.strategy", "model.attn_implementation", "model.gradient_checkpointing",
     "optimizer.microbatch_tokens", "reward.on_error", "reward.timeout", "reward.workers", "rollout.max_rows",
     "run.fork_from", "run.keep", "run.output_dir", "run.quiet", "run.record_tokens", "run.save_every", "run.test_limit",
     "run.tracker", "run.validate_every", "run.validation_limit",
-    # of versions before 1.0, in results/
-    "distributed.gather", "distributed.rollout", "distributed.shard", "distributed.timeout", "model.compile",
-    "optimizer.halve_on_oom", "optimizer.max_skipped", "optimizer.one_pass", "rollout.engine_memory", "rollout.servers",
-    "run.name", "run.resume", "run.samples",
 }  # fmt: skip
 NOT_COMPARED = ["experiment", SEED, *sorted(NO_SETTING)]  # columns of `Runs.configs` that are no part of a setting
 
@@ -42,23 +37,16 @@ def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def defaults() -> dict[str, Any]:
-    """The default of every switch, as `Runs.configs` has it."""
-    from pspo.cli.parse import make_config  # slow to import: torch
+def defaults(class_path: str = "") -> dict[str, Any]:
+    """The default of every switch, as `Runs.configs` has it, with the arguments of a surrogate of `pspo.losses`."""
+    from pspo.cli.parse import class_names, make_config  # slow to import: torch
     from pspo.config import TrainConfig
+    from pspo.losses import Surrogate
 
-    return plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
-
-
-def argument_defaults(class_path: str) -> dict[str, Any]:
-    """The default of every argument of a surrogate of `pspo.losses`, by switch; {} of another class."""
-    from pspo import losses
-
-    package, _, name = str(class_path).rpartition(".")
-    surrogate = getattr(losses, name, None)
-    if package != "pspo.losses" or not is_dataclass(surrogate):
-        return {}
-    return {f"{ARGUMENT}{part.name}": part.default for part in fields(surrogate)}
+    is_known = class_path.removeprefix("pspo.losses.") in class_names(Surrogate)
+    words = [f"--{SURROGATE.removesuffix('.class_path')}={class_path}"] if is_known else []
+    switches = plain_switches(flat(make_config(TrainConfig, "pspo", words, {})[1]))
+    return {name: value for name, value in switches.items() if is_known or not name.startswith(ARGUMENT)}
 
 
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:
@@ -77,30 +65,27 @@ def methods(configs: pd.DataFrame) -> pd.Series:
 def labels(configs: pd.DataFrame) -> pd.Series:
     """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
 
-    A surrogate's arguments come first: those in which its runs differ, and those that are not at its default, which is
-    unknown for a class of a user's. Other switches follow in the order of their names. Long values are cut; settings
-    whose names are the same are numbered.
+    A surrogate's arguments come first: those in which its runs differ, then those that are not at its default, which is
+    unknown for a class of a user's. Other switches follow in the order of their names. Values are short where that
+    tells them apart.
     """
     short = short_names(configs)
-    setting = setting_numbers(configs)
+    value_texts = configs.apply(short_values)
     texts = {}
     switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     for method, runs in configs.groupby(methods(configs)):
         compared = [name for name in differing(runs) if name.startswith(ARGUMENT)]
-        usual = defaults() | argument_defaults(runs[SURROGATE].iloc[0])
-        arguments = sorted(name for name in runs if name.startswith(ARGUMENT))
-        for run, values in runs[arguments + switches].iterrows():
+        usual = defaults(str(runs[SURROGATE].iloc[0]))
+        others = sorted(name for name in runs if name.startswith(ARGUMENT) and name not in compared)
+        for run, values in runs[compared + others + switches].iterrows():
             parts = [
-                f"{short[name]}={cut(short_value(value))}"
+                f"{short[name]}={value_texts.loc[run, name]}"
                 for name, value in values.dropna().items()
                 if name in compared or value != usual.get(name)
             ]
             text = f"{method} ({', '.join(parts)})" if parts else method
             texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
-    label = pd.Series(texts, dtype=object).reindex(configs.index)
-    same = setting.groupby(label)
-    number = same.transform(lambda numbers: pd.factorize(numbers)[0] + 1).astype(str)
-    return label.where(same.transform("nunique") == 1, label + " [" + number + "]")
+    return pd.Series(texts, dtype=object).reindex(configs.index)
 
 
 def differing(configs: pd.DataFrame) -> list[str]:
@@ -138,6 +123,12 @@ def cut(text: str) -> str:
     return text if len(text) <= LONG else f"{text[: LONG - 1]}…"
 
 
+def short_values(values: pd.Series) -> pd.Series:
+    """A switch's values in labels: short ones, unless two would look alike."""
+    short = values.map(lambda value: cut(short_value(value)))
+    return short if short.nunique() == values.nunique(dropna=False) else values.map(str)
+
+
 def short_value(value: Any) -> str:
     """A switch's value in a label: of classes and functions their last names, of a folder its last part."""
     if isinstance(value, str) and value.startswith("["):
@@ -147,10 +138,3 @@ def short_value(value: Any) -> str:
         arguments = ", ".join(f"{name}={short_value(part)}" for name, part in value.get("init_args", {}).items())
         return short_value(value["class_path"]) + (f"({arguments})" if arguments else "")
     return re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
-
-
-def number_long_labels(label: pd.Series) -> tuple[pd.Series, dict[str, str]]:
-    """Labels of at most `LONG` characters, and the whole label by each number that stands for one."""
-    long = [text for text in dict.fromkeys(label) if len(text) > LONG]
-    short = {text: f"{text.partition(' (')[0][: LONG - 5]} #{number}" for number, text in enumerate(long, 1)}
-    return label.replace(short), {number: text for text, number in short.items()}

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from pspo.cli.terminal import one_line
+from pspo.cli.terminal import clip, one_line
 from pspo_lab.runs import Runs
-from pspo_lab.settings import LONG, SEED, methods, setting_numbers
+from pspo_lab.settings import SEED, methods, setting_numbers
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
@@ -271,11 +271,10 @@ def report_text(cells: pd.DataFrame) -> str:
 
 
 def terminal_text(cells: pd.DataFrame) -> str:
-    """Tables of at most 100 columns, without where the gold value is anywhere; of a model's long path the end."""
+    """Tables of at most 100 columns, without where the gold value is anywhere; long names lack their middle."""
     parts = []
     for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
-        texts = texts.rename(index=lambda row: row if len(row) <= LONG else f"…{row[1 - LONG :]}")
-        texts = texts.rename(index=one_line, columns=one_line)
+        texts = texts.rename(index=lambda row: clip(row, TERMINAL // 2), columns=one_line)
         parts += [one_line(test), texts.to_string(line_width=TERMINAL)]
     return "\n\n".join(parts)
 

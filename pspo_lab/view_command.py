@@ -1,6 +1,6 @@
 """Look inside runs: ``pspo view RUN [RUN ...]`` writes a page of curves, groups, tokens, tests, findings.
 
-RUN is a run's folder, a packed folder, or one that holds some. ``--watch`` serves the page here instead, and follows
+RUN is a run's folder, or one that holds some. ``--watch`` serves the page here instead, and follows
 runs that train. ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights
 under these; unset, under all of `pspo.losses`.
 
@@ -30,7 +30,7 @@ from pspo.cli.parse import user_errors
 from pspo.cli.terminal import tolerate_output
 from pspo.rollout import Experience
 from pspo.tasks.files import local_path
-from pspo_lab.runs import read_runs
+from pspo_lab.runs import read_runs, run_folders
 from pspo_lab.view_data import make_surrogate, page_data, surrogate_classes
 
 FOLDER = Path(__file__).parent / "page"
@@ -40,7 +40,7 @@ def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -
     """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
     from IPython.display import IFrame
 
-    page = html.escape(make_page([local_path(run) for run in runs], surrogates))
+    page = html.escape(make_page(run_folders(runs), surrogates))
     return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
 
 
@@ -71,7 +71,7 @@ def live_curve() -> Callable[..., None]:
 
 
 def make_page(roots: Sequence[Path], surrogates: Sequence[str] = (), watch: bool = False) -> str:
-    """The HTML of runs, packed runs, or folders that hold some; with ``watch`` it asks its server for news.
+    """The HTML of runs, or folders that hold some; with ``watch`` it asks its server for news.
 
     Raises ValueError if there is nothing to show, or a surrogate cannot be made.
     """
@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def version(roots: list[Path]) -> str:
     """Changes when a run has another rollout, or an end; "" before the first."""
-    names = ("metrics.jsonl", "summary.json", "runs.parquet")
+    names = ("metrics.jsonl", "summary.json")
     files = [file for root in roots for name in names for file in root.rglob(name)]
     return "-".join(str(file.stat().st_mtime_ns) for file in sorted(files))
 
@@ -153,7 +153,7 @@ def serve(roots: list[Path], surrogates: list[str], port: int) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, packed folders, or above them")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders above them")
     parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder)")
     parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
     parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the runs")
@@ -161,7 +161,7 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     tolerate_output()
     with user_errors("pspo view"):
-        runs = [local_path(run) for run in options.runs]
+        runs = run_folders(options.runs)
         if options.watch:
             return serve(runs, options.surrogates, options.port)
         output = local_path(options.output or runs[0] / "view.html")

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import pspo.losses
 from pspo.cli.files import DAMAGE, read_json, read_jsonl
+from pspo.cli.parse import class_names
 from pspo.evaluate.results import as_text
 from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
@@ -64,7 +65,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     names = short_names(runs.configs)
     pages = {}
     tests = []
-    for name in [name for name in runs.configs.index if name in runs.folders]:
+    for name in runs.configs.index:
         run = runs.folders[name]
         with skip_unreadable(run.folder):
             page = describe_run(run, label[name])
@@ -339,8 +340,7 @@ def find_surrogate(name: str) -> type[Surrogate]:
 
 def surrogate_classes() -> dict[str, type[Surrogate]]:
     """The surrogates of `pspo.losses` by name."""
-    classes = inspect.getmembers(pspo.losses, inspect.isclass)
-    return {name: cls for name, cls in classes if issubclass(cls, Surrogate) and not inspect.isabstract(cls)}
+    return {name: getattr(pspo.losses, name) for name in class_names(Surrogate)}
 
 
 def run_curve(switches: Record) -> Record | None:

@@ -2,8 +2,7 @@
 
 Columns: the experiment, the method, the switches that differ between the runs, the seed; reward (mean training reward
 over all rollouts), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
-the best model by validation), untrained_accuracy and best_step. A folder may hold runs, or be
-one that pspo report --pack wrote.
+the best model by validation), untrained_accuracy and best_step.
 """
 
 import argparse

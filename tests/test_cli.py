@@ -26,6 +26,7 @@ import pspo.run.prepare
 import pspo.train
 from pspo.cli.files import append_jsonl, differences, read_config, read_json, read_jsonl
 from pspo.model import ASSETS
+from pspo.run.card import describe_results
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -154,7 +155,11 @@ def test_a_collapse_cannot_hide_behind_the_best_model(here, capsys):
     assert found["untrained"] == found["best"] > (0, max(lines.values()))
     assert found["best_trained"] == (max(lines, key=lines.get), max(lines.values()))
     assert found["final"] == (4, lines[4])
-    assert "the model of step 0 is returned" in said
+    assert "the model of step 0 is returned\nNo trained step was better than the untrained model" in said
+    assert "the untrained model: out/best" in said
+    best = summary["validation"]["best_trained"]
+    best["validation_reward"] = summary["validation"]["untrained"]["validation_reward"]
+    assert f"Step {best['step']} is level with the untrained model, which is returned" in describe_results(summary)
 
 
 def test_the_final_model_loads_with_plain_transformers_and_has_moved(run):
@@ -362,7 +367,6 @@ HOME_COMMANDS = {  # words, and the file that they write at home
     "export": ("--model.name_or_path=~/run/final --output_dir=~/merged", "merged/model.safetensors"),
     "view": ("~/run --output ~/page.html", "page.html"),
     "report": ("~/run --output_dir ~/report", "report/report.md"),
-    "report --pack": ("~/run --pack ~/packed", "packed/runs.parquet"),
     "sweep": ("--config=~/sweep.yaml", "swept/e/pspo/seed-0/summary.json"),
     "compare": ("~/run", "run/summary.json"),  # it prints alone
 }
@@ -388,6 +392,15 @@ def test_home_folders_are_expanded_in_every_command(home, here, monkeypatch, com
     importlib.import_module(module).main(words.split())
     assert (home / written).is_file()
     assert files_of(here) == {}
+
+
+def test_a_reader_that_has_ended_ends_the_command_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "pspo", "--help"]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_the_console_script_finds_a_users_code_beside_it(tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import difflib
 import functools
+import inspect
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, get_loader, set_dumper, set_loader
@@ -213,7 +214,24 @@ def short_message(error: Exception, switches: dict[str, Any]) -> str:
             message += f"; here {HINTS[unknown[1]]}"
         elif similar:
             message += f"; did you mean --{similar[0]}?"
+    if wrong := re.match(r'Parser key "([\w.]+)": Expected a dot import path string: (\w+)$', message):
+        switch, name = wrong.groups()
+        names = class_names(switches[switch])
+        message = f"--{switch} {name}: no such class; choose from {', '.join(names)}, or give an import path"
+        similar = difflib.get_close_matches(name, names, n=1)
+        if name.lower() in METHODS:
+            message += f"; did you mean --config {name.lower()}?"
+        elif similar:
+            message += f"; did you mean {similar[0]}?"
     return message
+
+
+def class_names(kind: Any) -> list[str]:
+    """Names of the classes of pspo that a switch of this type takes."""
+    names = {name for part in get_args(kind) or kind.__subclasses__() for name in class_names(part)}
+    if inspect.isclass(kind) and kind.__module__.startswith("pspo.") and not inspect.isabstract(kind):
+        names.add(kind.__name__)
+    return sorted(names)
 
 
 @contextlib.contextmanager
@@ -224,6 +242,8 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # the reader of stdout has ended
+        raise
     except (ValueError, OSError) as error:
         if not (once and dist.launched_by_torchrun()) or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)

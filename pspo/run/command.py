@@ -10,7 +10,7 @@ from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, UserCod
 from pspo.cli.files import Settings
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
-from pspo.cli.terminal import printable
+from pspo.cli.terminal import clip, printable
 from pspo.config import TrainConfig
 from pspo.losses import SurrogateError
 from pspo.model import casts_to_bf16
@@ -131,6 +131,7 @@ def print_header(run: Run) -> None:
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
 data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" or ".join(stops) or "their limit alone"}
+system  {clip(repr(config.data.system_text), 100) if config.data.system_text else "no system prompt"}
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
@@ -157,6 +158,7 @@ def print_summary(settings: Settings, summary: dict[str, Any]) -> None:
     results = describe_results(summary)
     if results:
         print(results)
-    print(f"{summary['optimizer_steps']} steps, {cost}; step {summary['best_step']}'s model: {model}")
+    returned = f"step {summary['best_step']}'s" if summary["best_step"] else "the untrained"
+    print(f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}")
     print(f"look inside: pspo view {Path(model).parent}")
     print(f"evaluate it: {printable(evaluate_command(settings, model))}")

@@ -306,7 +306,8 @@ function drawTokens() {
   const one = all[state.completion], visits = one.recorded.visits;
   state.visit = Math.min(state.visit, visits.length - 1);
   const visit = visits[state.visit], values = tokenValues(one, visit);
-  const varies = new Set(values.weight.map(short)).size > 1; // otherwise the text has one colour
+  const [low, high] = [Math.min, Math.max].map((end) => end(...values.weight));
+  const varies = high - low > 0.5 * Math.max(high, -low); // otherwise, as of PSPO, the text would have one shade
   const color = values[state.color] ? state.color : varies ? "weight" : "ratio", shown = values[color];
   const names = Object.keys(visit.weights), named = names.map((name) => [name, name || "the run's own"]);
   const options = all.map((each, i) => [i, `step ${each.group.step}, problem ${each.group.problem}, `
@@ -327,11 +328,11 @@ function drawTokens() {
       onpointerenter: (event) => showTip(event, i, one, values), onpointerleave: hideTip,
       onfocus: (event) => showTip(event, i, one, values), onblur: hideTip }, text || "·")]);
   const side = h("div"), scale = h("div", { class: "scale" });
-  const [low, high] = color === "ratio" ? [Math.exp(-extreme), Math.exp(extreme)] : [-extreme, extreme];
-  const ends = ["weight", "old - sampler", "ratio"].includes(color) ? [low, high]
-    : [0, Math.max(...shown) > 0 ? extreme : -extreme];
+  const smallest = Math.exp(-extreme); // ratio
+  const ends = color === "ratio" ? [smallest, 1 / smallest] : ["weight", "old - sampler"].includes(color)
+    ? [-extreme, extreme] : [0, Math.max(...shown) > 0 ? extreme : -extreme];
   scale.append(`${color} ${short(ends[0])}`, h("span", { style: { background: `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map((t) => {
-    const x = ends[0] + t * (ends[1] - ends[0]); return colour(color, color === "ratio" ? Math.exp(Math.log(low) + t * 2 * extreme) : x, extreme);
+    const x = ends[0] + t * (ends[1] - ends[0]); return colour(color, color === "ratio" ? Math.exp((2 * t - 1) * extreme) : x, extreme);
   }).join(", ")})` } }), short(ends[1]));
   main.append(h("div", { class: "split" }, h("div", {},
     h("div", { class: "facts" }, h("span", {}, `advantage ${short(one.advantage)}`), h("span", {}, `reward ${short(one.reward)}`),

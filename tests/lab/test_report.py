@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import yaml
 from matplotlib.figure import Figure
-from pandas.testing import assert_frame_equal
 from scipy.stats import ttest_1samp
 
 from pspo_lab.figures import draw_curves
@@ -227,6 +226,19 @@ def test_a_parameter_of_a_user_s_class_and_the_name_of_a_sweep_s_method_are_told
     )  # no more than all
 
 
+def test_long_settings_are_named_by_what_differs_first_and_files_between_runs_are_left_out(make_run, report):
+    for width in (0.1, 0.2):
+        own = {"a_parameter_of_many_letters": "and_a_value", "width": width, "reward": f"mine{width}.score"}
+        folder = make_run(f"own/width={width}/seed-0", "Long", module="mine", own=own)
+        folder.with_suffix(".log").touch()
+    cells, _, err = report(*folder.parent.parent.glob("*/*"))
+    assert {row for _, _, row, _ in cells} - {"tiny"} == {
+        f"Long (reward=mine{width}.score, width={width}, a_parameter_of_many_letters=and_a_value)"
+        for width in (0.1, 0.2)
+    }
+    assert err.splitlines()[0].startswith("pspo_lab: 2 files are no folders of runs, and left out: ")
+
+
 def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_evaluation, report, tmp_path):
     folder, runs = make_run("a", "Clip", after=0.5), tmp_path / "runs"
     make_evaluation(folder / "evaluation", "moved/elsewhere/best", 0.6)
@@ -395,34 +407,3 @@ def test_bands_of_curves_are_t_intervals_over_seeds(tmp_path, saved):
     for row, band in enumerate(bands):
         x, y = band.get_paths()[0].vertices.T
         assert np.allclose(abs(y - np.sin(x + row) - 1 / 9), T2 / 9)
-
-
-def test_a_packed_folder_is_reported_as_its_runs(make_run, make_evaluation, report, saved, tmp_path):
-    rng, roots = np.random.default_rng(0), [tmp_path / "runs", tmp_path / "pack"]
-    for i, (method, arguments) in enumerate([("Clip", {}), ("NoClip", {}), ("PSPO", {}), ("PSPO", {"alpha": 0.2})]):
-        for seed in range(3):
-            metrics = {"ess": rng.random(12).tolist(), "tv": [None, *rng.random(11).tolist()]}
-            for experiment, lr in (("one", 1e-5), ("two", 1e-4)):
-                rewards, name, changes = rng.random(12).tolist(), f"{experiment}/{i}/{seed}", {"optimizer.lr": lr}
-                run = make_run(name, method, seed, rewards, rng.random(), metrics, **arguments, **changes)
-            make_evaluation(run / "evaluation", str(run / "best"), rng.random())
-    make_run("two/4/0", "PSPO", after=None, alpha=0.3, **{"optimizer.lr": 1e-4})
-    make_evaluation(roots[0] / "base", "tiny", rng.random())
-    main([str(roots[0]), "--pack", str(roots[1])])
-    files, pictures = [], []
-    for root in roots:
-        report(root)
-        files.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
-        lines = [line.get_xydata().tolist() for figure in saved for axes in figure.axes for line in axes.get_lines()]
-        pictures.append(lines)
-        saved.clear()
-    assert files[0] == files[1]
-    assert pictures[0] == pictures[1] != []
-
-    folders, pack = map(read_runs, ([root] for root in roots))  # exact, the unreported numbers too
-    for name in ("configs", "metrics", "numbers"):
-        ours, packed = (
-            getattr(runs, name).reset_index(drop=True).dropna(axis=1, how="all") for runs in (folders, pack)
-        )
-        columns = [name for name in ours if name not in ("run", "experiment", "run.output_dir")]
-        assert_frame_equal(ours[columns], packed[columns], check_exact=True, check_dtype=name != "configs")
