@@ -100,23 +100,22 @@ def protocol_texts(folder: Path) -> Texts:
                 apart[f"{measure} {model} {method}"] = of_model[method] - of_model["NoClip"]
     stars = holm_stars(apart)
 
-    rows = []
-    for method in METHODS:
-        cells = [f"{method}, 1 epoch" if method == "NoClip" else method]
-        for model in MODELS:
+    tables = {}
+    for model in MODELS:
+        rows = []
+        for method in METHODS:
             name = f"returned_accuracy {model} {method}"
+            cells = [f"{method}, 1 epoch" if method == "NoClip" else method]
             cells.append(text(accuracy["returned_accuracy"][model][method], 1))
             cells.append(text(apart[name], 1, "+") + stars[name] if name in apart else "")
             cells.append(selected_constants(folder, model, method))
-        rows.append(cells)
+            rows.append(cells)
+        tables[model] = table([model, "accuracy (%)", "minus NoClip", "chosen"], rows)
 
-    header = ["method"]
-    for model in MODELS:
-        header += [f"{model}: accuracy (%)", "minus NoClip", "chosen"]
     excluding = [name for name, of in apart.items() if not interval(of)[1] <= 0 <= interval(of)[2]]
     four = [abs(apart[f"returned_accuracy {model} {method}"].mean()) for model in MODELS for method in METHODS[1:4]]
     return {
-        "accuracy": table(header, rows),
+        **tables,
         "largest": f"{max(four):.1f}",
         "differences": str(len(apart)),
         "excluding": str(len(excluding)),
@@ -177,21 +176,24 @@ def control_texts(folder: Path) -> Texts:
             apart[f"{name} {clip} {measure}"] = cells[name, clip][measure] - cells[base_name, clip][measure]
     stars = holm_stars(apart)
 
-    rows = []
+    levels = []
     for name in CONTROL_ROWS:
-        row = [name, text(cells[name, 0.0]["validation"]), text(cells[name, 0.0]["accuracy"], 1)]
+        levels.append([name, text(cells[name, 0.0]["validation"]), text(cells[name, 0.0]["accuracy"], 1)])
+    differences = []
+    for name in list(CONTROL_ROWS)[1:]:
+        row = [name]
         for clip, measure in CONTROL_COLUMNS:
             key = f"{name} {clip} {measure}"
-            digits = 1 if measure == "accuracy" else 3
-            row.append("" if name == BASE else text(apart[key], digits, "+") + stars[key])
-        rows.append(row)
-    header = ["learning rate 3e-5", "validation reward", "accuracy (%)", "reward minus two epochs'", "accuracy minus"]
-    header += ["norms clipped: reward minus"]
+            row.append(text(apart[key], 1 if measure == "accuracy" else 3, "+") + stars[key])
+        differences.append(row)
+    level_header = ["learning rate 3e-5", "validation reward", "accuracy (%)"]
+    header = ["minus NoClip, 2 epochs", "reward", "accuracy", "reward, norms clipped"]
 
     alphas = alpha_curves(folder)
     spreads = alphas["mean"].max(axis=1) - alphas["mean"].min(axis=1)
     return {
-        "control": table(header, rows),
+        "control": table(level_header, levels),
+        "control differences": table(header, differences),
         "differences": str(len(apart)),
         "seeds": str(len(cells[BASE, 0.0])),
         "spread": f"{spreads.max():.3f}",
@@ -408,7 +410,7 @@ ADVICE = {  # by lag: from the costs, the rates at lag 8, and for Clip the forks
     1: "nothing; a range of 0.2 does Clip no harm",
     2: "nothing; Clip: a range above 0.2",
     4: "as at lag 2",
-    8: "NoClip, PSPO, P3O: a third of the rate. Clip: a range of 0.4. SAPO, TOPR: nothing",
+    8: "NoClip, PSPO, P3O: a third of the rate. Clip: range 0.4. SAPO, TOPR: nothing",
 }
 
 

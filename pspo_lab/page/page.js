@@ -5,7 +5,8 @@ const COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 const CHARTS = [
   ["reward", "mean of a rollout", ["reward"]],
-  ["validation", "reward and greedy accuracy", ["validation_reward", "validation_accuracy", "validation_greedy_reward"]],
+  ["validation", "reward and greedy accuracy",
+    ["validation_reward", "validation_accuracy", "validation_greedy_reward"]],
   ["KL(old || new)", "nats per token", ["kl_old_new"]],
   ["entropy", "nats per token", ["entropy"]],
   ["effective sample size", "of tokens, of completions", ["ess", "ess_sequence"]],
@@ -21,7 +22,8 @@ const CHARTS = [
   ["KL(sampler || old)", "nats per token", ["kl_sampler_old"]],
   ["time", "seconds per rollout", ["seconds/generate", "seconds/reward", "seconds/train", "seconds/validate"]],
 ];
-const TABS = { curves: "Curves", runs: "Runs", groups: "Groups", tokens: "Tokens", tests: "Tests", findings: "Findings" };
+const TABS = { curves: "Curves", runs: "Runs", groups: "Groups",
+  tokens: "Tokens", tests: "Tests", findings: "Findings" };
 const state = { tab: "curves", axis: "step", run: 0, step: 0, shown: null, filter: "", search: "", mixed: false,
   truncated: false, changed: false, completion: null, visit: Infinity, color: null, surrogate: "", minus: "none",
   page: 0, sort: "method", down: false };
@@ -54,7 +56,8 @@ const short = (x) => (x == null ? "–" : x === 0 || (Math.abs(x) >= 1e-3 && Mat
   ? String(Number(x.toPrecision(4))) : x.toExponential(2));
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const label = (text, control) => h("label", {}, text, control);
-const choice = (options, value, set, id) => h("select", { id, onchange: (event) => { set(event.target.value); render(); } },
+const choice = (options, value, set, id) => h("select", {
+  id, onchange: (event) => { set(event.target.value); render(); } },
   options.map(([key, text]) => h("option", { value: key, selected: String(key) === String(value) }, text)));
 const toggle = (text, name) => label("", h("span", {}, h("input", { type: "checkbox", id: name, checked: state[name],
   onchange: (event) => { state[name] = event.target.checked; render(); } }), ` ${text}`));
@@ -103,7 +106,8 @@ function drawCurves() {
     main.append(h("div", { class: "settings" }, listed.slice(0, 300).map((curve) => h("label", {},
       h("input", { type: "checkbox", checked: state.shown.has(curve.setting), onchange: (event) => {
         state.shown[event.target.checked ? "add" : "delete"](curve.setting); render(); } }), " ",
-      state.shown.has(curve.setting) ? h("span", { class: "key", style: { "--color": colors[shown.indexOf(curve)] } }) : null,
+      state.shown.has(curve.setting) ? h("span", {
+        class: "key", style: { "--color": colors[shown.indexOf(curve)] } }) : null,
       `${curve.label}${curve.seeds > 1 ? ` (${curve.seeds} seeds)` : ""}`))));
   }
   main.append(host);
@@ -122,7 +126,8 @@ function drawCurves() {
 }
 
 function shaded(color, shade) { // of a method's colour, towards black below 0 and white above it
-  const parts = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) * (1 - Math.abs(shade)) + 255 * Math.max(shade, 0));
+  const parts =
+    [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) * (1 - Math.abs(shade)) + 255 * Math.max(shade, 0));
   return `#${parts.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("")}`;
 }
 
@@ -197,7 +202,8 @@ const isMixed = (group) => new Set(group.completions.map((one) => one.reward)).s
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
 
 function changedReward(group) { // against the same problem's group before
-  const same = data.groups.filter((one) => one.run === group.run && one.problem === group.problem && one.step < group.step);
+  const same = data.groups.filter((one) =>
+    one.run === group.run && one.problem === group.problem && one.step < group.step);
   const rewards = (one) => mean(one.completions.map((each) => each.reward ?? 0));
   return same.length > 0 && rewards(same[same.length - 1]) !== rewards(group);
 }
@@ -205,7 +211,9 @@ function changedReward(group) { // against the same problem's group before
 function runChoice() {
   const options = data.runs.map((run, i) => [i, run.name]);
   return options.length > 1
-    ? label("run", choice(options, state.run, (value) => { Object.assign(state, { run: +value, completion: null, visit: Infinity }); }, "run"))
+    ? label("run", choice(options, state.run, (value) => {
+      Object.assign(state, { run: +value, completion: null, visit: Infinity });
+    }, "run"))
     : null;
 }
 
@@ -217,7 +225,8 @@ function drawGroups() {
   const slider = h("input", { type: "range", min: 0, max: steps.length - 1, value: at, id: "step",
     onchange: (event) => { state.step = steps[event.target.value]; render(); },
     oninput: (event) => { event.target.nextSibling.textContent = `step ${steps[event.target.value]}`; } });
-  main.append(h("div", { class: "controls" }, runChoice(), label("", h("span", {}, slider, h("span", {}, `step ${steps[at]}`))),
+  main.append(h("div", { class: "controls" }, runChoice(),
+    label("", h("span", {}, slider, h("span", {}, `step ${steps[at]}`))),
     toggle("mixed rewards", "mixed"), toggle("truncated", "truncated"), toggle("reward changed", "changed"),
     label("search all steps", h("input", { type: "search", id: "search", value: state.search,
       onchange: (event) => { state.search = event.target.value; render(); } }))));
@@ -227,7 +236,8 @@ function drawGroups() {
   const found = own.filter((group) => (filtering || group.step === steps[at])
     && (!state.mixed || isMixed(group)) && (!state.truncated || group.completions.some((one) => one.truncated))
     && (!state.changed || changedReward(group))
-    && (!words || [group.prompt, ...group.completions.map((one) => one.text)].some((text) => text.toLowerCase().includes(words))));
+    && (!words
+      || [group.prompt, ...group.completions.map((one) => one.text)].some((text) => text.toLowerCase().includes(words))));
   main.append(h("p", { class: "note" }, filtering ? `${found.length} of ${own.length} groups` : ""));
   found.slice(0, 40).forEach((group) => main.append(groupCard(group)));
 }
@@ -239,7 +249,8 @@ function groupCard(group) {
     h("div", { class: "text" }, group.prompt),
     h("div", { class: "completions" }, group.completions.map((one) => h("div", { class: "completion" },
       h("div", { class: "facts" },
-        h("span", { class: one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "" }, `advantage ${short(one.advantage)}`),
+        h("span", { class: one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "" },
+          `advantage ${short(one.advantage)}`),
         h("span", {}, `reward ${short(one.reward)}`),
         Object.keys(one.rewards).length > 1
           ? Object.entries(one.rewards).map(([name, value]) => h("span", {}, `${name} ${short(value)}`)) : null,
@@ -247,7 +258,8 @@ function groupCard(group) {
         h("span", { class: one.truncated ? "warn" : "" }, one.truncated ? "hit the limit" : "ended")),
       h("div", { class: "text" }, one.text),
       one.recorded ? h("button", { onclick: () => {
-        Object.assign(state, { tab: "tokens", completion: recorded().indexOf(one), visit: Infinity }); render(); } }, "tokens") : null))));
+        Object.assign(state, { tab: "tokens", completion: recorded().indexOf(one), visit: Infinity });
+        render(); } }, "tokens") : null))));
 }
 
 // Tokens
@@ -267,7 +279,8 @@ function shownWeights(visit) {
 }
 
 function tokenValues(one, visit) { // by name the tokens' numbers
-  const logprob = numbers(visit.logprob), old = numbers(one.recorded.old_logprob), values = { logprob, old_logprob: old };
+  const logprob = numbers(visit.logprob), old = numbers(one.recorded.old_logprob),
+    values = { logprob, old_logprob: old };
   values.ratio = logprob.map((x, i) => Math.exp(Math.min(20, Math.max(-20, x - old[i]))));
   values.entropy = numbers(visit.entropy);
   if (one.recorded.sampler_logprob) {
@@ -313,12 +326,16 @@ function drawTokens() {
   const options = all.map((each, i) => [i, `step ${each.group.step}, problem ${each.group.problem}, `
     + `completion ${each.group.completions.indexOf(each)} (advantage ${short(each.advantage)})`]);
   main.append(h("div", { class: "controls" }, runChoice(),
-    label("completion", choice(options, state.completion, (value) => { Object.assign(state, { completion: +value, visit: Infinity }); }, "completion")),
+    label("completion", choice(options, state.completion, (value) => {
+      Object.assign(state, { completion: +value, visit: Infinity });
+    }, "completion")),
     label("at", choice(visits.map((each, i) => [i, `optimizer step ${each.step} (visit ${i + 1})`]), state.visit,
       (value) => { state.visit = +value; }, "visit")),
-    label("colour", choice(Object.keys(values).map((name) => [name, name]), color, (value) => { state.color = value; }, "color")),
+    label("colour", choice(Object.keys(values).map((name) => [name, name]), color,
+      (value) => { state.color = value; }, "color")),
     label("weights of", choice(named, state.surrogate, (value) => { state.surrogate = value; }, "surrogate")),
-    label("minus", choice([["none", "nothing"], ...named], state.minus, (value) => { state.minus = value; }, "minus"))));
+    label("minus", choice([["none", "nothing"], ...named], state.minus,
+      (value) => { state.minus = value; }, "minus"))));
   const extreme = Math.max(1e-9, ...shown.map((x) => Math.abs(color === "ratio" ? Math.log(x) : x ?? 0)));
   const places = one.recorded.position, follows = (i) => i === 0 || places[i] === places[i - 1] + 1;
   const spans = one.recorded.text.flatMap((text, i) => [
@@ -331,11 +348,14 @@ function drawTokens() {
   const smallest = Math.exp(-extreme); // ratio
   const ends = color === "ratio" ? [smallest, 1 / smallest] : ["weight", "old - sampler"].includes(color)
     ? [-extreme, extreme] : [0, Math.max(...shown) > 0 ? extreme : -extreme];
-  scale.append(`${color} ${short(ends[0])}`, h("span", { style: { background: `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map((t) => {
-    const x = ends[0] + t * (ends[1] - ends[0]); return colour(color, color === "ratio" ? Math.exp((2 * t - 1) * extreme) : x, extreme);
+  scale.append(`${color} ${short(ends[0])}`, h("span", { style: {
+    background: `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map((t) => {
+      const x = ends[0] + t * (ends[1] - ends[0]);
+      return colour(color, color === "ratio" ? Math.exp((2 * t - 1) * extreme) : x, extreme);
   }).join(", ")})` } }), short(ends[1]));
   main.append(h("div", { class: "split" }, h("div", {},
-    h("div", { class: "facts" }, h("span", {}, `advantage ${short(one.advantage)}`), h("span", {}, `reward ${short(one.reward)}`),
+    h("div", { class: "facts" }, h("span", {}, `advantage ${short(one.advantage)}`),
+      h("span", {}, `reward ${short(one.reward)}`),
       h("span", {}, `gold ${one.group.gold ?? "–"}`), h("span", {}, one.truncated ? "hit the limit" : "ended")),
     h("div", { class: "text" }, one.group.prompt), h("div", { class: "text tokens card" }, spans), scale), side));
   drawPoints(side, one, visit.step);
@@ -349,7 +369,8 @@ function showTip(event, i, one, values) {
   tip.hidden = false;
   const box = event.target.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${box.bottom + tip.offsetHeight + 10 < innerHeight ? box.bottom + 6 : box.top - tip.offsetHeight - 6}px`;
+  tip.style.top = `${box.bottom + tip.offsetHeight + 10 < innerHeight
+    ? box.bottom + 6 : box.top - tip.offsetHeight - 6}px`;
 }
 
 function hideTip() { tip.hidden = true; }
@@ -361,7 +382,8 @@ function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the grou
     const visit = each.recorded.visits.find((some) => some.step === step);
     if (!visit) return [];
     const { ratio } = tokenValues(each, visit);
-    return shownWeights(visit).map((weight, i) => [ratio[i], weight / Math.abs(each.advantage), each.advantage > 0, each === one]);
+    return shownWeights(visit).map((weight, i) => [
+      ratio[i], weight / Math.abs(each.advantage), each.advantage > 0, each === one]);
   });
   const tables = [], series = [{}], ratios = points.map(([ratio]) => ratio);
   const low = Math.min(0.75, ...ratios) * 0.95, high = Math.max(1.3, ...ratios) * 1.05;
@@ -369,7 +391,8 @@ function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the grou
   if (curve) {
     const ratio = numbers(curve.ratio), inside = ratio.map((x) => low <= x && x <= high);
     for (const [name, color] of [["above", COLORS[1]], ["below", COLORS[0]]]) {
-      add(ratio.filter((_, i) => inside[i]), numbers(curve[name]).filter((_, i) => inside[i]), { stroke: color, width: 1.5, spanGaps: true, points: { show: false } });
+      add(ratio.filter((_, i) => inside[i]), numbers(curve[name]).filter((_, i) => inside[i]),
+        { stroke: color, width: 1.5, spanGaps: true, points: { show: false } });
     }
   }
   for (const [above, color] of [[true, COLORS[1]], [false, COLORS[0]]]) {
@@ -383,10 +406,12 @@ function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the grou
   }
   const body = h("div");
   host.append(h("section", { class: "chart" }, h("h3", {}, "Tokens on the surrogate's curve ",
-    h("span", { class: "note" }, "dL/dlogprob over |A| against the ratio; negative makes a token likelier; filled: this completion")),
+    h("span", { class: "note" },
+      "dL/dlogprob over |A| against the ratio; negative makes a token likelier; filled: this completion")),
   h("div", { class: "keys" }, h("span", { class: "key", style: { "--color": COLORS[1] } }, "A > 0"),
     h("span", { class: "key", style: { "--color": COLORS[0] } }, "A < 0"),
-    curve === null ? h("span", { class: "note" }, "no curve: a token's weight depends on its whole completion, or it is a difference") : null), body));
+    curve === null ? h("span", { class: "note" },
+      "no curve: a token's weight depends on its whole completion, or it is a difference") : null), body));
   if (tables.length) plot({ series, xAxis: { values: shortTicks } }, uPlot.join(tables), body);
 }
 
@@ -395,8 +420,10 @@ function drawHistogram(host, name, shown) {
   const low = range ? smallest : smallest - 0.1, width = (range || 0.2) / 20;
   const counts = Array(20).fill(0), body = h("div");
   for (const x of values) counts[Math.min(19, Math.floor((x - low) / width))] += 1;
-  host.append(h("section", { class: "chart" }, h("h3", {}, name, " ", h("span", { class: "note" }, "tokens of this completion")), body));
-  plot({ series: [{}, { stroke: COLORS[0], fill: `${COLORS[0]}66`, paths: uPlot.paths.bars({ size: [0.9] }), points: { show: false } }],
+  host.append(h("section", { class: "chart" },
+    h("h3", {}, name, " ", h("span", { class: "note" }, "tokens of this completion")), body));
+  plot({ series: [{}, { stroke: COLORS[0], fill: `${COLORS[0]}66`,
+    paths: uPlot.paths.bars({ size: [0.9] }), points: { show: false } }],
     xAxis: { values: shortTicks } }, [counts.map((_, i) => low + (i + 0.5) * width), counts], body);
 }
 
@@ -417,14 +444,17 @@ function drawTests() {
       turn(1, "next", first + TESTS_ON_A_PAGE < changes.length)));
   }
   changes.slice(first, first + TESTS_ON_A_PAGE).forEach((change) => main.append(h("section", { class: "card" },
-    h("div", { class: "text" }, change.prompt), h("div", { class: "facts" }, h("span", {}, `gold ${change.gold ?? "–"}`)),
+    h("div", { class: "text" }, change.prompt),
+      h("div", { class: "facts" }, h("span", {}, `gold ${change.gold ?? "–"}`)),
     h("div", { class: "completions" }, ["before", "after"].map((when) => h("div", { class: "completion" },
-      h("div", { class: `facts ${change[when].value >= change[when === "after" ? "before" : "after"].value ? "good" : "bad"}` },
+      h("div", { class: `facts ${change[when].value >=
+        change[when === "after" ? "before" : "after"].value ? "good" : "bad"}` },
         `${when}: reward ${short(change[when].value)}`), h("div", { class: "text" }, change[when].text)))))));
 }
 
 const CHECKED = "Checked, from five rollouts on: skipped steps and missing rewards, groups without signal, format, "
-  + "truncation, length, how far steps move, tokens without gradient, entropy, falling rewards, rewards without accuracy, "
+  + "truncation, length, how far steps move, tokens without gradient, "
+  + "entropy, falling rewards, rewards without accuracy, "
   + "an early best model.";
 
 function drawFindings() {
@@ -441,7 +471,8 @@ function drawFindings() {
     for (const { text, advice, severity, seeds } of found.values()) {
       main.append(h("div", { class: `finding ${["", "mild", "", "worst"][severity]}` },
         h("div", {}, text, runs.length > 1 ? h("span", { class: "note" }, ` · seed ${seeds[0]}${seeds.length > 1
-          ? `, likewise seeds ${seeds.slice(1).join(", ")}` : ""}`) : null), h("div", { class: "note" }, `Try: ${advice}`)));
+          ? `, likewise seeds ${seeds.slice(1).join(", ")}` : ""}`) : null),
+            h("div", { class: "note" }, `Try: ${advice}`)));
     }
   }
 }
@@ -462,7 +493,8 @@ function empty(text) { main.append(h("p", { class: "note" }, text)); }
 
 // The page
 
-const DRAW = { curves: drawCurves, runs: drawRuns, groups: drawGroups, tokens: drawTokens, tests: drawTests, findings: drawFindings };
+const DRAW = { curves: drawCurves, runs: drawRuns, groups: drawGroups,
+  tokens: drawTokens, tests: drawTests, findings: drawFindings };
 
 function render() {
   const top = scrollY, run = data.runs[state.run];
