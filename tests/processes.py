@@ -174,8 +174,8 @@ def metric_lines(run: Path, after: int = 0) -> list[dict[str, float]]:
 def contents(run: Path) -> dict[str, object]:
     """Everything that a run leaves, without times, memory and the folder's name."""
     files: dict[str, object] = {}
-    left_out, measured = ("manifest.json", "starts.jsonl"), ("seconds", "planned_memory_gb", "peak_memory_gb")
-    for path in (path for path in run.rglob("*") if path.is_file() and path.name not in left_out):
+    measured = ("seconds", "peak_memory_gb")
+    for path in (path for path in run.rglob("*") if path.is_file() and path.name != "manifest.json"):
         content: object = path.read_bytes()
         if path.name == "metrics.jsonl":
             content = metric_lines(run)

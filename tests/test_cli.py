@@ -25,7 +25,7 @@ import pspo.evaluate.evaluation
 import pspo.run.prepare
 import pspo.train
 from pspo.cli.files import append_jsonl, differences, read_config, read_json, read_jsonl
-from pspo.model import ASSETS
+from pspo.model import ASSETS, load_tokenizer
 from pspo.run.card import describe_results
 
 REPOSITORY = Path(__file__).parents[1]
@@ -95,6 +95,7 @@ def test_what_a_run_says_and_writes(run):
     assert re.search(r"^[\d:]+  sample  .+ -> .+  \(reward [01]\.\d\d\)$", done.stderr, re.MULTILINE)
     assert re.search(r"python -m pspo\.evaluate .*--model\.name_or_path out/best", done.stdout)
     assert list(folder.parent.iterdir()) == [folder]
+    assert "past_key_values" not in done.stderr  # which transformers calls old since 5.24
     final = {"test-final.jsonl"} if read_json(folder / "summary.json")["best_step"] != 4 else set()
     assert {path.name for path in folder.iterdir()} == final | {
         ".lock", "best", "checkpoints", "config.yaml", "environment.json", "final", "metrics.jsonl", "samples.jsonl",
@@ -333,6 +334,10 @@ def bad_input(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
     shutil.copytree(ASSETS / "tiny-base", folder / "cut")
     (folder / "cut/model.safetensors").write_bytes(b"half a file")
+    shutil.copytree(ASSETS / "tiny-base", folder / "image")
+    tokenizer = load_tokenizer(pspo.config.ModelConfig())
+    tokenizer.add_tokens("<image>")
+    tokenizer.save_pretrained(folder / "image")
     own_data(folder / "columns", "train", "test", prompt="question")
     return folder
 
@@ -343,6 +348,7 @@ def bad_input(tmp_path_factory) -> Path:
     [
         ("model.name_or_path=runs/my-run/best", "--model.name_or_path"),  # no hub id has two slashes
         ("model.name_or_path=./cut", "--model.name_or_path"),
+        ("model.name_or_path=./image data.system_prompt=<image>", "do not include '<image>' (id 559): take it out"),
         ("data.name=file data.path=columns", "--data.columns"),
         ("{draw}.max_completion_tokens=600", "max_completion_tokens must be below 512"),
     ],
