@@ -295,9 +295,10 @@ def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums, tm
     shutil.copy(ASSETS / "tiny-base/config.json", tmp_path)
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     own = DataConfig(chat_template=str(tmp_path / "own.jinja"))
-    load_tokenizer(ModelConfig(str(tmp_path)), own).save_pretrained(tmp_path)
-    saved = load_tokenizer(ModelConfig(str(tmp_path))).chat_template
-    assert saved == two.chat_template | {"default": "{{ messages[0].content }}"}
+    replaced = load_tokenizer(ModelConfig(str(tmp_path)), own)
+    assert replaced.chat_template == two.chat_template | {"default": "{{ messages[0].content }}"}
+    replaced.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved/additional_chat_templates/tool_use.jinja").read_text() == QWEN3.read_text()
 
 
 def test_a_call_behind_a_special_token_is_read(tokenizer):

@@ -220,10 +220,14 @@ def test_processes_of_a_users_code_are_ordinary_ones(args):
 
 
 def waits_in_a_pool(completions):
+    sleeper = FORKS.Process(target=time.sleep, args=(600,), daemon=True)
+    sleeper.start()
     with FORKS.Pool(2) as pool:
         for child in multiprocessing.active_children():
             Path(f"child-{child.pid}").touch()
-        return pool.map(slow_length, completions)
+        lengths = pool.map(slow_length, completions)
+    sleeper.terminate()
+    return lengths
 
 
 def slow_length(completion):
@@ -241,7 +245,7 @@ def test_a_signal_while_a_reward_of_the_command_uses_a_pool(number, code):
     path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
     environment = os.environ | {"PYTHONPATH": path}
     with subprocess.Popen(command, env=environment, start_new_session=True) as running:
-        until(lambda: len(list(Path().glob("child-*"))) >= 4)  # of the second rollout
+        until(lambda: len(list(Path().glob("child-*"))) >= 6)  # of the second rollout
         time.sleep(0.2)
         if number == signal.SIGINT:
             os.killpg(running.pid, number)
