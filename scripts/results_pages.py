@@ -75,6 +75,8 @@ def draw_rows(axes: Axes, rows: dict[str, pd.Series], reference: float) -> None:
 
 # Tuned, do the methods differ?
 
+SEARCHED = ("epsilon", "alpha", "tau", "tau_neg", "b_pos")
+
 
 def read_protocol(folder: Path) -> pd.DataFrame:
     runs = pd.read_csv(folder / "runs.csv")
@@ -82,12 +84,12 @@ def read_protocol(folder: Path) -> pd.DataFrame:
 
 
 def selected_constants(folder: Path, model: str, method: str) -> str:
-    """What the search chose, as in "epsilon 0.4, lr 3e-05"."""
+    """What the search chose, as in "lr 3e-5, epsilon 0.4"."""
     choices = pd.read_csv(folder / "selection.csv").query("selected and experiment == @model")
     setting = choices.set_index("method").loc[[method.lower()], "setting"].iloc[0]
     constants = dict(re.findall(r"(\w+)=([\w.]+(?:-\d\d)?)", setting))
-    shown = {name: value for name, value in constants.items() if name not in ("epochs", "aggregation")}
-    return ", ".join(f"{name} {float(value):g}" for name, value in shown.items())
+    rate = f"lr {float(constants['lr']):.0e}".replace("e-0", "e-")
+    return ", ".join([rate, *(f"{name} {float(constants[name]):g}" for name in SEARCHED if name in constants)])
 
 
 def protocol_texts(folder: Path) -> Texts:
@@ -113,10 +115,16 @@ def protocol_texts(folder: Path) -> Texts:
         tables[model] = table([model, "accuracy (%)", "minus NoClip", "chosen"], rows)
 
     excluding = [name for name, of in apart.items() if not interval(of)[1] <= 0 <= interval(of)[2]]
-    four = [abs(apart[f"returned_accuracy {model} {method}"].mean()) for model in MODELS for method in METHODS[1:4]]
+    level = [interval(apart[f"returned_accuracy {model} {method}"]) for model in MODELS for method in METHODS[1:4]]
+    means, lows, highs = zip(*level, strict=True)
+    lower = [-apart[f"returned_accuracy tiny-base {method}"].mean() for method in METHODS[4:]]
+    untrained = pd.read_csv(folder / "runs.csv").groupby("experiment")["untrained_accuracy"].first()
     return {
         **tables,
-        "largest": f"{max(four):.1f}",
+        "largest": f"{max(map(abs, means)):.1f}",
+        "ends": f"{min(lows):+.1f} to {max(highs):+.1f}",
+        "lower": " and ".join(f"{points:.1f}" for points in lower),
+        "untrained": f"solves {untrained['tiny-base']:.0f}% untrained, tiny-math {untrained['tiny-math']:.0f}%",
         "differences": str(len(apart)),
         "excluding": str(len(excluding)),
         "stars": str(sum(map(bool, stars.values()))),
@@ -405,13 +413,6 @@ def draw_smollm2(folder: Path) -> None:
 # Stale rollouts
 
 LAGS = [0, 1, 2, 4, 8]
-RUNS = {"tiny-base": 10, "tiny-math": 10}
-ADVICE = {  # by lag: from the costs, the rates at lag 8, and for Clip the forks
-    1: "nothing; a range of 0.2 does Clip no harm",
-    2: "nothing; Clip: a range above 0.2",
-    4: "as at lag 2",
-    8: "NoClip, PSPO, P3O: a third of the rate. Clip: range 0.4. SAPO, TOPR: nothing",
-}
 
 
 def read_grid(folder: Path) -> pd.Series:
@@ -422,13 +423,18 @@ def read_grid(folder: Path) -> pd.Series:
     return runs.groupby(["name_or_path", "method", "epochs", "lr", "lag"])["validation"].mean()
 
 
-def lag_costs(grid: pd.Series, model: str) -> tuple[float, pd.Series, pd.Series]:
-    """What training gains at lag 0; what each lag costs, the setting chosen anew or left; means over methods."""
+def lag_costs(grid: pd.Series, model: str) -> tuple[float, pd.DataFrame, pd.DataFrame]:
+    """What training gains at lag 0, mean over methods; each method's cost of a lag, the setting chosen anew or kept."""
     settings = grid[model].unstack("lag")
     best = settings.groupby("method").max()
-    left = settings.loc[settings[0].groupby("method").idxmax()].droplevel(["epochs", "lr"])
+    kept = settings.loc[settings[0].groupby("method").idxmax()].droplevel(["epochs", "lr"])
     gain = best[0].mean() - UNTRAINED[model]
-    return gain, (-best.sub(best[0], axis=0)).mean(), (-left.sub(left[0], axis=0)).mean()
+    return gain, -best.sub(best[0], axis=0), -kept.sub(kept[0], axis=0)
+
+
+def mean_and_range(costs: pd.Series) -> str:
+    """Mean over methods, and in brackets the lowest and the highest."""
+    return f"{costs.mean():.3f} ({costs.min():.3f} to {costs.max():.3f})"
 
 
 def lag_texts(folder: Path) -> Texts:
@@ -436,17 +442,23 @@ def lag_texts(folder: Path) -> Texts:
     costs = {model: lag_costs(grid, model) for model in MODELS}
     rows = []
     for lag in LAGS[1:]:
-        cells = [f"{costs[model][kind][lag]:.3f}" for model in MODELS for kind in (1, 2)]
-        rows.append([str(lag), ADVICE[lag], *cells])
-    header = ["lag", "what to set"]
-    for model in MODELS:
-        header += [f"{model}: costs (of {costs[model][0]:.3f})", "nothing changed"]
+        rows.append([str(lag), *(mean_and_range(costs["tiny-base"][kind][lag]) for kind in (1, 2))])
+    header = ["lag", "cost, setting chosen anew", "cost, lag 0's setting kept"]
+    too_high = grid["tiny-base"].xs((4, 1e-4), level=("epochs", "lr")).unstack("lag")
+    dear = too_high[0] - too_high[8]
     return {
         "lags": table(header, rows),
         "gain": f"{costs['tiny-base'][0]:.3f}",
-        "cost": f"{costs['tiny-base'][1][8]:.3f}",
-        "gain math": f"{costs['tiny-math'][0]:.3f}",
-        "cost math": f"{costs['tiny-math'][1][8]:.3f}",
+        "cost": f"{costs['tiny-base'][1][8].mean():.3f}",
+        "kept": f"{costs['tiny-base'][2][8].mean():.3f}",
+        "dearest": f"{costs['tiny-base'][2][8].max():.3f}",
+        "math": f"{mean_and_range(costs['tiny-math'][1][8])} of {costs['tiny-math'][0]:.3f}",
+        "lag-2-4": ", ".join(
+            f"{method} {costs['tiny-base'][1].loc[method, 2]:.3f} and {costs['tiny-base'][1].loc[method, 4]:.3f}"
+            for method in ("Clip", "NoClip")
+        ),
+        "these-seeds": f"{grid['tiny-base', 'NoClip', 4, 3e-5, 8]:.3f}",
+        "dear": f"NoClip pays {dear['NoClip']:.3f}, Clip {dear['Clip']:.3f}",
     }
 
 
@@ -463,10 +475,44 @@ def read_rates(folder: Path) -> pd.DataFrame:
     return runs.pivot(index=["method", "lag", "lr"], columns="seed", values="validation")
 
 
+def read_one_epoch(folder: Path) -> pd.DataFrame:
+    """As `read_rates`, with one epoch."""
+    runs = pd.read_csv(folder / "controls.csv").query("experiment == 'one-epoch'")
+    return runs.pivot(index=["method", "lag", "lr"], columns="seed", values="validation")
+
+
 def chosen(rates: pd.DataFrame, *methods: str) -> pd.Series:
     """By seed, the reward at lag 8 of the setting whose mean over the other seeds is best."""
     settings = pd.concat([rates.loc[(method, 8)] for method in methods], keys=methods)
     return pd.Series({seed: settings.loc[settings.drop(columns=seed).mean(axis=1).idxmax(), seed] for seed in settings})
+
+
+def same_setting(folder: Path, model: str, epochs: int) -> pd.Series:
+    """By seed, Clip (range 0.2) minus NoClip at lag 8, both at 1e-4."""
+    runs = pd.read_csv(folder / "runs.csv")
+    runs = runs[
+        (runs["name_or_path"] == model) & (runs["epochs"] == epochs) & (runs["lr"] == 1e-4) & (runs["lag"] == 8)
+    ]
+    rewards = runs[runs["method"].isin(["Clip", "NoClip"])].pivot(index="seed", columns="method", values="validation")
+    return rewards["Clip"] - rewards["NoClip"]
+
+
+def advice_table(folder: Path) -> str:
+    """What to change at lag 8 from lag 0's best setting, and what that gained on tiny-base."""
+    rates = read_rates(folder)
+
+    def lower_rate(method: str) -> str:
+        return text(rates.loc[(method, 8, 1e-5)] - rates.loc[(method, 8, 3e-5)], 3, "+")
+
+    wider = chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - chosen(rates, "Clip")
+    rows = [
+        ["1, 2, 4", "all but GSPO", "nothing", "see the costs"],
+        ["8", "NoClip, PSPO", "learning rate 1e-5, not 3e-5", lower_rate("NoClip")],
+        ["8", "P3O", "as NoClip; undecided", lower_rate("P3O")],
+        ["8", "Clip", "range 0.4 (at 3e-5), not 0.2", text(wider, 3, "+")],
+        ["8", "SAPO, TOPR", "nothing", ""],
+    ]
+    return table(["lag", "method", "what to change", "change of final reward"], rows)
 
 
 def read_forks(folder: Path, model: str, stages: Sequence[str]) -> pd.DataFrame:
@@ -487,69 +533,57 @@ def gradient_products(folder: Path, model: str, lag: int, metric: str) -> pd.Dat
     return gradients[chosen].pivot(index="run", columns="surrogate")
 
 
-def evidence_rows(folder: Path) -> dict[str, tuple[str, pd.Series]]:
-    """Clip minus NoClip: what was compared, its measure, and a difference per seed or run."""
+def evidence_rows(folder: Path) -> dict[str, pd.Series]:
+    """Clip minus NoClip at lag 8: a difference per seed or run of each comparison."""
     rates = read_rates(folder)
     noclip = chosen(rates, "NoClip")
-    forks = by_lag(folder)
-    own = read_forks(folder, "tiny-base", ["lateclip"]).pivot(index="run", columns="surrogate", values="correct")
-    theirs = read_forks(folder, "tiny-base", ["latenoclip"]).pivot(index="run", columns="surrogate", values="correct")
+    one_epoch = read_one_epoch(folder)
+    forks = by_lag(folder)[8]
     math = read_forks(folder, "tiny-math", ["first"]).query("lag == 8 and matched")
     math = math.pivot(index=["run", "rollouts"], columns="surrogate", values="correct")
     small = read_forks(folder, "SmolLM2-135M", ["small"]).pivot(index="run", columns="surrogate", values="correct")
-    smollm2 = gradient_products(folder, "SmolLM2", 8, "plain")
-    unit = smollm2["target2"]["NoClip"].mean()
-
-    rows = {
-        "runs at lag 8, range 0.2": ("final reward", chosen(rates, "Clip") - noclip),
-        "runs at lag 8, range chosen: 0.4": ("final reward", chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - noclip),
+    return {
+        "4 epochs, best rates": chosen(rates, "Clip") - noclip,
+        "4 epochs, best rates, range 0.4": chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - noclip,
+        "1 epoch, best rates": chosen(one_epoch, "Clip") - chosen(one_epoch, "NoClip"),
+        "1 epoch at 1e-4": same_setting(folder, "tiny-base", 1),
+        "4 epochs at 1e-4": same_setting(folder, "tiny-base", 4),
+        "4 epochs at 1e-4, tiny-math": same_setting(folder, "tiny-math", 4),
+        "one rollout, share right": forks["Clip"] - forks["NoClip"],
+        "one rollout, tiny-math": (math["Clip"] - math["NoClip"]).groupby("run").mean(),
+        "one rollout, SmolLM2": small["Clip"] - small["NoClip"],
     }
-    for lag in LAGS:
-        rows[f"one rollout, lag {lag}"] = ("share right", forks[lag]["Clip"] - forks[lag]["NoClip"])
-    rows |= {
-        "one rollout, lag 8, from NoClip's late runs": ("share right", theirs["Clip"] - theirs["NoClip"]),
-        "one rollout, lag 8, from Clip's late runs": ("share right", own["Clip"] - own["NoClip"]),
-        "one rollout, lag 8, tiny-math": ("share right", (math["Clip"] - math["NoClip"]).groupby("run").mean()),
-        "one rollout, lag 8, SmolLM2": ("share right", small["Clip"] - small["NoClip"]),
-        "gradient, lag 8, SmolLM2": ("product", (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / unit),
-    }
-    return rows
 
 
 def stale_texts(folder: Path) -> Texts:
-    evidence = evidence_rows(folder)
-    rows = []
-    for name, (measure, values) in evidence.items():
-        digits = 2 if measure == "product" else 3
-        rows.append([name, measure, text(values, digits, "+"), str(values.count())])
-
-    own = read_forks(folder, "tiny-base", ["lateclip"]).query("surrogate == 'Clip'").set_index("run")["correct"]
-    lead = evidence["one rollout, lag 1"][1]
-    late = (
-        evidence["one rollout, lag 8, from Clip's late runs"][1]
-        - evidence["one rollout, lag 8, from NoClip's late runs"][1]
-    )
+    rows = [[name, text(values, 3, "+")] for name, values in evidence_rows(folder).items()]
+    forks = by_lag(folder)[1]
+    smollm2 = gradient_products(folder, "SmolLM2", 8, "plain")
+    products = (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / smollm2["target2"]["NoClip"].mean()
+    squares = smollm2["norm2"].mean()
+    own = read_forks(folder, "tiny-base", ["lateclip"]).pivot(index="run", columns="surrogate", values="correct")
+    theirs = read_forks(folder, "tiny-base", ["latenoclip"]).pivot(index="run", columns="surrogate", values="correct")
+    late = (own["Clip"] - own["NoClip"]) - (theirs["Clip"] - theirs["NoClip"])
     gspo = read_forks(folder, "tiny-base", ["first"]).query("surrogate == 'GSPO:grpo' and lag == 0")
     adam = gradient_products(folder, "tiny-base", 8, "adam")
     cosines = adam["dot"] / (adam["target2"] * adam["norm2"]) ** 0.5
-    squares = gradient_products(folder, "SmolLM2", 8, "plain")["norm2"].mean()
     controls = pd.read_csv(folder / "controls.csv")
     masks = controls.query("experiment == 'masks' and correction == 'sequence_mask' and lr == 3e-5")
     decoupled = masks.set_index("seed")["validation"]
     rates = read_rates(folder)
     return {
-        "evidence": table(["Clip minus NoClip", "measure", "mean [95%]", "seeds or runs"], rows),
-        "lag 1 lead": f"{lead.mean():.3f}",
-        "own": text(own, 3, "+"),
+        "evidence": table(["at lag 8", "Clip minus NoClip"], rows),
+        "advice": advice_table(folder),
+        "lead": f"{(forks['Clip'] - forks['NoClip']).mean():.3f}",
+        "own": text(own["Clip"], 3, "+"),
         "checkpoints": text(late, 3, "+"),
         "gspo": f"{100 * gspo['zero_weight_share'].mean():.0f}%",
-        "product": text(evidence["gradient, lag 8, SmolLM2"][1], 2, "+"),
+        "product": text(products, 2, "+"),
         "length": f"{(squares['Clip'] / squares['NoClip']) ** 0.5:.0f}",
-        "range": text(evidence["runs at lag 8, range chosen: 0.4"][1], 3, "+"),
-        "clip cosine": f"{cosines['Clip'].mean():.2f}",
-        "noclip cosine": f"{cosines['NoClip'].mean():.2f}",
+        "cosines": f"{cosines['Clip'].mean():.2f}, NoClip's {cosines['NoClip'].mean():.2f}",
+        "other-seeds": f"{rates.loc[('NoClip', 8, 3e-5)].mean():.3f}",
         "decoupled": text(decoupled - rates.loc[("NoClip", 8, 3e-5)], 3, "+"),
-        "decoupled best": text(decoupled - chosen(rates, "NoClip"), 3, "+"),
+        "decoupled-best": text(decoupled - chosen(rates, "NoClip"), 3, "+"),
         **lag_texts(folder),
     }
 
