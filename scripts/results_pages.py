@@ -161,7 +161,7 @@ CONTROL_COLUMNS = [(0.0, "validation"), (0.0, "accuracy"), (0.1, "validation")] 
 
 
 def read_control(folder: Path) -> dict[tuple[str, float], pd.DataFrame]:
-    """(row, gradient norm): validation and accuracy by seed."""
+    """(row, gradient norm): mean training reward, final validation reward and accuracy by seed."""
     runs = pd.read_csv(folder / "runs.csv")
     cells = {}
     for clip in (0.0, 0.1):
@@ -171,7 +171,7 @@ def read_control(folder: Path) -> dict[tuple[str, float], pd.DataFrame]:
         }.items():
             chosen = (runs["experiment"] == experiment) & (runs["method"] == method) & (runs["max_grad_norm"] == clip)
             chosen &= (runs["epochs"] == epochs) & (runs["alpha"].eq(alpha) if alpha else True)
-            cells[name, clip] = runs[chosen].set_index("seed")[["validation", "accuracy"]].sort_index()
+            cells[name, clip] = runs[chosen].set_index("seed")[["reward", "validation", "accuracy"]].sort_index()
     return cells
 
 
@@ -184,26 +184,25 @@ def control_texts(folder: Path) -> Texts:
             apart[f"{name} {clip} {measure}"] = cells[name, clip][measure] - cells[base_name, clip][measure]
     stars = holm_stars(apart)
 
-    levels = []
+    rows = []
     for name in CONTROL_ROWS:
-        levels.append([name, text(cells[name, 0.0]["validation"]), text(cells[name, 0.0]["accuracy"], 1)])
-    differences = []
-    for name in list(CONTROL_ROWS)[1:]:
-        row = [name]
+        row = [name, f"{cells[name, 0.0]['validation'].mean():.3f}"]
         for clip, measure in CONTROL_COLUMNS:
             key = f"{name} {clip} {measure}"
-            row.append(text(apart[key], 1 if measure == "accuracy" else 3, "+") + stars[key])
-        differences.append(row)
-    level_header = ["learning rate 3e-5", "validation reward", "accuracy (%)"]
-    header = ["minus NoClip, 2 epochs", "reward", "accuracy", "reward, norms clipped"]
+            digits = 1 if measure == "accuracy" else 3
+            row.append("" if name == BASE else text(apart[key], digits, "+") + stars[key])
+        rows.append(row)
+    header = ["learning rate 3e-5", "reward", "minus NoClip, 2 epochs", "accuracy minus", "reward minus, norms clipped"]
+    twice = cells["NoClip, 1 epoch, twice the rate", 0.0] - cells[BASE, 0.0]
 
     alphas = alpha_curves(folder)
     spreads = alphas["mean"].max(axis=1) - alphas["mean"].min(axis=1)
     return {
-        "control": table(level_header, levels),
-        "control differences": table(header, differences),
+        "control": table(header, rows),
+        "accuracy": text(cells[BASE, 0.0]["accuracy"], 1),
         "differences": str(len(apart)),
         "seeds": str(len(cells[BASE, 0.0])),
+        "area": text(twice["reward"], 3, "+"),
         "spread": f"{spreads.max():.3f}",
         "deviations": f"{deviations(alphas).min():.3f} to {deviations(alphas).max():.3f}",
         **alpha_differences(folder),
@@ -234,7 +233,7 @@ def alpha_differences(folder: Path) -> Texts:
     apart = values.drop(columns=0.0).sub(values[0.0], axis=0)
     ends = [interval(of) for _, variant in apart.groupby(level=VARIANT) for _, of in variant.items()]
     excluding = sum(low > 0 or high < 0 for _, low, high in ends)
-    return {"alpha differences": str(len(ends)), "alpha excluding": str(excluding)}
+    return {"alphas": str(len(ends)), "excluding": str(excluding or "None")}
 
 
 def comparison_texts(folder: Path) -> Texts:
@@ -252,12 +251,12 @@ def comparison_texts(folder: Path) -> Texts:
     by_seed = sgd.pivot(index="seed", columns=["method", "lr"], values="returned_accuracy")  # of the final models
     pspo = by_seed["PSPO", 0.1]
     return {
-        "reuse settings": str(len(means)),
-        "reuse below": str(sum(below)),
-        "reuse falls": f"{-others.max():.0f} to {-others.min():.0f}",
-        "reuse topr": text(falls.get_group(("TOPR", 0, 0)), 1, "+"),
-        "reuse untrained": str((reuse["best_step"] == 0).sum()),
-        "reuse runs": str(len(reuse)),
+        "settings": str(len(means)),
+        "below": str(sum(below)),
+        "falls": f"{-others.max():.0f} to {-others.min():.0f}",
+        "topr": text(falls.get_group(("TOPR", 0, 0)), 1, "+"),
+        "hidden": str((reuse["best_step"] == 0).sum()),
+        "runs": str(len(reuse)),
         "sgd": text(pspo - by_seed["NoClip", 0.1], 1, "+"),
         "sgd shorter": text(pspo - by_seed["NoClip", 0.06], 1, "+"),
     }
@@ -284,9 +283,9 @@ def draw_control(folder: Path) -> None:
         right.text(0.02, 0.765, "grey: seven other variants", va="bottom")
         right.text(0.02, 0.705, "float32, no clipping;\nband: deviation of one seed", va="top")
         right.errorbar(0.9, 0.735, PAPERS_SPREAD / 2, color=INK, capsize=3)
-        right.text(0.88, 0.80, f"spread of the paper's curve, {PAPERS_SPREAD}", ha="right", va="center")
+        right.text(0.88, 0.80, f"spread of the paper's accuracies, {PAPERS_SPREAD}", ha="right", va="center")
         right.set(
-            title="PSPO, eight seeds",
+            title="PSPO after 16 rollouts, eight seeds",
             xlabel="alpha",
             ylabel="final validation reward (256 problems)",
             ylim=(0.64, 0.83),
@@ -347,7 +346,7 @@ def smollm2_texts(folder: Path) -> Texts:
             row.append(percent(of_set.loc["accuracy"]))
             row.append(f"{100 * of_set.loc['truncated_share', 'value']:.0f}%")
             rows.append(row)
-    header = ["problems", "model", "gold value anywhere", "p", "right by the last number", "cut at 128 tokens"]
+    header = ["problems", "model", "gold anywhere", "p", "right", "cut at 128 tokens"]
 
     def gold(name: str) -> str:
         return f"{100 * answers.loc[(f'{name}-word-problems', 'gold_anywhere'), 'value']:.1f}"
@@ -363,7 +362,8 @@ def smollm2_texts(folder: Path) -> Texts:
         "before": gold("before"),
         "seed 0": gold("seed-0"),
         "seed 1": gold("seed-1"),
-        "p": f"{p_value(answers, 'word-problems', 'seed-1'):.2f}",
+        "p": " and ".join(f"{p_value(answers, 'word-problems', seed):.2g}" for seed in ("seed-0", "seed-1")),
+        "first": " and ".join(gold(f"{seed}-stage-1") for seed in ("seed-0", "seed-1")),
         "cut": f"{100 * answers.loc[('before-word-problems', 'truncated_share'), 'value']:.0f}%",
         "minutes": " and ".join(f"{minutes:.0f}" for minutes in training_minutes(runs)),
         "memory": f"{memory.max():.1f} GB",
@@ -394,8 +394,8 @@ def first_stage_table(folder: Path) -> str:
 
 def draw_smollm2(folder: Path) -> None:
     answers = read_answers(folder)
-    measures = {"gold_anywhere": (COLOURS["NoClip"], 0.13, "gold value anywhere"),
-                "accuracy": (COLOURS["PSPO"], -0.13, "right by the last number")}  # fmt: skip
+    measures = {"gold_anywhere": (COLOURS["NoClip"], 0.13, "gold anywhere"),
+                "accuracy": (COLOURS["PSPO"], -0.13, "right")}  # fmt: skip
     with picture(folder / "answers.svg", 7.6, 2.0, "share of problems (%), greedy; bars: 95% over problems") as figure:
         for axes, (problems, title) in zip(figure.subplots(1, 2, sharey=True), SETS.items(), strict=True):
             for y, file in enumerate(reversed(ANSWERS.values())):
