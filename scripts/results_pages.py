@@ -124,7 +124,7 @@ def protocol_texts(folder: Path) -> Texts:
         "largest": f"{max(map(abs, means)):.1f}",
         "ends": f"{min(lows):+.1f} to {max(highs):+.1f}",
         "lower": " and ".join(f"{points:.1f}" for points in lower),
-        "untrained": f"solves {untrained['tiny-base']:.0f}% untrained, tiny-math {untrained['tiny-math']:.0f}%",
+        "untrained": f"{untrained['tiny-base']:.0f}%, tiny-math {untrained['tiny-math']:.0f}%",
         "differences": str(len(apart)),
         "excluding": str(len(excluding)),
         "stars": str(sum(map(bool, stars.values()))),
