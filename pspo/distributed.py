@@ -1,7 +1,7 @@
 """Several ranks, one per GPU: ``torchrun --nproc-per-node 8 -m pspo.train --distributed.strategy fsdp2 ...``.
 
 Every rank generates, scores and trains on its own prompts, whole groups. Gradients are summed over the ranks, and so
-are the counts that a loss is divided by. In a single process every function here returns what it was given.
+are the counts that a loss is divided by. In a single process nothing is communicated.
 
 * ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
 * fsdp2: weights, gradients and optimizer state are sharded over the ranks by FSDP2 (`fully_shard`). Layers are gathered
@@ -159,11 +159,6 @@ def max_over_ranks(value: int) -> int:
 def concat_over_ranks(values: Tensor) -> Tensor:
     """Concatenate the rows of every rank's tensor; ranks may have different row counts."""
     return torch.cat(gather_objects(values.cpu())).to(values.device) if world_size() > 1 else values
-
-
-def pad_to_longest(items: list[T], filler: T) -> list[T]:
-    """Append ``filler`` until this rank has as many items as the rank with the most."""
-    return items + [filler] * (max_over_ranks(len(items)) - len(items))
 
 
 def take_rank_share(items: list[T], minibatches: int) -> list[T]:

@@ -54,6 +54,8 @@ def draw(run: Run) -> Experience:
     experience = score(run, indices, rollout)
     if config.rollout.resample > 0:
         experience = resample(run, experience)
+    if config.reward.on_error == "none":
+        check_rewards_known(run, experience)
     if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
         with run.phase("train"):
             rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
@@ -77,21 +79,25 @@ def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
             max_completion_tokens=run.config.rollout.max_completion_tokens,
             **rollout.reward_inputs,
         )
-        rewards = torch.tensor(scores.totals, dtype=torch.float64)  # (B,)
-        if scores.failures:
-            show_failures(scores.failures, run.recorder.failures)
-            if rewards.isnan().all():
-                raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
+    show_failures(scores.failures, run.recorder.failures)
     experience = Experience(
         prompt_indices=prompt_indices,
         rollout=rollout,
-        rewards=rewards,
+        rewards=torch.tensor(scores.totals, dtype=torch.float64),  # (B,)
         rewards_by_name=scores.by_function,
         drawn_rewards=scores.totals,
         drawn_tokens=rollout.tokens,
         logged=scores.logged,
     )
     return add_advantages(run, experience)
+
+
+def check_rewards_known(run: Run, experience: Experience) -> None:
+    """Raise RewardError if rewards have failed, and none of a rollout's completions, all ranks', has one."""
+    with run.phase("reward"):
+        is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
+        if is_unknown and run.recorder.failures:
+            raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
 
 
 def add_advantages(run: Run, experience: Experience) -> Experience:

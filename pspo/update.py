@@ -30,9 +30,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    minibatches = split_minibatches(
-        rollout, advantages, config, learner.microbatch_tokens(config), learner.shares_prompts, learner.is_sharded
-    )
+    minibatches = split(learner, rollout, advantages, config)
     if len(minibatches) > 1 or learner.reference is not None:
         add_fixed_logprobs(learner, minibatches, config)
     steps = []
@@ -41,12 +39,20 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     return steps
 
 
+def split(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
+    """Assign rows to optimizer steps and microbatches, see `split_minibatches`, by the memory there is."""
+    tokens = config.optimizer.microbatch_tokens or learner.microbatch_tokens
+    tokens = min(tokens, learner.microbatch_limit or tokens)
+    return split_minibatches(rollout, advantages, config, tokens, learner.shares_prompts, learner.is_sharded)
+
+
 def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> dict[str, float]:
     """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step; returns the step's metrics.
 
     If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
     finite is counted and skipped.
     """
+    is_first_visit = minibatch.batches[0].old_logprobs is None
     while True:
         visits = []
         try:
@@ -61,6 +67,9 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
             if learner.is_sharded or not can_halve(error, minibatch):
                 raise
         learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
+        if is_first_visit:  # old log-probs must be of the shapes that are trained in from here on
+            for batch in minibatch.batches:
+                batch.old_logprobs = None
         learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
 
     loss = torch.stack([visit.loss for visit in visits]).sum()
@@ -164,9 +173,7 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     """
     if config.ratios_to_engine:
         return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
-    minibatches = split_minibatches(
-        rollout, advantages, config, learner.microbatch_tokens(config), learner.shares_prompts, learner.is_sharded
-    )
+    minibatches = split(learner, rollout, advantages, config)
     add_fixed_logprobs(learner, minibatches, config, first=0, with_reference=False)
     dtype = minibatches[0].batches[0].old_logprobs.dtype
     logprobs = torch.zeros(rollout.completion_ids.shape, dtype=dtype)

@@ -178,6 +178,9 @@ def test_a_run_s_configuration_runs_as_it_is_and_gives_the_same_numbers(run, her
         assert (again / name).read_bytes() == (run[0] / name).read_bytes()
     one, other = (read_config(folder / "config.yaml") for folder in (run[0], again))
     assert differences(one, other) == {"run.output_dir": ("out", "again")}
+    alone, played = ({"rollout": {"environment": of}} for of in (None, {"class_path": "m.E", "init_args": {"n": 1}}))
+    changed = {"rollout.environment.class_path": (None, "m.E"), "rollout.environment.init_args.n": (None, 1)}
+    assert differences(alone, played) == changed
     other = ["--run.output_dir=other", "--run.seed=2", "--run.max_steps=2", "--run.test_limit=0"]
     train(["--config", str(run[0] / "config.yaml"), *other])
     prompts = [

@@ -1,6 +1,7 @@
 """Every decoder against the plain model's argmax and the exact nucleus, whatever the model's folder says."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,14 @@ def test_greedy_is_the_argmax_of_the_plain_model(monkeypatch, tiny_model, tokeni
         assert rollout.completion_ids.shape[1] == max(map(len, expected))  # nothing is decoded beyond the last
 
 
+def test_positions_of_rows_that_decode_nothing_stay_in_the_models_range(tiny_model, tokenizer):
+    model = tiny_model()
+    sampling = replace(GREEDY, decoder="graphs", max_completion_tokens=20, stop_ids=())
+    for n in (16, 9, 9, 9):  # of 9 rows a step computes 16
+        generate(model, tokenizer, [[1, 2, 3]] * n, sampling)
+    assert pspo.rollout.graphs.GRAPH_DECODERS[model].positions.max() < 3 + 20
+
+
 TOP_PS = [0.85, 1.0]
 
 
@@ -153,14 +162,14 @@ def test_stop_strings_end_completions_and_are_part_of_them(load, tokenizer, deco
 
 
 def test_what_a_decoder_cannot_do_is_refused(tiny_model, tokenizer):
-    with pytest.raises(ValueError, match=r"--rollout\.decoder graphs: graphs need .* choose pspo"):
+    with pytest.raises(ValueError, match=r"--rollout\.decoder graphs: graphs need .* choose auto"):
         make_sampling(tiny_model("Gemma2"), tokenizer, RolloutConfig(decoder="graphs"))
     lfm2 = tiny_model("Lfm2", layer_types=["conv", "full_attention"])
     for decoder in OWN_LOOP:
-        with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose hf"):
+        with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose auto"):
             make_sampling(lfm2, tokenizer, RolloutConfig(decoder=decoder))
-    assert find_decoder(lfm2, "auto", nucleus=False) == "hf"
-    assert find_decoder(tiny_model("Gemma2"), "auto", nucleus=False) == "pspo"
+    assert find_decoder(lfm2, "auto", logprobs=False, nucleus=False) == "hf"
+    assert find_decoder(tiny_model("Gemma2"), "auto", logprobs=False, nucleus=False) == "pspo"
 
 
 # ---------------------------------------------------------------- sampled
@@ -186,9 +195,12 @@ def test_out_of_memory_draws_as_with_fewer_rows_from_the_start(tiny_model, token
     expected = seeded(7, model, tokenizer, prompts, replace(sampling, max_rows=4), group_size=2)
     other = seeded(7, model, tokenizer, prompts, sampling, group_size=2)
     assert completions(other) != completions(expected)
+    scarce = Scarce(model, 4)
     with pytest.warns(UserWarning, match="out of memory: drawing as with --rollout.max_rows"):
-        drawn = seeded(7, Scarce(model, 4), tokenizer, prompts, sampling, group_size=2)
+        drawn = seeded(7, scarce, tokenizer, prompts, sampling, group_size=2)
     assert completions(drawn) == completions(expected)
+    with warnings.catch_warnings(action="error"):  # from then on no more rows are tried
+        assert completions(seeded(7, scarce, tokenizer, prompts, sampling, group_size=2)) == completions(expected)
     with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
         generate(Scarce(model, 1), tokenizer, prompts, sampling, group_size=2)
 

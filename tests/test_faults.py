@@ -77,6 +77,25 @@ class Bad(Reward):
         sys.exit(0)
 
 
+class FailsAlone(Reward):
+    """Fails where a single group is drawn, in place of one without signal; the first group of a rollout has none."""
+
+    def __call__(self, completions):
+        if len(completions) < 8:
+            raise KeyError("no such key")
+        return [0.0] * 4 + [float(row) for row in range(4)]
+
+
+class Forks(Reward):
+    """Both processes return."""
+
+    def __call__(self, completions):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        return [float(row) for row in range(len(completions))]
+
+
 @dataclass(frozen=True)
 class Mean(NoClip):
     returns: str = "mean"
@@ -153,6 +172,19 @@ def test_weights_that_are_not_finite_are_not_saved():
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_a_reward_forks_does_not_train_on():
+    assert train("--reward.functions=[test_faults.Forks]") == 0
+    assert [line["step"] for line in metrics()] == [2, 4, 6]
+
+
+def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(capsys):
+    args = ("--reward.functions=[test_faults.FailsAlone]", "--reward.on_error=none", "--rollout.resample=1")
+    assert train(*args) == 0
+    assert "reward FailsAlone failed (shown once)" in capsys.readouterr().err
+    assert [line["reward"] for line in metrics()] == [0.75] * 3
+
 
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),

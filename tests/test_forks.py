@@ -16,6 +16,7 @@ from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train,
 import pspo.run.prepare
 from pspo.cli.files import read_jsonl
 from pspo.run.folders import checkpoints
+from pspo.run.validator import Validator
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -72,8 +73,10 @@ def test_another_configuration_is_refused_with_every_switch_that_differs(cut_off
 
 
 def test_what_changes_no_number_may_differ(cut_off, whole):
+    kept = shutil.copytree(checkpoints(cut_off)[0], cut_off / "checkpoints/step-000004-kept")  # a user's, no checkpoint
     assert train("out", "--run.keep=1", "--run.save_every=4", "--run.quiet") == 0
     assert len(checkpoints(cut_off)) == 1
+    assert kept.exists()
     assert yaml.safe_load((cut_off / "config.yaml").read_text())["run"]["keep"] == 1
     assert metric_lines(cut_off) == metric_lines(whole)
     assert same_weights("out", str(whole))
@@ -187,11 +190,25 @@ def test_each_part_of_a_fork_loads_what_fits_it(cut_off, optimizer):
     assert {int(state["step"]) for state in moments.values()} == ({8} if optimizer == "adamw" else set())
 
 
+def test_a_fork_that_is_stopped_in_its_first_test_starts_again(cut_off):
+    args = ("--run.fork_from=out", "--run.test_limit=3")
+
+    def action() -> int:
+        before("test", at_call(1, lambda: send(signal.SIGTERM)), Validator)
+        return train("fork", *args)
+
+    assert [forked(action), forked(action), train("fork", *args)] == [75, 75, 0]
+
+
 def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     shutil.copytree("out", "kept")
     assert train("refused", "--run.fork_from=nowhere") == 2
     assert "nowhere is neither an undamaged checkpoint nor a run's folder with one" in capfd.readouterr().err
     assert train("refused", "--run.fork_from=out/best") == 2
+    for switch in ("--model.lora.rank=2", "--model.name_or_path=tiny-math"):
+        shutil.rmtree("refused", ignore_errors=True)
+        assert train("refused", "--run.fork_from=out", switch) == 2
+        assert "its weights are not of this model: fork under its model" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
 

@@ -103,6 +103,22 @@ def test_problems_and_functions_of_python(here, capsys):
     again = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert again == json.loads(json.dumps(summary))
     assert "already finished" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="mine has other problems in data/"):
+        train("tiny-base", run=RUN | {"output_dir": "mine"}, **(call | {"data": problems}))
+
+
+def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
+    problems = [{"prompt": f"Tom has {n} pens.", "answer": n} for n in range(6)]
+    run = {"max_steps": 2, "validate_every": 0}
+    with pytest.raises(ValueError, match="there is no nowhere"):
+        train("./nowhere", data={"train": problems, "validation": problems}, run=run | {"output_dir": "out"})
+    train(data=problems[:4], rollout=SWITCHES, run=run | {"output_dir": "out"})
+    assert [path.name for path in Path("out/data").iterdir()] == ["train.jsonl"]
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="other problems in data/: choose another folder"):
+        train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "."})
+    assert Path("data/train.jsonl").read_text() == "mine"
 
 
 def test_of_a_list_of_problems_a_fifth_is_held_out(here):

@@ -205,6 +205,21 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
     assert_same(whole, Path("out"))
 
 
+def test_adapters_of_the_best_model_that_is_tested_are_not_saved_as_the_last_ones(monkeypatch):
+    """Validation finds each model worse than the one before: the first one's adapters are in the policy meanwhile."""
+    monkeypatch.setattr(Validator, "measure", lambda self: {"validation_reward": -float(self.learner.steps)})
+    args = ("--model.lora.rank=2", "--run.test_limit=3")
+    assert train("whole", *args) == 0
+
+    def action() -> int:
+        before("test", at_call(3, lambda: send(signal.SIGTERM)), Validator)
+        return train("out", *args)
+
+    assert forked(action) == 75
+    assert train("out", *args) == 0
+    assert_same(Path("whole"), Path("out"))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("switches", "stride"),  # and at every how many of its file events a run is killed

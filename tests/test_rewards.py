@@ -85,7 +85,8 @@ def test_total_is_the_weighted_sum():
     [
         ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
         ([float("nan"), 1.0], "returned nan for completion 0"), (1.0, "Returns returned 1.0"),
-        ([1.0, 10**400], "beyond 1.8e308 for completion 1"),
+        ([1.0, 10**400], "beyond 3.4e.38 for completion 1"), ([1.0, 1e39], "returned 1e.39 for completion 1"),
+        ([torch.ones(2), 1.0], "returned tensor"),
     ],
 )  # fmt: skip
 def test_a_bad_return_value_names_the_reward(value, message):

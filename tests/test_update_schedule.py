@@ -22,6 +22,7 @@ from naive import (
 )
 from processes import one_layer
 
+import pspo.distributed
 import pspo.rollout.types
 import pspo.update
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
@@ -155,6 +156,9 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     metrics = update(learner, rollout, advantages, config)
     torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=2e-6)
     assert len(metrics) == len(expected_metrics) == 4
+    assert (
+        metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == 1
+    )  # old log-probs are of the shapes that are trained in
     for step, expected_step in zip(metrics, expected_metrics, strict=True):
         assert step == pytest.approx(expected_step, abs=1e-4)
     lines = capsys.readouterr().err.splitlines()
@@ -257,6 +261,15 @@ def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     assert len(unshared) > len(plain)
     assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
     assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
+
+
+def test_what_fills_up_the_passes_of_a_rank_is_of_its_own(monkeypatch):
+    """A batch that keeps its log-probs needs no second pass, so one that stood twice would pass once."""
+    rollout, advantages = make_rollout(8)
+    monkeypatch.setattr(pspo.distributed, "max_over_ranks", lambda value: value + 2)
+    batches = split_minibatches(rollout, advantages, make_config(), 10**6, is_sharded=True)[0].batches
+    assert len({id(batch) for batch in batches}) == 3
+    assert [bool(batch.rollout.loss_mask.any()) for batch in batches] == [True, False, False]
 
 
 def test_rows_left_out_are_counted():

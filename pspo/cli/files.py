@@ -15,6 +15,7 @@ from typing import IO, Any
 import yaml
 
 from pspo import __version__
+from pspo.tasks.files import plain
 
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
@@ -37,8 +38,12 @@ def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
 
     Switches that ``old`` does not have are left out: a later version added them, with a default that changes nothing.
     """
+    old_values = flat(old)
     new_values = flat(new)
-    return {name: (value, new_values.get(name)) for name, value in flat(old).items() if value != new_values.get(name)}
+    of_class = [name for name in new_values if name.endswith(".class_path") or ".init_args." in name]
+    names = dict.fromkeys([*old_values, *of_class])
+    pairs = {name: (old_values.get(name), new_values.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def argument_text(value: Any) -> str:
@@ -50,13 +55,8 @@ def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
     """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
     lines = []
     for record in records:
-        record = {key: None if is_nonfinite(value) else value for key, value in record.items()}
-        lines.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        lines.append(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n")
     return "".join(lines)
-
-
-def is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
 import inspect
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pspo import distributed as dist
 from pspo.cli.files import Settings, to_jsonl, write_text
 from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
@@ -39,15 +41,32 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
         data.setdefault("holdout", 0.2)
     run = settings.setdefault("run", {})
     run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
-    data.setdefault("path", "data")
+    data.setdefault("path", "<problems>")  # until they are written
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
-    run["output_dir"] = config.run.output_dir or default_output(config)
-    folder = Path(run["output_dir"]) / "data"
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, records in problems.items():
-        write_text(folder / f"{split}.jsonl", to_jsonl(records))
-    data["path"] = str(folder)
+    dist.init(config.distributed.strategy)
+    run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))
+    data["path"] = dist.run_on_main(lambda: write_problems(Path(run["output_dir"]), problems))
     return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
+
+
+def write_problems(output: Path, problems: dict[str, list[dict[str, Any]]]) -> str:
+    """Write problems by split into the folder ``data`` of a run; ValueError if it holds others, a run's or a user's."""
+    folder = output / "data"
+    lock_file = output / ".lock"  # a run's folder has one
+    texts = {f"{split}.jsonl": to_jsonl(records) for split, records in problems.items()}
+    if folder.exists():
+        present = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        if present == {name: text.encode() for name, text in texts.items()}:
+            return str(folder)
+        if (output / "config.yaml").exists() or not lock_file.exists():
+            raise ValueError(f"--run.output_dir {output} has other problems in data/: choose another folder")
+        shutil.rmtree(folder)  # of a call that failed before its run began
+    output.mkdir(parents=True, exist_ok=True)
+    lock_file.touch()
+    folder.mkdir()
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return str(folder)
 
 
 def default_output(config: TrainConfig) -> str:

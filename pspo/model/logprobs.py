@@ -168,17 +168,14 @@ class TokenLogprobs(torch.autograd.Function):
                 entropies[rows] = log_total - torch.linalg.vecdot(exp, shifted) / total
             torch.div(exp, total[:, None], out=shifted)  # now probabilities
         ctx.set_materialize_grads(False)
-        ctx.probs = probs
         ctx.logits_dtype = logits.dtype
-        ctx.save_for_backward(targets, entropies)
+        ctx.save_for_backward(targets, entropies, probs)  # which a recomputed piece drops until its backward pass
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, slopes: Tensor | None, entropy_slopes: Tensor | None) -> tuple[Tensor, None]:
         """dlogprob / dlogits = one-hot - p, dH / dlogits = -p (log p + H); probabilities are overwritten."""
-        targets, entropies = ctx.saved_tensors
-        gradient = ctx.probs
-        ctx.probs = None
+        targets, entropies, gradient = ctx.saved_tensors
         slopes = torch.zeros_like(entropies) if slopes is None else slopes
         for rows in _cached_rows(gradient):
             p = gradient[rows]

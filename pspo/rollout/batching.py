@@ -76,7 +76,8 @@ def split_minibatches(
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
         batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, lengths, limit)]
         if is_sharded:  # every rank must run the same number of passes
-            batches = dist.pad_to_longest(batches, batches[0].masked_row())
+            missing = dist.max_over_ranks(len(batches)) - len(batches)
+            batches += [batches[0].masked_row() for _ in range(missing)]  # objects of their own: each keeps log-probs
         sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.size])
         if dist.world_size() > 1:
             sizes = dist.sum_over_ranks(sizes)

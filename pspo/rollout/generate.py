@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from pspo.rollout.graphs import decode_by_graphs
 from pspo.rollout.library import generate_by_library
 from pspo.rollout.types import Completions, Rollout, Sampling, join
 
+FITTING_ROWS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # once memory has run out
 DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_library}
 
 
@@ -47,7 +49,8 @@ def make_sampling(
     ValueError if the decoder does not support the model.
     """
     nucleus = algorithm is not None and algorithm.nucleus == "replay"
-    decoder = find_decoder(model, config.decoder, nucleus)
+    logprobs = logprobs or (algorithm is not None and algorithm.correction not in (None, "none"))
+    decoder = find_decoder(model, config.decoder, logprobs, nucleus)
     if config.stop_tokens is None:
         stop_ids = stop_token_ids(model, tokenizer)
     else:
@@ -62,30 +65,33 @@ def make_sampling(
         stop_strings=config.stop_strings,
         max_rows=config.max_rows or default_max_rows(model.device),
         decoder=decoder,
-        logprobs=logprobs or (algorithm is not None and algorithm.correction not in (None, "none")),
+        logprobs=logprobs,
         nucleus=nucleus,
     )
 
 
-def find_decoder(model: PreTrainedModel, decoder: Decoder, nucleus: bool) -> Decoder:
-    """The decoder that --rollout.decoder asks for; "auto": graphs on a GPU, else pspo, else hf.
+def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucleus: bool) -> Decoder:
+    """The decoder that --rollout.decoder asks for; "auto": the first of graphs (on a GPU), pspo and hf that can draw.
 
-    Says in one line why auto takes a slower one. Raises ValueError if the decoder does not support the model.
+    Says in one line why auto takes a slower one. Raises ValueError if the decoder cannot draw from the model.
     """
-    plain_cache = None if has_plain_cache(model) else f"it does not support {type(model).__name__}'s cache"
-    fault = plain_cache or fault_for_graphs(model, nucleus)
-    if decoder == "graphs" and fault:
-        raise ValueError(f"--rollout.decoder graphs: {fault}; choose {'hf' if plain_cache else 'pspo'}")
-    if decoder == "pspo" and plain_cache:
-        raise ValueError(f"--rollout.decoder pspo: {plain_cache}; choose hf")
-    if decoder != "auto":
-        return decoder
-    if model.device.type == "cuda" and fault is None:
-        return "graphs"
-    chosen = "hf" if plain_cache else "pspo"
-    if model.device.type == "cuda" or plain_cache:
-        print(f"decoder  {chosen}: {fault}")
-    return chosen
+    no_plain_cache = None if has_plain_cache(model) else f"it does not support {type(model).__name__}'s cache"
+    faults = {
+        "graphs": no_plain_cache or fault_for_graphs(model, nucleus),
+        "pspo": no_plain_cache,
+        "hf": "it records no log-probs (--algorithm.correction) and no nucleus" if logprobs or nucleus else None,
+    }
+    wanted = [decoder]
+    if decoder == "auto":
+        wanted = ["graphs", "pspo", "hf"] if model.device.type == "cuda" else ["pspo", "hf"]
+    fault = faults[wanted[0]]
+    for name in wanted:
+        if faults[name] is None:
+            if fault:
+                print(f"decoder  {name}: {fault}")
+            return name
+    fix = "choose auto" if decoder != "auto" else f"nor does hf do: {faults['hf']}"
+    raise ValueError(f"--rollout.decoder {decoder}: {fault}; {fix}")
 
 
 def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:
@@ -107,10 +113,12 @@ def generate(
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
+    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out;
+    no more from then on.
     """
     draw = DECODERS[sampling.decoder]
-    at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
+    most = min(sampling.max_rows, FITTING_ROWS.get(model, sampling.max_rows))
+    at_a_time = max(1, min(len(prompts), most // group_size))
     states = torch_states(model.device)
     while True:
         try:
@@ -125,6 +133,7 @@ def generate(
                 raise
         parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
         at_a_time = math.ceil(at_a_time / 2)
+        FITTING_ROWS[model] = at_a_time * group_size
         set_torch_states(states, model.device)
         warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
 

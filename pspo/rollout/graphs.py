@@ -127,6 +127,7 @@ class GraphDecoder:
         for i, layer in enumerate(prefilled.cache.layers):
             self.keys[i][:rows, :, :width] = layer.keys.repeat_interleave(group_size, dim=0)
             self.values[i][:rows, :, :width] = layer.values.repeat_interleave(group_size, dim=0)
+        self.positions.zero_()  # idle rows count on, too: from call to call they would leave the model's range
         self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
         self.visible.fill_(False)
         self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, model.device).repeat_interleave(group_size, dim=0)
@@ -144,6 +145,7 @@ class GraphDecoder:
         device_type = model.device.type
         if not torch.is_autocast_enabled(device_type):
             self.weights = {}
+            self.graphs = {key: graph for key, graph in self.graphs.items() if not key[1]}  # others read the weights
             return
         dtype = torch.get_autocast_dtype(device_type)
         for name, module in model.named_modules():

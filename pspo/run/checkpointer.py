@@ -23,8 +23,6 @@ from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
 
-States = dict[str, dict[str, Any]]  # by part
-
 
 class Checkpointer:
     """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
@@ -32,7 +30,7 @@ class Checkpointer:
     Attributes:
         parts: those that have a ``state_dict``, by name; one with ``per_rank = True`` has another state on each rank.
         snapshot: the states between two rollouts, or before a validation: as what a run is saved that is stopped, or
-            whose user's code raises.
+            whose user's code raises; {} where there is nothing to save.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
@@ -41,7 +39,7 @@ class Checkpointer:
         self.output = output
         self.learner = parts["learner"]
         self.recorder = parts["recorder"]
-        self.snapshot: States = {}
+        self.snapshot: dict[str, Any] = {}
 
     def take_snapshot(self) -> None:
         self.snapshot = {name: part.state_dict() for name, part in self.parts.items()}
@@ -86,19 +84,28 @@ class Checkpointer:
 
         dist.run_on_main(write)
 
-    def load(self, folder: Path) -> States:
-        """Load a checkpoint's weights, and return its states.
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint's weights, and return its states; ValueError if they do not fit the model.
 
         On another number of ranks those that differ by rank are left out, and the generators are seeded anew.
         """
         policy = self.learner.policy
+        fix = (
+            "fork under its model, with LoRA if that is what it trained; or train from these weights, named as a model"
+        )
+        misfit = ValueError(f"--run.fork_from {folder}: its weights are not of this model: {fix}")
         if dist.is_sharded(policy):
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
+        elif has_adapters(policy) != (folder / "adapter_config.json").exists():
+            raise misfit
         elif has_adapters(policy):
             fill_adapters(policy, str(folder))
         else:
             saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
-            policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
+            try:
+                policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
+            except RuntimeError as error:
+                raise misfit from error
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():

@@ -97,7 +97,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
             summary = train(run)
         except (Stopped, KeyboardInterrupt) as error:
             run.recorder.bar.close()
-            if isinstance(error, Stopped) and run.learner.steps:
+            if isinstance(error, Stopped) and run.learner.steps and run.checkpointer.snapshot:
                 run.checkpointer.save_snapshot()
             if dist.is_main():
                 print(f"\nstopped; {resumes}", file=sys.stderr)
@@ -105,7 +105,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
         except EngineError as error:
             raise RunFailed(f"the engine failed: {error}; {resumes} from the last checkpoint") from error
         except UserCodeFailed as error:  # between two updates: the weights are the snapshot's
-            if run.learner.steps:
+            if run.learner.steps and run.checkpointer.snapshot:
                 run.checkpointer.save_snapshot()
             raise UserCodeFailed(f"{error}\n\n{describe_newest(run.output)}; {resumes}") from error.__cause__
         except Exception as error:  # a surrogate of the user's may raise anything
@@ -136,7 +136,8 @@ method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
     if policy.device.type == "cuda" and config.rollout.engine is None:
-        print(f"memory  {run.learner.microbatch_tokens(config):,} tokens in a microbatch, "
+        tokens = config.optimizer.microbatch_tokens or run.learner.microbatch_tokens
+        print(f"memory  {tokens:,} tokens in a microbatch, "
               f"{run.sampler.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
     changed = changed_switches(run.settings)
     if changed:

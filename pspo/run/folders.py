@@ -112,7 +112,8 @@ def save_model(
 
 def numbered(folder: Path, suffix: str = "") -> list[Path]:
     """Paths named like ``step-000042`` in a folder, newest first."""
-    return sorted(folder.glob(f"step-[0-9]*{suffix}"), key=step_of, reverse=True)
+    paths = [path for path in folder.glob(f"step-*{suffix}") if path.name[5:].removesuffix(suffix).isdecimal()]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def checkpoints(run: Path) -> list[Path]:

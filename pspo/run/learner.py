@@ -13,13 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import (
-    StartingAdapters,
-    default_microbatch_tokens,
-    has_adapters,
-    load_policy,
-    shares_prompts,
-)
+from pspo.model import StartingAdapters, default_microbatch_tokens, has_adapters, load_policy, shares_prompts
+from pspo.model.device import MICROBATCH_TOKENS
 from pspo.run.optimizers import make_optimizer, make_scheduler
 from pspo.run.tokens import TokenRecord
 
@@ -35,7 +30,8 @@ class Learner:
         scheduler: None for a constant learning rate.
         reference: None if beta is 0.
         steps: optimizer steps taken.
-        microbatch_limit: tokens, once memory has run out.
+        microbatch_tokens: at most so many in a microbatch unless --optimizer.microbatch_tokens says.
+        microbatch_limit: and at most these, once memory has run out.
         record: gets what every step computes at tokens; None to record nothing.
     """
 
@@ -44,19 +40,13 @@ class Learner:
     scheduler: LambdaLR | None = None
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
     steps: int = 0
+    microbatch_tokens: int = MICROBATCH_TOKENS
     microbatch_limit: int | None = None
     record: TokenRecord | None = None
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
         self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
-
-    def microbatch_tokens(self, config: TrainConfig) -> int:
-        """At most so many in a microbatch: as asked for, or by the device's memory; fewer once that has run out."""
-        tokens = config.optimizer.microbatch_tokens
-        if tokens is None:
-            tokens = default_microbatch_tokens(self.policy, config.model.gradient_checkpointing)
-        return min(tokens, self.microbatch_limit or tokens)
 
     def limit_microbatches(self, tokens: int) -> None:
         """Make the microbatches of later rollouts at most this large, because memory has run out."""
@@ -97,4 +87,5 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    return Learner(policy, optimizer, scheduler, reference)
+    tokens = default_microbatch_tokens(policy, config.model.gradient_checkpointing)
+    return Learner(policy, optimizer, scheduler, reference, microbatch_tokens=tokens)

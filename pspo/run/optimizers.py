@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any
 
 import torch
@@ -116,20 +115,11 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR | None:
     """Learning rates: a linear warm-up from 0, then constant, or to 0 at ``max_steps`` in a line or half a cosine.
 
-    None for a rate that is constant from the first step. They are transformers' schedules, whose import takes seconds.
+    None for a rate that is constant from the first step.
     """
     if config.schedule == "constant" and config.warmup_steps == 0:
         return None
+    from transformers.optimization import get_scheduler  # slow to import
 
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return step / config.warmup_steps
-        decay = max(1, max_steps - config.warmup_steps)
-        if config.schedule == "linear":
-            return max(0.0, (max_steps - step) / decay)
-        if config.schedule == "cosine":
-            progress = (step - config.warmup_steps) / decay
-            return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
-        return 1.0
-
-    return LambdaLR(optimizer, factor)
+    name = "constant_with_warmup" if config.schedule == "constant" else config.schedule
+    return get_scheduler(name, optimizer, config.warmup_steps, max_steps)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, differences, read_config, read_json, read_jsonl, to_jsonl, write_text
+from pspo.cli.files import Settings, differences, flat, read_config, read_json, read_jsonl, to_jsonl, write_text
 from pspo.cli.python import default_output
 from pspo.config import RunConfig, TrainConfig
 from pspo.run.checkpointer import Checkpointer
@@ -74,15 +74,17 @@ def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
     file = Path(config.output_dir or "") / "summary.json"
     if config.output_dir is None or not file.exists():
         return {}
-    if check_same(file.parent, settings) & LIMITS:
+    if check_same(file.parent, settings) & {*LIMITS, "data.path"}:  # whose problems a resumed run compares
         return {}
-    return read_json(file) | {"output_dir": str(file.parent)}  # it may have been moved
+    summary = read_json(file)
+    best_model = file.parent / Path(summary["best_model"]).name
+    return summary | {"output_dir": str(file.parent), "best_model": str(best_model)}  # it may have been moved
 
 
 def check_same(run: Path, settings: Settings) -> set[str]:
     """The switches that differ from the run's configuration, and may; ValueError names those that may not."""
     saved = read_config(run / "config.yaml")
-    is_constant = saved["optimizer"]["schedule"] == "constant"
+    is_constant = flat(saved).get("optimizer.schedule") == "constant"
     changes = differences(saved, settings)
     refused = []
     for name, (old, new) in changes.items():
@@ -156,8 +158,8 @@ def cut_back(checkpointer: Checkpointer) -> None:
     for rollout in numbered(run / FOLDER, ".parquet"):
         if step_of(rollout) > steps:
             rollout.unlink()
-    is_open = bool(checkpointer.recorder.line)  # its line is written after its validation
-    written = checkpointer.recorder.first_step if is_open else steps
+    recorder = checkpointer.recorder
+    written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = [line for line in read_jsonl(run / name) if line["step"] <= written]
         write_text(run / name, to_jsonl(lines))

@@ -46,17 +46,6 @@ def user_traceback(error: BaseException) -> str:
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
 
 
-@contextlib.contextmanager
-def end_forks() -> Iterator[None]:
-    """End a process that the user's code has forked in the block: two trainers would write one folder."""
-    process = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            os._exit(1)
-
-
 def torch_modes() -> dict[Callable[[Any], Any], Any]:
     """Setters of torch's state in this process or thread, and the present values; none before torch is imported."""
     torch = sys.modules.get("torch")
@@ -78,12 +67,18 @@ def torch_modes() -> dict[Callable[[Any], Any], Any]:
 
 @contextlib.contextmanager
 def undo_changes() -> Iterator[None]:
-    """Restore the current folder and `torch_modes` after a user's code, whose changes end with its call."""
+    """Restore the current folder and `torch_modes` after a user's code, and end what it has forked and not ended.
+
+    Its changes end with its call; a forked process that returned would be a second trainer in one folder.
+    """
     before = torch_modes()
+    process = os.getpid()
     try:
         with contextlib.chdir("."):
             yield
     finally:
+        if os.getpid() != process:
+            os._exit(1)
         present = torch_modes()
         for restore, value in before.items():
             if present.get(restore) != value:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import inspect
 import math
-import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -34,6 +33,7 @@ from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
 LOGGERS = ("log_metric", "log_extra")
+LARGEST = 3.4e38  # of a reward: advantages are float32
 
 OnError = Literal["raise", "none"]
 Columns = dict[str, list[Any]]  # what rewards log, by name
@@ -193,7 +193,7 @@ class RewardLog:
 
     def log_extra(self, name: str, values: Sequence[Any]) -> None:
         values = [value.item() if hasattr(value, "item") else value for value in values]
-        plain = [isinstance(value, float | int | str | None) and not is_too_large(value) for value in values]
+        plain = [isinstance(value, float | str | None) or finite_number(value) is not None for value in values]
         self.columns[name] = [value if keep else str(value) for value, keep in zip(values, plain, strict=True)]
 
 
@@ -220,24 +220,20 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         future.cancel()
 
 
-def is_too_large(value: Any) -> bool:
-    """True for a whole number or fraction that no float can hold."""
-    return isinstance(value, Rational) and abs(value) > sys.float_info.max
-
-
 def finite_number(value: Any) -> float | None:
-    """A number, of numpy or torch too, as a float; None if it is none, not finite, or beyond 1.8e308."""
-    value = value.item() if hasattr(value, "item") else value
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    """A number, of numpy or torch too, as a float; None if it is none, not finite, or beyond float32."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):  # of several numbers
+            return None
+    return float(value) if isinstance(value, Real) and abs(value) <= LARGEST else None
 
 
 def show_number(value: Any) -> str:
     """What is no `finite_number`, without thousands of digits."""
-    return "a number beyond 1.8e308" if is_too_large(value) else repr(value)
+    is_large = isinstance(value, Rational) and abs(value) > LARGEST
+    return f"a number beyond {LARGEST:.1e}" if is_large else repr(value)
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import FrameType
 from typing import Any
 
-from pspo.tasks.failures import WorkerError, end_forks, user_traceback
+from pspo.tasks.failures import WorkerError, user_traceback
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PREVIOUS_HANDLERS: list[dict[int, Any]] = []  # that were replaced in this process, the outermost first
@@ -201,8 +201,7 @@ def serve(connection: Connection, memory: int) -> None:
             try:
                 function, arguments = connection.recv()  # imports the function's module
                 connection.send(None)
-                with end_forks():
-                    result = function(*arguments)
+                result = function(*arguments)
             except Exception as error:  # a user's code may raise anything
                 result = WorkerError(user_traceback(error))
             connection.send(result)
