@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from pspo.config import (
     SYSTEM_PROMPT,
@@ -87,6 +87,15 @@ WORKLOADS = {
 }
 
 
+def shape_config(shape: Shape) -> PretrainedConfig:
+    """Configuration of a model of this shape for transformers."""
+    return (Qwen2Config if shape.qkv_bias else LlamaConfig)(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def model_folder(workload: Workload, model: str | None = None, device: torch.device = CPU) -> Iterator[str]:
     """The given folder, the embedded model's, or one of a random model with the embedded tokenizer, removed later."""
@@ -95,7 +104,7 @@ def model_folder(workload: Workload, model: str | None = None, device: torch.dev
         return
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = AutoTokenizer.from_pretrained(locate("tiny-base"))
-        config = workload.shape.config()
+        config = shape_config(workload.shape)
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
         torch.manual_seed(0)

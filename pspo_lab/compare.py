@@ -26,9 +26,8 @@ from pspo.evaluate.results import (
 )
 from pspo.tasks.files import local_path
 
-KINDS = [("problem", int), ("sample", int), ("temperature", int | float), ("prompt", str | list), ("completion", str),
-         ("gold", str | int | float | None), ("rewards", dict),
-         *((key, int | float | None) for key in (*ESTIMATES.values(), *MEANS.values()))]  # fmt: skip
+COLUMNS = {"problem", "sample", "temperature", "prompt", "completion", "gold", "rewards",
+           *ESTIMATES.values(), *MEANS.values()}  # fmt: skip
 NOTE = """\
 [95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test
 of the problems that only A : only B has; otherwise a permutation test, 10,000 flips of the differences' signs."""
@@ -65,7 +64,7 @@ def completions_file(path: Path) -> Path:
 def by_temperature(file: Path) -> dict[float, list[Record]]:
     """The completions in the order of the problems."""
     records = read_jsonl(file)
-    if not records or not all(isinstance(record.get(name, ...), kind) for record in records for name, kind in KINDS):
+    if not records or not all(record.keys() >= COLUMNS for record in records):
         raise ValueError(f"{file} holds no completions of an evaluation")
     temperatures: dict[float, list[Record]] = {}
     for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):

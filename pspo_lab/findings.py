@@ -1,7 +1,4 @@
-"""The doctor: what is wrong with a run, in plain sentences with their numbers and what to try, worst first.
-
-`pspo view` shows the findings of a run, `pspo report` the worst of each run.
-"""
+"""The doctor: what is wrong with a run, in plain sentences with their numbers and what to try, worst first."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

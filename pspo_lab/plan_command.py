@@ -17,7 +17,7 @@ from pspo_lab.plan_shapes import Shape
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
     """One line of the table: the model on so many GPUs, by the fastest strategy that fits."""
     s = choose(shape, config, gpus)
-    tried = [s] if s else candidates(config, gpus)
+    tried = [s] if s else candidates(gpus)
     gigabytes = [[sum(parts.values()) / 1e9 for parts in memory(shape, config, one).values()] for one in tried]
     cells = {"model": name, "GPUs": gpus, "strategy": s.name if s else "does not fit"}
     least = min(gigabytes, key=max)  # if none fits, of the one that needs least
@@ -80,7 +80,3 @@ def main(args: Sequence[str] | None = None) -> None:
                 if len(table):
                     print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
     print(f"\nGroups stay whole: at most {rollout.prompts} GPUs have work.")
-
-
-if __name__ == "__main__":
-    main()

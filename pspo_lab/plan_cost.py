@@ -30,12 +30,10 @@ class Assumptions:
         gpu: A100, H100 (80 GB) or H200 (141 GB), all SXM, 8 to a node; another one is --plan.memory GB of one of them.
         memory: GB of a GPU; unset, all that it has.
         gpus: numbers of GPUs; a line for each.
-        strategy: ddp (all replicated) or fsdp2 (sharded over all) of several GPUs; auto, the fastest that fits.
         mfu: share of the bf16 peak that matrix products reach.
         mbu: share of the bandwidths that is reached.
         usable: share of a GPU's memory that tensors may take.
         prompt_tokens: tokens of a prompt, its system prompt included.
-        shared_tokens: tokens that all prompts begin with.
         completion_tokens: mean length of a completion; unset, the limit.
         moving: share of the groups whose rewards differ; the others leave the training.
     """
@@ -43,20 +41,16 @@ class Assumptions:
     gpu: Literal["A100", "H100", "H200"] = "H100"
     memory: float | None = None
     gpus: list[PositiveInt] = field(default_factory=lambda: [1, 8, 32, 128, 512])
-    strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
     mfu: float = 0.4
     mbu: float = 0.8
     usable: float = 0.9
     prompt_tokens: int = 115
-    shared_tokens: int = 48
     completion_tokens: float | None = None
     moving: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("mfu", "mbu", "usable", "moving"):
             require(0 < getattr(self, name) <= 1, f"plan.{name}", "must be in (0, 1]", getattr(self, name))
-        rule = f"must be at least 0 and below plan.prompt_tokens ({self.prompt_tokens})"
-        require(0 <= self.shared_tokens < self.prompt_tokens, "plan.shared_tokens", rule, self.shared_tokens)
 
 
 @dataclass(frozen=True)
@@ -169,12 +163,10 @@ def training_load(config: PlanConfig, s: Strategy, fullest: bool = False) -> Loa
     pairs = rows * width**2
     if shares_prompts:
         prompts = max(1.0, rows / group_size)
-        common = plan.shared_tokens if prompts > 1 else 0
-        rest = prompts * (prompt - common)
         later = rows * (length - 1)
-        tokens = common + rest + later
-        keys = common + prompts * prompt + rows * width
-        pairs = common**2 + rest * prompt + later * width
+        tokens = prompts * prompt + later
+        keys = prompts * prompt + rows * width
+        pairs = prompts * prompt**2 + later * width
     rollout_rows = math.ceil(config.rollout.prompts / s.gpus) * group_size
     return Load(rollout_rows, microbatches, tokens, keys, pairs, rows * length)
 
@@ -319,18 +311,15 @@ def total(phases: dict[str, dict[str, float]]) -> float:
     return sum(sum(parts.values()) for parts in phases.values())
 
 
-def candidates(config: PlanConfig, gpus: int) -> list[Strategy]:
+def candidates(gpus: int) -> list[Strategy]:
     """Placements on all GPUs."""
-    if gpus == 1:
-        return [Strategy("none", 1)]
-    strategies = [Strategy(name, gpus) for name in ("ddp", "fsdp2")]
-    return [s for s in strategies if config.plan.strategy in ("auto", s.name)]
+    return [Strategy(name, gpus) for name in (("none",) if gpus == 1 else ("ddp", "fsdp2"))]
 
 
 def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
     """The fastest strategy that fits."""
     fitting = []
-    for s in candidates(config, gpus):
+    for s in candidates(gpus):
         if max(sum(parts.values()) for parts in memory(shape, config, s).values()) <= config.gpu.memory:
             fitting.append(s)
     return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)

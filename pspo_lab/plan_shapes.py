@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -19,14 +17,6 @@ class Shape:
     tied: bool
     head_dim: int = 128
     qkv_bias: bool = True
-
-    def config(self) -> PretrainedConfig:
-        """Configuration of such a model for transformers."""
-        return (Qwen2Config if self.qkv_bias else LlamaConfig)(
-            hidden_size=self.hidden, intermediate_size=self.intermediate, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocab,
-            tie_word_embeddings=self.tied,
-        )  # fmt: skip
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -23,13 +23,11 @@ from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line, tolerate_output
 from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
-from pspo_lab.findings import find
 from pspo_lab.paper import against_paper
-from pspo_lab.runs import Runs, read_runs, run_folders, skip_unreadable, warn
+from pspo_lab.runs import Runs, read_runs, run_folders, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import (
     NOTES,
-    accuracies,
     escape_markdown,
     file_name,
     report_text,
@@ -76,10 +74,6 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
             if name == "Accuracy":
                 print(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n")
             cells.append(table.assign(task=title, table=name))
-        if findings := worst_findings(task_runs, label):
-            print("Findings\n" + "\n".join(findings) + "\n")
-            items = [f"* {escape_markdown(line)}" for line in findings]
-            markdown.append("### Findings\n\n" + "\n".join(items))
         if names:
             prefix = f"{file_name(title)}-" if len(tasks) > 1 else ""
             files = draw_task(task_runs, finished, label, f"{output}/{prefix}")
@@ -120,26 +114,12 @@ def describe_runs(runs: Runs, finished: Runs, label: pd.Series) -> list[str]:
     if setting_folders:
         lines = [escape_markdown(f"{name}: {folder}") for name, folder in setting_folders.items()]
         paragraphs.append("\n".join(f"* {line}" for line in lines))
-    tested = set(accuracies(finished, "after")["run"])
     for run in runs.configs.index:
         if run not in finished.configs.index:
             warn(f"{run}: not finished (no summary.json); its curves are drawn, the tables leave it out")
             seed = runs.configs.loc[run, SEED]
             paragraphs.append(escape_markdown(f"Not finished, in the curves alone: {label[run]}, seed {seed}"))
-        elif run not in tested:
-            warn(f"{run}: no accuracy, neither in summary.json nor by an evaluation")
     return paragraphs
-
-
-def worst_findings(runs: Runs, label: pd.Series) -> list[str]:
-    """The worst finding of each run that has one."""
-    lines = []
-    for name, metrics in runs.metrics.groupby("run", sort=False):
-        switches = runs.configs.loc[name].dropna().to_dict()
-        with skip_unreadable(Path(name)):
-            for finding in find(metrics, switches, runs.folders[name].summary)[:1]:
-                lines.append(f"{label[name]}, seed {switches[SEED]}: {finding.text}. Try: {finding.advice}")
-    return [one_line(line) for line in lines]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -161,7 +141,3 @@ def main(args: Sequence[str] | None = None) -> None:
             print(text)
             files.append(output / "against-paper.md")
     print("\n".join(one_line(str(file)) for file in files))
-
-
-if __name__ == "__main__":
-    main()

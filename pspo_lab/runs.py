@@ -44,14 +44,12 @@ class LabRun:
         switches: the configuration, by switch; lists and mappings as JSON.
         metrics: step and the metrics, one row per rollout; NaN where one is missing or not finite.
         summary: ``summary.json``, empty while the run is not finished.
-        untrained: its validation before training, empty if there is none.
     """
 
     folder: Path
     switches: Row
     metrics: pd.DataFrame
     summary: Row
-    untrained: Row
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,8 @@ class Runs:
         """Run, step 0 and the validation before training, of finished runs."""
         rows = []
         for name in self.configs.index:
-            if self.folders[name].untrained:
-                rows.append(self.folders[name].untrained | {"run": name, "time": 0.0})
+            if untrained := self.folders[name].summary.get("validation", {}).get("untrained"):
+                rows.append(untrained | {"run": name, "time": 0.0})
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
 
 
@@ -174,8 +172,7 @@ def sort_runs(runs: Runs) -> Runs:
 def read_run(folder: Path) -> LabRun:
     """Read a run's folder; raises ValueError if it is damaged."""
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    untrained = dict(summary.get("validation", {}).get("untrained") or {})
-    return LabRun(folder, read_switches(folder), read_metrics(folder), summary, untrained)
+    return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
 
 
 def read_switches(folder: Path) -> Row:

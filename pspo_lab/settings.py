@@ -94,18 +94,13 @@ def differing(configs: pd.DataFrame) -> list[str]:
     return sorted(name for name in switches if switches[name].nunique(dropna=False) > 1)
 
 
-def shared_switches(configs: pd.DataFrame) -> dict[str, Any]:
-    """The switches that are the same in all runs and not null."""
-    same = [name for name in configs if configs[name].nunique(dropna=False) == 1]
-    return configs[same].iloc[0].dropna().to_dict()
-
-
 def shared_sentence(configs: pd.DataFrame) -> str:
     """What all runs share and is no default, model and data aside; "" if nothing is."""
     short = short_names(configs)
-    shared = shared_switches(configs.drop(columns=[*NOT_COMPARED, MODEL, DATA, SURROGATE], errors="ignore"))
+    switches = configs.drop(columns=[*NOT_COMPARED, MODEL, DATA, SURROGATE], errors="ignore")
+    same = [name for name in switches if switches[name].nunique(dropna=False) == 1]
     texts = []
-    for name, value in shared.items():
+    for name, value in switches[same].iloc[0].dropna().items():
         if value != defaults().get(name, value):
             texts.append(f"{short[name]}={cut(short_value(value))}")
     return f"All have {', '.join(texts)}." if texts else ""

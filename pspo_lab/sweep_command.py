@@ -200,7 +200,3 @@ async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None
             for task in asyncio.as_completed(tasks):
                 await task
                 bar.advance()
-
-
-if __name__ == "__main__":
-    main()

@@ -167,7 +167,3 @@ def main(args: Sequence[str] | None = None) -> None:
         output = local_path(options.output or runs[0] / "view.html")
         write_text(output, make_page(runs, options.surrogates))
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")
-
-
-if __name__ == "__main__":
-    main()

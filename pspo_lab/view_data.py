@@ -3,8 +3,6 @@
 import ast
 import base64
 import contextlib
-import importlib
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
@@ -21,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import pspo.losses
 from pspo.cli.files import DAMAGE, read_json, read_jsonl
-from pspo.cli.parse import class_names
+from pspo.cli.parse import class_names, make_config
+from pspo.config import TrainConfig
 from pspo.evaluate.results import as_text
 from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
@@ -127,8 +126,6 @@ def describe_run(run: LabRun, label: str) -> Record:
     best_step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
     events = []
     if best_step is not None:
-        if not isinstance(best_step, int):
-            raise ValueError(f"best/validation.json or summary.json is damaged: the best step is {best_step!r}")
         events.append({"step": best_step, "kind": "best", "text": f"best model (step {best_step})"})
     return {
         "name": f"{label}, seed {run.switches[SEED]}",
@@ -319,23 +316,13 @@ def make_surrogate(text: str) -> Surrogate:
     try:
         call = ast.parse(text, mode="eval").body
         name, words = (call.func, call.keywords) if isinstance(call, ast.Call) else (call, [])
-        cls = find_surrogate(ast.unparse(name))
-        return cls(**{word.arg: ast.literal_eval(word.value) for word in words})
-    except (SyntaxError, TypeError, ImportError, AttributeError, ValueError) as error:
+        if isinstance(call, ast.Call) and call.args:
+            raise ValueError("a parameter lacks its name")
+        arguments = {word.arg: ast.literal_eval(word.value) for word in words}
+        surrogate = {"class_path": ast.unparse(name), "init_args": arguments}
+        return make_config(TrainConfig, "pspo view", [], {"algorithm": {"surrogate": surrogate}})[0].algorithm.surrogate
+    except (SyntaxError, ValueError) as error:
         raise ValueError(f"--surrogates {text}: {error}; write Name or 'Name(parameter=1.0)'") from error
-
-
-def find_surrogate(name: str) -> type[Surrogate]:
-    """A class of `pspo.losses`, or one by its import path."""
-    if "." not in name:
-        if name not in surrogate_classes():
-            raise ValueError(f"no such surrogate; choose from {', '.join(surrogate_classes())}, or an import path")
-        return surrogate_classes()[name]
-    module, _, attribute = name.rpartition(".")
-    cls = getattr(importlib.import_module(module), attribute)
-    if not (inspect.isclass(cls) and issubclass(cls, Surrogate)):
-        raise ValueError(f"{name} is no subclass of pspo.losses.Surrogate")
-    return cls
 
 
 def surrogate_classes() -> dict[str, type[Surrogate]]:
@@ -345,14 +332,12 @@ def surrogate_classes() -> dict[str, type[Surrogate]]:
 
 def run_curve(switches: Record) -> Record | None:
     """The curve of a run's surrogate; None of one that is not ours: a page runs no code that a run's files name."""
-    room, _, name = str(switches.get(SURROGATE)).rpartition(".")
-    if room != "pspo.losses" or name not in surrogate_classes():
-        return None
+    cls = surrogate_classes().get(str(switches.get(SURROGATE)).removeprefix("pspo.losses."))
     arguments = {
         switch.removeprefix(ARGUMENT): value
         for switch, value in switches.items()
         if switch.startswith(ARGUMENT) and value is not None
     }
-    with contextlib.suppress(Exception):  # a file may give it any arguments
-        return surrogate_curve(surrogate_classes()[name](**arguments))
+    with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
+        return surrogate_curve(cls(**arguments))
     return None

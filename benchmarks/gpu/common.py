@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.workloads import shape_config
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import peak_memory_gb
@@ -77,7 +78,7 @@ def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> Pr
     """A model of this shape with random weights, otherwise as `pspo.model.load_policy` makes it."""
     torch.manual_seed(0)
     with device:
-        policy = AutoModelForCausalLM.from_config(shape.config())
+        policy = AutoModelForCausalLM.from_config(shape_config(shape))
     prepare_policy(policy, config)
     return policy
 

@@ -163,7 +163,6 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     ("name", "content", "said"),
     [
         ("test-after.jsonl", "{}\n", "damaged (KeyError: 'reward')"),
-        ("best/validation.json", '{"step": "four"}', "best/validation.json or summary.json is damaged: the best step"),
     ],
 )
 def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys, name, content, said):
