@@ -282,6 +282,10 @@ def test_evaluate(here, capsys):
     evaluate(["--config", "results/config.yaml", "--run.output_dir=again"])
     for name in ("results.json", "completions.jsonl"):
         assert (here / "again" / name).read_bytes() == (here / "results" / name).read_bytes()
+    Path("results/results.json").write_text('{"n": 6}')
+    with pytest.raises(SystemExit):
+        evaluate(args)
+    assert "results/results.json is damaged (KeyError" in capsys.readouterr().err
 
 
 def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):

@@ -99,6 +99,7 @@ SPOILT = {  # how a run's folder is spoiled, and what is said
     ),
     "the disk fails": (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
     "metrics.jsonl": (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "out/metrics.jsonl is damaged"),
+    "no step": (lambda run: (run / "metrics.jsonl").write_text("{}\n"), "out/metrics.jsonl is damaged (KeyError"),
     "config.yaml": (lambda run: (run / "config.yaml").write_text("model: {na"), "out/config.yaml is damaged"),
 }  # fmt: skip
 

@@ -53,6 +53,11 @@ def test_a_finished_run_stays_as_it_is(capfd):
         assert train("out", *again) == code
         assert said in "".join(capfd.readouterr())
     assert stamps(Path("out")) == left
+    whole = Path("out/summary.json").read_text()
+    Path("out/summary.json").write_text('{"best_model": "out/best", "best_step": 2}')
+    assert train("out", *args) == 2
+    assert "out/summary.json is damaged (KeyError" in capfd.readouterr().err
+    Path("out/summary.json").write_text(whole)
     shutil.rmtree("out/checkpoints")
     assert (
         train("out", CONSTANT, "--run.max_tokens=1000", "--run.max_steps=4", "--run.test_limit=3") == 2

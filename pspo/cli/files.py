@@ -1,5 +1,6 @@
 """The files of a run: JSON lines, JSON and YAML, written whole or not at all."""
 
+import contextlib
 import fcntl
 import json
 import math
@@ -7,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -109,15 +110,24 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
     return sizes[node]
 
 
+@contextlib.contextmanager
+def named_damage(path: Path) -> Iterator[None]:
+    """Raise ValueError, naming the file, where its content is not of the form that was written."""
+    try:
+        yield
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    except DAMAGE as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
 def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     """The object that (a line of) a file holds; raises ValueError if it is damaged."""
-    try:
+    with named_damage(path):
         parsed = parse(content)
-    except (ValueError, yaml.YAMLError, *DAMAGE) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path} is damaged: not an object")
-    return parsed
+        if not isinstance(parsed, dict):
+            raise ValueError("not an object")
+        return parsed
 
 
 def lock(file: IO[Any]) -> bool:

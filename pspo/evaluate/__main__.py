@@ -129,10 +129,14 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo.evaluate"):
         base_sampler, make_environment, prompts = prepare(config, settings, dist.local_device())
         done = dist.run_on_main(lambda: files.read_jsonl(completions_file))
-        summary = dist.run_on_main(lambda: files.read_json(results_file) if results_file.exists() else {})
-    if summary:
-        print(f"already finished: {results_file}\n\n{render(summary)}")
-        return
+        done_by_temperature = {temperature: [] for temperature in config.eval.temperatures}
+        with files.named_damage(completions_file):
+            for record in done:
+                done_by_temperature[record["temperature"]].append(record)
+        if dist.run_on_main(results_file.exists):
+            with files.named_damage(results_file):
+                print(f"already finished: {results_file}\n\n{render(files.read_json(results_file))}")
+            return
     if done:
         print(f"resuming {output}: {len(done):,} completions are done")
         dist.run_on_main(lambda: files.write_text(completions_file, files.to_jsonl(done)))  # drops half a line
@@ -149,7 +153,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 seed=config.run.seed,
                 max_tokens=config.eval.max_tokens,
                 bar="" if config.run.quiet else f"T={temperature:g}",
-                done=[record for record in done if record["temperature"] == temperature],
+                done=done_by_temperature[temperature],
                 save=lambda records: files.append_jsonl(completions_file, *records),
             )
     except UserCodeFailed as error:

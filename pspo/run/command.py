@@ -7,7 +7,7 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, UserCodeFailed
-from pspo.cli.files import Settings
+from pspo.cli.files import Settings, named_damage
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
 from pspo.cli.terminal import clip, printable
@@ -76,8 +76,10 @@ def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]
     """Print the summary of a run that is finished, and return it; {} of any other."""
     summary = dist.run_on_main(lambda: finished_summary(config.run, settings))
     if summary:
-        print(f"already finished: {Path(config.run.output_dir) / 'summary.json'}\n")
-        print_summary(settings, summary)
+        file = Path(config.run.output_dir) / "summary.json"
+        print(f"already finished: {file}\n")
+        with named_damage(file):
+            print_summary(settings, summary)
     return summary
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, differences, flat, read_config, read_json, read_jsonl, to_jsonl, write_text
+from pspo.cli.files import (
+    Settings,
+    differences,
+    flat,
+    named_damage,
+    read_config,
+    read_json,
+    read_jsonl,
+    to_jsonl,
+    write_text,
+)
 from pspo.cli.python import default_output
 from pspo.config import RunConfig, TrainConfig
 from pspo.run.checkpointer import Checkpointer
@@ -77,7 +87,8 @@ def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
     if check_same(file.parent, settings) & {*LIMITS, "data.path"}:  # whose problems a resumed run compares
         return {}
     summary = read_json(file)
-    best_model = file.parent / Path(summary["best_model"]).name
+    with named_damage(file):
+        best_model = file.parent / Path(summary["best_model"]).name
     return summary | {"output_dir": str(file.parent), "best_model": str(best_model)}  # it may have been moved
 
 
@@ -161,7 +172,8 @@ def cut_back(checkpointer: Checkpointer) -> None:
     recorder = checkpointer.recorder
     written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
     for name in ("metrics.jsonl", "samples.jsonl"):
-        lines = [line for line in read_jsonl(run / name) if line["step"] <= written]
+        with named_damage(run / name):
+            lines = [line for line in read_jsonl(run / name) if line["step"] <= written]
         write_text(run / name, to_jsonl(lines))
 
 

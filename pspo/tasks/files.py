@@ -91,7 +91,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
             json.dumps(record, ensure_ascii=False, default=str).encode()  # a lone surrogate is refused
             yield record
-    except (ValueError, InvalidOperation, OSError, RecursionError, csv.Error, ElementTree.ParseError) as error:
+    except (
+        ValueError,
+        InvalidOperation,
+        NotImplementedError,
+        OSError,
+        RecursionError,
+        csv.Error,
+        ElementTree.ParseError,
+    ) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
