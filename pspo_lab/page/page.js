@@ -237,7 +237,8 @@ function drawGroups() {
     && (!state.mixed || isMixed(group)) && (!state.truncated || group.completions.some((one) => one.truncated))
     && (!state.changed || changedReward(group))
     && (!words
-      || [group.prompt, ...group.completions.map((one) => one.text)].some((text) => text.toLowerCase().includes(words))));
+      || [group.prompt, ...group.completions.map((one) => one.text)].some((text) =>
+        text.toLowerCase().includes(words))));
   main.append(h("p", { class: "note" }, filtering ? `${found.length} of ${own.length} groups` : ""));
   found.slice(0, 40).forEach((group) => main.append(groupCard(group)));
 }
