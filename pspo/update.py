@@ -122,6 +122,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
                 x = batch.loss_inputs(rows, logprobs, entropies, learner.steps)
                 losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)  # (b, t)
                 check_loss(algorithm.surrogate, losses, x.logprobs)
+                # dL/dlogprob of the surrogate alone, for metrics and the record: terms change the losses next.
                 (weights,) = torch.autograd.grad(losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True)
                 for term in algorithm.loss_terms:
                     losses = term(losses, x)

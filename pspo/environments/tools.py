@@ -28,8 +28,9 @@ def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str) -> list[Call]:
     text = after_thoughts(text)
     if not form.opening:  # Llama 3.1 begins calls with a special token that its template does not write
         text = special_pattern(tokenizer).sub("", text)
+    parts = text.split(form.opening)[1:] if form.opening else [text]
     calls = []
-    for part in text.split(form.opening)[1:] if form.opening else [text]:
+    for part in parts:
         try:
             call, _ = json.JSONDecoder().raw_decode(part.lstrip())
         except (ValueError, RecursionError):

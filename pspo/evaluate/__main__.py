@@ -104,7 +104,8 @@ def render(results: dict[str, Any]) -> str:
     columns = {}
     for temperature, numbers in results["temperatures"].items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
-        columns[f"T = {temperature}{samples}"] = cells = {}
+        cells = {}
+        columns[f"T = {temperature}{samples}"] = cells
         for name, number in numbers.items():
             if name not in ("samples", "breakdown", "pass@1", "maj@1"):
                 cells[label(name)] = as_text(name, number)

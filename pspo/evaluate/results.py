@@ -38,7 +38,8 @@ class Evaluation:
         """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
         flat: Record = {"n": len(self.problems)}
         for name, number in estimates(measures(self.completions, self.samples)).items():
-            for key, value in number.items() if isinstance(number, dict) else [("value", number)]:
+            numbers = number if isinstance(number, dict) else {"value": number}
+            for key, value in numbers.items():
                 flat[name if key == "value" else f"{name}_{key}".removeprefix("accuracy_")] = value
         return flat
 

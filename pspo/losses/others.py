@@ -164,11 +164,13 @@ class DPPO(Surrogate):
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs, old_logprobs, mask)
-        new, old = (values.detach().to(log_r.dtype).clamp(max=0.0) for values in (logprobs, old_logprobs))
+        new = logprobs.detach().to(log_r.dtype).clamp(max=0.0)
+        old = old_logprobs.detach().to(log_r.dtype).clamp(max=0.0)
         moved = new.exp() - old.exp()  # p - q
         divergence = moved.abs()
         if self.divergence == "kl":
-            rest, old_rest = (-torch.expm1(values) + 1e-8 for values in (new, old))  # 1 - p, 1 - q; above 0
+            rest = 1e-8 - torch.expm1(new)  # 1 - p, above 0
+            old_rest = 1e-8 - torch.expm1(old)  # 1 - q
             divergence = -old.exp() * log_r.detach() + old_rest * (old_rest / rest).log()
         further = torch.where(advantages > 0, moved > 0, moved < 0)
         kept = ~(further & (divergence > self.epsilon))

@@ -85,7 +85,8 @@ def token_values(
     """
     called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     name = f"--algorithm.{switch} {called}"
-    rows, shape = len(mask), tuple(mask.shape)
+    rows = len(mask)
+    shape = tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         rule = f"a tensor with a value per row (B,) = ({rows},) or per token (B, T) = {shape}"
@@ -139,7 +140,8 @@ class Clip(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        high, delta = self.epsilon_high, self.delta
+        high = self.epsilon_high
+        delta = self.delta
         check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
         check(high is None or high >= 0, self, "epsilon_high must be at least 0", high)
         check(delta is None or delta >= 1, self, "delta must be at least 1", delta)
@@ -260,7 +262,8 @@ class TOPR(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        pos, neg = (self.a_pos, self.b_pos), (self.a_neg, self.b_neg)
+        pos = (self.a_pos, self.b_pos)
+        neg = (self.a_neg, self.b_neg)
         check(0 <= self.a_pos <= self.b_pos, self, "0 <= a_pos <= b_pos must hold", pos)
         check(self.a_pos < math.inf and self.a_neg < math.inf, self, "a_pos and a_neg must be finite", (*pos, *neg))
         check(0 <= self.a_neg <= self.b_neg, self, "0 <= a_neg <= b_neg must hold", neg)

@@ -18,9 +18,9 @@ GPU_BYTES_PER_ROW = 2**27
 
 def casts_to_bf16(mode: str, device: torch.device) -> bool:
     """True if --model.autocast ``mode`` (auto, bf16 or none) casts on this device."""
-    return mode == "bf16" or (
-        mode == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    if mode == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return mode == "bf16"
 
 
 def autocast(mode: str, device: torch.device) -> torch.autocast:

@@ -40,7 +40,11 @@ def check_exactness(
             raise
         raise ValueError(f"--model.name_or_path: {name} fails on a small batch: {error}") from error
     for fault, nats, dtype in differences:
-        size, limit = (nats.mean().item(), 0.25) if dtype.itemsize == 2 else (nats.max().item(), 1e-3)
+        size = nats.max().item()
+        limit = 1e-3
+        if dtype.itemsize == 2:  # some tokens of bf16 logits are always far off
+            size = nats.mean().item()
+            limit = 0.25
         if not size <= limit:  # NaN is refused, too
             raise ValueError(f"--model.name_or_path: {name} {fault}: off by {size:.2g} nats")
 

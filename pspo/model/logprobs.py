@@ -110,7 +110,9 @@ def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]
     """
     most = chunk_tokens(model)
     chunks = []
-    first_row = first_token = token = 0
+    first_row = 0
+    first_token = 0
+    token = 0
     for row, length in enumerate(mask.sum(dim=1).tolist()):
         if token + length - first_token > most and row > first_row:
             chunks.append((slice(first_row, row), slice(first_token, token)))

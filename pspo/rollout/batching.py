@@ -90,8 +90,10 @@ def pack(groups: list[list[int]], lengths: Lengths, limit: float) -> list[list[i
     """Fill microbatches with groups of rows, in order, up to ``limit`` tokens; only a larger group is split."""
     microbatches: list[list[int]] = [[]]
     for group in groups:
-        fits = lengths.padded_tokens(group) <= limit
-        for part in [group] if fits else [[row] for row in group]:
+        parts = [group]
+        if lengths.padded_tokens(group) > limit:
+            parts = [[row] for row in group]
+        for part in parts:
             if microbatches[-1] and lengths.padded_tokens(microbatches[-1] + part) > limit:
                 microbatches.append([])
             microbatches[-1] += part

@@ -176,7 +176,8 @@ class Generators:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
             set_torch_states(self.states, self.device)
             try:
                 yield

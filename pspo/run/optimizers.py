@@ -24,7 +24,8 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     matrices = []
     others = []
     for weight, parameter in zip(trained, optimized, strict=True):
-        (matrices if weight.dim() > 1 else others).append(parameter)
+        group = matrices if weight.dim() > 1 else others
+        group.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": config.options.get("weight_decay", 0.0)},
         {"params": others, "weight_decay": 0.0},
@@ -42,7 +43,8 @@ def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torc
         return torch.optim.AdamW(groups, fused=True, **options)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    return (AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit)(groups, **options)
+    optimizer = AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit
+    return optimizer(groups, **options)
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

@@ -56,8 +56,8 @@ class Recorder:
         self.clear_line()
         if config.run.record_tokens > 0:
             groups = config.rollout.prompts // dist.world_size()
-            recorded = min(max(config.run.record_tokens - groups * dist.rank(), 0), groups)  # on this rank
-            learner.record = TokenRecord(recorded * config.rollout.group_size)
+            left = max(config.run.record_tokens - groups * dist.rank(), 0)  # after those of the ranks before
+            learner.record = TokenRecord(min(left, groups) * config.rollout.group_size)
 
     def clear_line(self) -> None:
         self.line: dict[str, Any] = {}

@@ -84,7 +84,8 @@ def _draw(rng: random.Random) -> Problem:
     if last:
         ops = [*ops, last]
 
-    value = first = rng.randint(2, 10 if boxed else MAX_NUMBER)
+    first = rng.randint(2, 10 if boxed else MAX_NUMBER)
+    value = first
     numbers = []
     lines = []
     for op in ops:
