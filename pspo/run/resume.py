@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pspo import distributed as dist
-from pspo.cli.files import (
-    Settings,
-    differences,
-    flat,
-    named_damage,
-    read_config,
-    read_json,
-    read_jsonl,
-    to_jsonl,
-    write_text,
-)
+from pspo.cli import files
 from pspo.cli.python import default_output
 from pspo.config import RunConfig, TrainConfig
 from pspo.run.checkpointer import Checkpointer
@@ -56,7 +46,7 @@ class Start(NamedTuple):
     parent: Path | None = None
 
 
-def find_start(config: TrainConfig, settings: Settings, resources: contextlib.ExitStack) -> Start:
+def find_start(config: TrainConfig, settings: files.Settings, resources: contextlib.ExitStack) -> Start:
     """Find where a run starts; the folder of one that has begun is locked. ValueError if it cannot start there."""
     output = Path(config.run.output_dir or default_output(config))
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
@@ -79,24 +69,24 @@ def is_run(folder: Path) -> bool:
     return (folder / ".lock").exists() and (folder / "config.yaml").exists()
 
 
-def finished_summary(config: RunConfig, settings: Settings) -> dict[str, Any]:
+def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, Any]:
     """The summary of a finished run of this configuration in --run.output_dir; {} without, or if it may be longer."""
     file = Path(config.output_dir or "") / "summary.json"
     if config.output_dir is None or not file.exists():
         return {}
     if check_same(file.parent, settings) & {*LIMITS, "data.path"}:  # whose problems a resumed run compares
         return {}
-    summary = read_json(file)
-    with named_damage(file):
+    summary = files.read_json(file)
+    with files.named_damage(file):
         best_model = file.parent / Path(summary["best_model"]).name
     return summary | {"output_dir": str(file.parent), "best_model": str(best_model)}  # it may have been moved
 
 
-def check_same(run: Path, settings: Settings) -> set[str]:
+def check_same(run: Path, settings: files.Settings) -> set[str]:
     """The switches that differ from the run's configuration, and may; ValueError names those that may not."""
-    saved = read_config(run / "config.yaml")
-    is_constant = flat(saved).get("optimizer.schedule") == "constant"
-    changes = differences(saved, settings)
+    saved = files.read_config(run / "config.yaml")
+    is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
+    changes = files.differences(saved, settings)
     refused = []
     for name, (old, new) in changes.items():
         grows = name in LIMITS and is_constant and old is not None and (new is None or new > old)
@@ -148,7 +138,7 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
         if states[name]["fingerprint"] != checkpointer.parts[name].fingerprint:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
     validations = states["validator"]["validations"]
-    if validations["best"] and read_json(output / "best" / "validation.json") != validations["best"]:
+    if validations["best"] and files.read_json(output / "best" / "validation.json") != validations["best"]:
         validations["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
     elif validations["best"]:
         damage = find_damage(output / "best")
@@ -172,18 +162,18 @@ def cut_back(checkpointer: Checkpointer) -> None:
     recorder = checkpointer.recorder
     written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
     for name in ("metrics.jsonl", "samples.jsonl"):
-        with named_damage(run / name):
-            lines = [line for line in read_jsonl(run / name) if line["step"] <= written]
-        write_text(run / name, to_jsonl(lines))
+        with files.named_damage(run / name):
+            lines = [line for line in files.read_jsonl(run / name) if line["step"] <= written]
+        files.write_text(run / name, files.to_jsonl(lines))
 
 
-def fork(checkpointer: Checkpointer, parent: Path, settings: Settings) -> None:
+def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> None:
     """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
 
     Its validations, and rollouts that wait, are its own; of the parent's parts it loads those that fit.
     """
     states = checkpointer.load(parent)
-    changes = differences(read_config(parent / "config.yaml"), settings)
+    changes = files.differences(files.read_config(parent / "config.yaml"), settings)
     left_out = {"validator", "delay"}
     if changes.keys() & {"optimizer.name", "model.dtype"}:  # other moments
         states["learner"]["optimizer"] = None
