@@ -35,7 +35,11 @@ def interval(values: pd.Series) -> Interval:
 
 
 def text(values: pd.Series, digits: int = 3, sign: str = "") -> str:
-    mean, low, high = (f"{round(number, digits) + 0.0:{sign}.{digits}f}" for number in interval(values))
+    """Mean and interval, with one digit more where an end would be a zero that hides its sign."""
+    numbers = interval(values)
+    if any(1e-9 < abs(end) < 0.5 * 10**-digits for end in numbers[1:]):
+        digits += 1
+    mean, low, high = (f"{round(number, digits) + 0.0:{sign}.{digits}f}" for number in numbers)
     return f"{mean} [{low}, {high}]"
 
 
@@ -46,10 +50,15 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def holm_p_values(differences: dict[str, pd.Series]) -> pd.Series:
+    """By name, the p-value of a mean difference from 0, corrected for all of them together."""
+    rows = {name: {"mean": of.mean(), "sem": of.sem(), "seeds": len(of)} for name, of in differences.items()}
+    return add_holm(pd.DataFrame.from_dict(rows, orient="index"))["holm"]
+
+
 def holm_stars(differences: dict[str, pd.Series]) -> dict[str, str]:
     """A star for each mean difference that is not 0 at 5%, of all of them together."""
-    rows = {name: {"mean": of.mean(), "sem": of.sem(), "seeds": len(of)} for name, of in differences.items()}
-    adjusted = add_holm(pd.DataFrame.from_dict(rows, orient="index"))["holm"]
+    adjusted = holm_p_values(differences)
     return {name: "*" if adjusted[name] < 0.05 else "" for name in differences}
 
 
@@ -100,6 +109,7 @@ def protocol_texts(folder: Path) -> Texts:
             for method in METHODS[1:]:
                 of_model = accuracy[measure][model]
                 apart[f"{measure} {model} {method}"] = of_model[method] - of_model["NoClip"]
+    adjusted = holm_p_values(apart)
     stars = holm_stars(apart)
 
     tables = {}
@@ -124,10 +134,9 @@ def protocol_texts(folder: Path) -> Texts:
         "largest": f"{max(map(abs, means)):.1f}",
         "ends": f"{min(lows):+.1f} to {max(highs):+.1f}",
         "lower": " and ".join(f"{points:.1f}" for points in lower),
+        "lower p": " and ".join(f"{adjusted[f'returned_accuracy tiny-base {method}']:.2f}" for method in METHODS[4:]),
         "untrained": f"{untrained['tiny-base']:.0f}%, tiny-math {untrained['tiny-math']:.0f}%",
-        "differences": str(len(apart)),
-        "excluding": str(len(excluding)),
-        "stars": str(sum(map(bool, stars.values()))),
+        "excluding": f"{len(excluding)} of {len(apart)} exclude 0, {sum(map(bool, stars.values()))}",
         "topr final": text(apart["accuracy tiny-base TOPR"], 1, "+"),
     }
 
@@ -194,17 +203,18 @@ def control_texts(folder: Path) -> Texts:
         rows.append(row)
     header = ["learning rate 3e-5", "reward", "minus NoClip, 2 epochs", "accuracy minus", "reward minus, norms clipped"]
     twice = cells["NoClip, 1 epoch, twice the rate", 0.0] - cells[BASE, 0.0]
+    once = cells["NoClip, 1 epoch", 0.0] - cells[BASE, 0.0]
+    other_base = cells["steps", 0.0].mean()
 
-    alphas = alpha_curves(folder)
-    spreads = alphas["mean"].max(axis=1) - alphas["mean"].min(axis=1)
+    errors = deviations(alpha_curves(folder)) / 8**0.5  # of a mean over the eight seeds
     return {
         "control": table(header, rows),
         "accuracy": text(cells[BASE, 0.0]["accuracy"], 1),
         "differences": str(len(apart)),
-        "seeds": str(len(cells[BASE, 0.0])),
         "area": text(twice["reward"], 3, "+"),
-        "spread": f"{spreads.max():.3f}",
-        "deviations": f"{deviations(alphas).min():.3f} to {deviations(alphas).max():.3f}",
+        "made up": f"{100 * (1 - twice['validation'].mean() / once['validation'].mean()):.0f}%",
+        "other base": f"reward {other_base['validation']:.3f}, accuracy {other_base['accuracy']:.1f}%",
+        "errors": f"{errors.min():.3f} to {errors.max():.3f}",
         **alpha_differences(folder),
         **comparison_texts(folder),
     }
@@ -227,13 +237,21 @@ def deviations(curves: pd.DataFrame) -> pd.Series:
 
 
 def alpha_differences(folder: Path) -> Texts:
-    """How many differences from alpha 0 of the same variant have an interval that excludes 0."""
+    """Differences from alpha 0 of the same variant: means, and how many intervals exclude 0."""
     runs = pd.read_csv(folder / "runs.csv", keep_default_na=False, na_values=[""])
     values = runs[runs["experiment"] == "alpha"].pivot(index=[*VARIANT, "seed"], columns="alpha", values="validation")
     apart = values.drop(columns=0.0).sub(values[0.0], axis=0)
     ends = [interval(of) for _, variant in apart.groupby(level=VARIANT) for _, of in variant.items()]
     excluding = sum(low > 0 or high < 0 for _, low, high in ends)
-    return {"alphas": str(len(ends)), "excluding": str(excluding or "None")}
+    means = [mean for mean, _, _ in ends]
+    plain = apart.loc[("none", 0.0, "float32")].abs().max()  # by alpha, the largest of all seeds
+    same = plain[plain == 0].index.max()
+    divided = apart.loc[("group", 0.0, "float32")].mean()
+    return {
+        "excluding": f"{excluding or 'none'} of {len(ends)}",
+        "alpha means": f"{min(means):+.3f} to {max(means):+.3f}",
+        "identical": f"equal up to alpha {same}, within {divided.abs().max():.3f} if divided",
+    }
 
 
 def comparison_texts(folder: Path) -> Texts:
@@ -251,12 +269,10 @@ def comparison_texts(folder: Path) -> Texts:
     by_seed = sgd.pivot(index="seed", columns=["method", "lr"], values="returned_accuracy")  # of the final models
     pspo = by_seed["PSPO", 0.1]
     return {
-        "settings": str(len(means)),
-        "below": str(sum(below)),
+        "below": f"{sum(below)} of {len(means)}",
         "falls": f"{-others.max():.0f} to {-others.min():.0f}",
         "topr": text(falls.get_group(("TOPR", 0, 0)), 1, "+"),
-        "hidden": str((reuse["best_step"] == 0).sum()),
-        "runs": str(len(reuse)),
+        "hidden": f"{(reuse['best_step'] == 0).sum()} of {len(reuse)}",
         "sgd": text(pspo - by_seed["NoClip", 0.1], 1, "+"),
         "sgd shorter": text(pspo - by_seed["NoClip", 0.06], 1, "+"),
     }
@@ -295,6 +311,7 @@ def draw_control(folder: Path) -> None:
 # A pretrained model on two CPU cores
 
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0}
+SEEDS = ("seed-0", "seed-1")
 ANSWERS = {"before": "before", "seed 0": "seed-0", "seed 1": "seed-1"}
 SETS = {"word-problems": "ASDiv + SVAMP, 976 held-out problems", "gsm8k": "GSM8K, 500 problems, not trained on"}
 
@@ -311,11 +328,11 @@ def percent(row: pd.Series) -> str:
     return f"{100 * row['value']:.1f}% [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
 
 
-def p_value(answers: pd.DataFrame, problems: str, seed: str) -> float:
-    """Fisher's exact test of the gold value anywhere, before and after, as if the problems were not the same."""
+def p_value(answers: pd.DataFrame, problems: str, model: str, measure: str = "gold_anywhere") -> float:
+    """Fisher's exact test of a share before and after, as if the problems were not the same."""
     counts = []
-    for name in ("before", seed):
-        row = answers.loc[(f"{name}-{problems}", "gold_anywhere")]
+    for name in ("before", model):
+        row = answers.loc[(f"{name}-{problems}", measure)]
         found = round(row["value"] * row["n"])
         counts.append([found, row["n"] - found])
     return fisher_exact(counts)[1]
@@ -348,29 +365,35 @@ def smollm2_texts(folder: Path) -> Texts:
             rows.append(row)
     header = ["problems", "model", "gold anywhere", "p", "right", "cut at 128 tokens"]
 
-    def gold(name: str) -> str:
-        return f"{100 * answers.loc[(f'{name}-word-problems', 'gold_anywhere'), 'value']:.1f}"
+    def gold(name: str, problems: str = "word-problems") -> str:
+        return f"{100 * answers.loc[(f'{name}-{problems}', 'gold_anywhere'), 'value']:.1f}"
 
-    def sampled(k: int) -> str:
-        before, after = (answers.loc[(f"{name}-sampled-300", f"pass@{k}"), "value"] for name in ("before", "seed-0"))
-        return f"{100 * before:.1f}% to {100 * after:.1f}%"
-
+    first_p = p_value(answers, "word-problems", "seed-0-stage-1")
     runs = pd.read_parquet(folder / "runs.parquet")
+    given_up = runs[(runs["experiment"] == "given-up") & runs["measure"].isna()]
     memory = runs.query("measure == 'peak_memory_gb' and experiment == 'stage-2'")["value"]
     return {
         "answers": table(header, rows),
-        "before": gold("before"),
-        "seed 0": gold("seed-0"),
-        "seed 1": gold("seed-1"),
-        "p": " and ".join(f"{p_value(answers, 'word-problems', seed):.2g}" for seed in ("seed-0", "seed-1")),
-        "first": " and ".join(gold(f"{seed}-stage-1") for seed in ("seed-0", "seed-1")),
+        "seed 0": f"{gold('before')}% to {gold('seed-0')}% (p = {p_value(answers, 'word-problems', 'seed-0'):.2g})",
+        "seed 1": f"{gold('seed-1')}% (p = {p_value(answers, 'word-problems', 'seed-1'):.2g})",
+        "first": f"{gold('seed-0-stage-1')}% (a fall: p = {first_p:.2g}) and {gold('seed-1-stage-1')}%",
+        "first gsm8k": gold("seed-0-stage-1", "gsm8k"),
+        "first others": first_stage_range(folder),
+        "right gsm8k p": " and ".join(f"{p_value(answers, 'gsm8k', seed, 'accuracy'):.2g}" for seed in SEEDS),
         "cut": f"{100 * answers.loc[('before-word-problems', 'truncated_share'), 'value']:.0f}%",
         "minutes": " and ".join(f"{minutes:.0f}" for minutes in training_minutes(runs)),
         "memory": f"{memory.max():.1f} GB",
-        "pass@1": sampled(1),
-        "pass@4": sampled(4),
+        "sampled": f"{gold('before', 'sampled-300')}% to {gold('seed-0', 'sampled-300')}%",
+        "given up": f"{given_up['setting'].nunique()} settings were given up within {given_up['step'].max():.0f} steps",
         "first stage": first_stage_table(folder),
     }
+
+
+def first_stage_range(folder: Path) -> str:
+    """Lowest and highest share with the gold value anywhere after the first stage, of the runs by kinds of weights."""
+    shares = pd.read_parquet(folder / "answers.parquet").groupby("model", observed=True)["contains_gold"].mean()
+    shares = 100 * shares.drop("before")
+    return f"{shares.min():.1f} to {shares.max():.1f}"
 
 
 def first_stage_table(folder: Path) -> str:
@@ -388,8 +411,8 @@ def first_stage_table(folder: Path) -> str:
     for model, name in names.items():
         of_model = answers.loc[model]
         shares = [f"{100 * of_model[measure].mean():.1f}%" for measure in ("contains_gold", "correct", "truncated")]
-        rows.append([name, model[-1] if "-" in model else "", *shares, f"{of_model['tokens'].mean():.0f}"])
-    return table(["", "seed", "gold anywhere", "right", "cut at 128 tokens", "tokens per answer"], rows)
+        rows.append([name, model[-1] if "-" in model else "", *shares])
+    return table(["", "seed", "gold anywhere", "right", "cut at 128 tokens"], rows)
 
 
 def draw_smollm2(folder: Path) -> None:
@@ -415,12 +438,17 @@ def draw_smollm2(folder: Path) -> None:
 LAGS = [0, 1, 2, 4, 8]
 
 
-def read_grid(folder: Path) -> pd.Series:
-    """Mean final reward by model, method, epochs, rate and lag."""
+def read_grid_seeds(folder: Path) -> pd.DataFrame:
+    """Final reward by seed, and by model, method, epochs, rate and lag."""
     runs = pd.read_csv(folder / "runs.csv")
     is_luspo = (runs["method"] == "GSPO") & (runs["aggregation"] == "dr_grpo")
     runs["method"] = runs["method"].mask(is_luspo, "LUSPO")
-    return runs.groupby(["name_or_path", "method", "epochs", "lr", "lag"])["validation"].mean()
+    return runs.pivot(index="seed", columns=["name_or_path", "method", "epochs", "lr", "lag"], values="validation")
+
+
+def read_grid(folder: Path) -> pd.Series:
+    """As `read_grid_seeds`, the mean over seeds."""
+    return read_grid_seeds(folder).mean()
 
 
 def lag_costs(grid: pd.Series, model: str) -> tuple[float, pd.DataFrame, pd.DataFrame]:
@@ -446,19 +474,17 @@ def lag_texts(folder: Path) -> Texts:
     header = ["lag", "cost, setting chosen anew", "cost, lag 0's setting kept"]
     too_high = grid["tiny-base"].xs((4, 1e-4), level=("epochs", "lr")).unstack("lag")
     dear = too_high[0] - too_high[8]
+    dearest = costs["tiny-base"][1][8].idxmax()
     return {
         "lags": table(header, rows),
-        "gain": f"{costs['tiny-base'][0]:.3f}",
-        "cost": f"{costs['tiny-base'][1][8].mean():.3f}",
-        "kept": f"{costs['tiny-base'][2][8].mean():.3f}",
-        "dearest": f"{costs['tiny-base'][2][8].max():.3f}",
+        "cost": f"{costs['tiny-base'][1][8].mean():.3f} of the {costs['tiny-base'][0]:.3f}",
+        "dearest": f"{dearest} {costs['tiny-base'][1].loc[dearest, 8]:.3f}",
         "math": f"{mean_and_range(costs['tiny-math'][1][8])} of {costs['tiny-math'][0]:.3f}",
         "lag-2-4": ", ".join(
             f"{method} {costs['tiny-base'][1].loc[method, 2]:.3f} and {costs['tiny-base'][1].loc[method, 4]:.3f}"
             for method in ("Clip", "NoClip")
         ),
-        "these-seeds": f"{grid['tiny-base', 'NoClip', 4, 3e-5, 8]:.3f}",
-        "dear": f"NoClip pays {dear['NoClip']:.3f}, Clip {dear['Clip']:.3f}",
+        "dear": f"{dear.min():.3f} ({dear.idxmin()}) to {dear.max():.3f} ({dear.idxmax()})",
     }
 
 
@@ -498,18 +524,25 @@ def same_setting(folder: Path, model: str, epochs: int) -> pd.Series:
 
 
 def advice_table(folder: Path) -> str:
-    """What to change at lag 8 from lag 0's best setting, and what that gained on tiny-base."""
+    """What to change from lag 0's best setting, and what that gained on tiny-base with the seeds that chose it."""
     rates = read_rates(folder)
+    grid = read_grid_seeds(folder)["tiny-base"]
+    sequence_level = []
+    for method in ("GSPO", "LUSPO"):
+        for lag in (1, 2, 4):
+            sequence_level.append(grid[method, 4, 1e-4, lag] - grid[method, 4, 3e-5, lag])
+    higher_rate = pd.concat(sequence_level, axis=1).mean(axis=1)
 
-    def lower_rate(method: str) -> str:
-        return text(rates.loc[(method, 8, 1e-5)] - rates.loc[(method, 8, 3e-5)], 3, "+")
+    def lower_rate(method: str) -> pd.Series:
+        return rates.loc[(method, 8, 1e-5)] - rates.loc[(method, 8, 3e-5)]
 
-    wider = chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - chosen(rates, "Clip")
+    wider = rates.loc[("Clip 0.4", 8, 3e-5)] - rates.loc[("Clip", 8, 3e-5)]
     rows = [
-        ["1, 2, 4", "all but GSPO", "nothing", "see the costs"],
-        ["8", "NoClip, PSPO", "learning rate 1e-5, not 3e-5", lower_rate("NoClip")],
-        ["8", "P3O", "as NoClip; undecided", lower_rate("P3O")],
-        ["8", "Clip", "range 0.4 (at 3e-5), not 0.2", text(wider, 3, "+")],
+        ["1, 2, 4", "GSPO, LUSPO", "learning rate 1e-4; undecided", text(higher_rate, 3, "+")],
+        ["1, 2, 4", "others", "nothing (REINFORCE at 4: undecided)", ""],
+        ["8", "NoClip, PSPO", "learning rate 1e-5", text(lower_rate("NoClip"), 3, "+")],
+        ["8", "P3O", "learning rate 1e-5; undecided", text(lower_rate("P3O"), 3, "+")],
+        ["8", "Clip", "range 0.4, not 0.2", text(wider, 3, "+")],
         ["8", "SAPO, TOPR", "nothing", ""],
     ]
     return table(["lag", "method", "what to change", "change of final reward"], rows)
@@ -561,6 +594,7 @@ def stale_texts(folder: Path) -> Texts:
     smollm2 = gradient_products(folder, "SmolLM2", 8, "plain")
     products = (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / smollm2["target2"]["NoClip"].mean()
     squares = smollm2["norm2"].mean()
+    length = (squares["Clip"] / squares["NoClip"]) ** 0.5
     own = read_forks(folder, "tiny-base", ["lateclip"]).pivot(index="run", columns="surrogate", values="correct")
     theirs = read_forks(folder, "tiny-base", ["latenoclip"]).pivot(index="run", columns="surrogate", values="correct")
     late = (own["Clip"] - own["NoClip"]) - (theirs["Clip"] - theirs["NoClip"])
@@ -571,19 +605,22 @@ def stale_texts(folder: Path) -> Texts:
     masks = controls.query("experiment == 'masks' and correction == 'sequence_mask' and lr == 3e-5")
     decoupled = masks.set_index("seed")["validation"]
     rates = read_rates(folder)
+    fresh = rates.loc[("NoClip", 0, 3e-5)]
+    stale = rates.loc[("NoClip", 8, 3e-5)]
+    best = chosen(rates, "NoClip")
+    grid = read_grid(folder)
     return {
         "evidence": table(["at lag 8", "Clip minus NoClip"], rows),
         "advice": advice_table(folder),
         "lead": f"{(forks['Clip'] - forks['NoClip']).mean():.3f}",
-        "own": text(own["Clip"], 3, "+"),
-        "checkpoints": text(late, 3, "+"),
+        "own": f"{text(own['Clip'], 3, '+')}, NoClip's by {own['NoClip'].mean():+.3f}",
+        "checkpoints": text(late),
         "gspo": f"{100 * gspo['zero_weight_share'].mean():.0f}%",
-        "product": text(products, 2, "+"),
-        "length": f"{(squares['Clip'] / squares['NoClip']) ** 0.5:.0f}",
+        "product": f"{text(products, 2, '+')} of the true one's square, but is {length:.0f} times",
         "cosines": f"{cosines['Clip'].mean():.2f}, NoClip's {cosines['NoClip'].mean():.2f}",
-        "other-seeds": f"{rates.loc[('NoClip', 8, 3e-5)].mean():.3f}",
-        "decoupled": text(decoupled - rates.loc[("NoClip", 8, 3e-5)], 3, "+"),
-        "decoupled-best": text(decoupled - chosen(rates, "NoClip"), 3, "+"),
+        "seeds": f"{grid['tiny-base', 'NoClip', 4, 3e-5, 8]:.3f} in the grid, {stale.mean():.3f} with other seeds",
+        "noclip": f"{text(fresh - stale)} at 3e-5, {text(fresh - rates.loc[('NoClip', 8, 1e-5)])} at 1e-5",
+        "decoupled": f"{text(decoupled - stale, 3, '+')} from NoClip at 3e-5, {text(decoupled - best, 3, '+')}",
         **lag_texts(folder),
     }
 
@@ -654,7 +691,8 @@ def main() -> None:
         folder = root / "results" / name
         draw(folder)
         fill(folder / "README.md", texts(folder))
-    fill(root / "README.md", protocol_texts(root / "results/tiny-protocol"))
+    stale = stale_texts(root / "results/stale-rollouts")
+    fill(root / "README.md", {**protocol_texts(root / "results/tiny-protocol"), **stale})
 
 
 if __name__ == "__main__":
