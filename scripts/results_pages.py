@@ -250,7 +250,7 @@ def alpha_differences(folder: Path) -> Texts:
     return {
         "excluding": f"{excluding or 'none'} of {len(ends)}",
         "alpha means": f"{min(means):+.3f} to {max(means):+.3f}",
-        "identical": f"equal up to alpha {same}, within {divided.abs().max():.3f} if divided",
+        "identical": f"equal up to alpha {same}, within {divided.abs().max():.3f} if advantages are divided",
     }
 
 
