@@ -5,6 +5,7 @@ import os
 import sys
 
 from pspo import __version__
+from pspo.cli.terminal import quiet_without_reader
 
 COMMANDS = {
     "train": ("pspo.train", "train a model"),
@@ -20,15 +21,9 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run a command; where the reader of its output has ended, as `head` does, end quietly with code 1."""
-    try:
-        try:
-            run_command()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
-        raise SystemExit(1) from None
+    """Run a command."""
+    with quiet_without_reader():
+        run_command()
 
 
 def run_command() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
+from pspo.cli.terminal import quiet_without_reader
 from pspo.distributed import run_main
 from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
 from pspo.run.command import train_command, train_from_python
@@ -88,15 +89,16 @@ def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
         drawn_rewards=scores.totals,
         drawn_tokens=rollout.tokens,
         logged=scores.logged,
+        reward_failed=bool(scores.failures),
     )
     return add_advantages(run, experience)
 
 
 def check_rewards_known(run: Run, experience: Experience) -> None:
-    """Raise RewardError if rewards have failed, and none of a rollout's completions, all ranks', has one."""
+    """Raise RewardError if none of a rollout's completions, all ranks', has a reward, because functions failed."""
     with run.phase("reward"):
         is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
-        if is_unknown and run.recorder.failures:
+        if is_unknown and experience.reward_failed:
             raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
 
 
@@ -179,4 +181,5 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with quiet_without_reader():
+        run_main(main)

@@ -41,8 +41,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
 def split(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
     """Assign rows to optimizer steps and microbatches, see `split_minibatches`, by the memory there is."""
-    tokens = config.optimizer.microbatch_tokens or learner.microbatch_tokens
-    tokens = min(tokens, learner.microbatch_limit or tokens)
+    tokens = learner.microbatch_size(config)
     return split_minibatches(rollout, advantages, config, tokens, learner.shares_prompts, learner.is_sharded)
 
 
@@ -144,25 +143,30 @@ def add_fixed_logprobs(
 ) -> None:
     """Compute what needs a pass before any step: reference log-probs, and old ones of minibatch ``first`` and later."""
     for i, minibatch in enumerate(minibatches):
+        with_old = i >= first and minibatch.batches[0].old_logprobs is None
         while True:
             try:
                 for batch in minibatch.batches:
                     with autocast(config.model.autocast, learner.policy.device):
-                        add_batch_logprobs(learner, batch, config.rollout.temperature, i >= first, with_reference)
+                        add_batch_logprobs(learner, batch, config.rollout.temperature, with_old, with_reference)
                 break
             except RuntimeError as error:
                 if learner.is_sharded or not can_halve(error, minibatch):
                     raise
+            for batch in minibatch.batches:  # all of the shapes that are trained in from here on
+                batch.ref_logprobs = None
+                if with_old:
+                    batch.old_logprobs = None
             learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
 
 
 def add_batch_logprobs(
     learner: Learner, batch: Batch, temperature: float, with_old: bool, with_reference: bool
 ) -> None:
-    """Give a microbatch its reference log-probs, and its old ones, unless it has them."""
-    if with_old and batch.old_logprobs is None:
+    """Give a microbatch its reference log-probs, and its old ones."""
+    if with_old:
         batch.old_logprobs = batch.rollout.logprobs(learner.policy, temperature)
-    if with_reference and learner.reference is not None and batch.ref_logprobs is None:
+    if with_reference and learner.reference is not None:
         with learner.reference_model() as reference:
             batch.ref_logprobs = batch.rollout.logprobs(reference, temperature)
 

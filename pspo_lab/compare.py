@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, permutation_test
 
-from pspo.cli.files import read_jsonl
+from pspo.cli.files import named_damage, read_jsonl
 from pspo.cli.parse import user_errors
 from pspo.cli.terminal import clip, one_line, tolerate_output
 from pspo.evaluate.results import (
@@ -67,8 +67,9 @@ def by_temperature(file: Path) -> dict[float, list[Record]]:
     if not records or not all(record.keys() >= COLUMNS for record in records):
         raise ValueError(f"{file} holds no completions of an evaluation")
     temperatures: dict[float, list[Record]] = {}
-    for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):
-        temperatures.setdefault(record["temperature"], []).append(record)
+    with named_damage(file):
+        for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):
+            temperatures.setdefault(record["temperature"], []).append(record)
     return temperatures
 
 

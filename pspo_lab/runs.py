@@ -90,7 +90,7 @@ class Runs:
         """Run, step 0 and the validation before training, of finished runs."""
         rows = []
         for name in self.configs.index:
-            if untrained := self.folders[name].summary.get("validation", {}).get("untrained"):
+            if untrained := (self.folders[name].summary.get("validation") or {}).get("untrained"):
                 rows.append(untrained | {"run": name, "time": 0.0})
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
 

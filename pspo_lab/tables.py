@@ -271,10 +271,16 @@ def report_text(cells: pd.DataFrame) -> str:
 
 
 def terminal_text(cells: pd.DataFrame) -> str:
-    """Tables of at most 100 columns, without where the gold value is anywhere; long names lack their middle."""
+    """Tables of at most 100 columns, without where the gold value is anywhere; long names lack their middle.
+
+    Where names would then be the same they stay whole.
+    """
     parts = []
     for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
-        texts = texts.rename(index=lambda row: clip(row, TERMINAL // 2), columns=one_line)
+        names = {row: clip(row, TERMINAL // 2) for row in texts.index}
+        if len(set(names.values())) < len(names):
+            names = {row: one_line(row) for row in texts.index}
+        texts = texts.rename(index=names, columns=one_line)
         parts += [one_line(test), texts.to_string(line_width=TERMINAL)]
     return "\n\n".join(parts)
 

@@ -407,10 +407,11 @@ def test_home_folders_are_expanded_in_every_command(home, here, monkeypatch, com
     assert files_of(here) == {}
 
 
-def test_a_reader_that_has_ended_ends_the_command_quietly():
+@pytest.mark.parametrize("words", [["pspo", "--help"], ["pspo.train", "--print_config"]], ids=" ".join)
+def test_a_reader_that_has_ended_ends_the_command_quietly(words):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "pspo", "--help"]
+    command = [sys.executable, "-m", *words]
     done = subprocess.run(command, env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")

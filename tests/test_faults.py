@@ -86,6 +86,17 @@ class FailsAlone(Reward):
         return [0.0] * 4 + [float(row) for row in range(4)]
 
 
+class NoneLater(Reward):
+    """Fails for one completion of the first rollout, and has no opinion on any later one."""
+
+    def __call__(self, completions, step):
+        if step == 0 and Path("broken").exists():
+            if len(completions) == 1:
+                Path("broken").unlink()
+            raise KeyError("no such key")
+        return [float(row) for row in range(len(completions))] if step == 0 else [None] * len(completions)
+
+
 class Forks(Reward):
     """Both processes return."""
 
@@ -177,6 +188,12 @@ def test_weights_that_are_not_finite_are_not_saved():
 def test_a_process_that_a_reward_forks_does_not_train_on():
     assert train("--reward.functions=[test_faults.Forks]") == 0
     assert [line["step"] for line in metrics()] == [2, 4, 6]
+
+
+def test_no_reward_by_design_ends_no_run_after_a_failure():
+    Path("broken").touch()
+    args = ("--reward.functions=[test_faults.NoneLater]", "--reward.on_error=none")
+    assert train(*args) == 0
 
 
 def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(capsys):

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,12 +114,20 @@ def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
     with pytest.raises(ValueError, match="there is no nowhere"):
         train("./nowhere", data={"train": problems, "validation": problems}, run=run | {"output_dir": "out"})
     train(data=problems[:4], rollout=SWITCHES, run=run | {"output_dir": "out"})
-    assert [path.name for path in Path("out/data").iterdir()] == ["train.jsonl"]
+    assert [path.name for path in Path("out/data").glob("[!.]*")] == ["train.jsonl"]
     Path("data").mkdir()
     Path("data/train.jsonl").write_text("mine")
+    for folder, words in ((".", "already holds something"), ("project", "already holds something")):
+        Path("project").mkdir(exist_ok=True)
+        Path("project/config.yaml").write_text("mine: 1")
+        with pytest.raises(ValueError, match=words):
+            train(data=problems, rollout=SWITCHES, run=run | {"output_dir": folder})
+    assert [path.name for path in Path("project").iterdir()] == ["config.yaml"]
+    Path("other/data").mkdir(parents=True)
+    shutil.move("data/train.jsonl", "other/data")
     with pytest.raises(ValueError, match="other problems in data/: choose another folder"):
-        train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "."})
-    assert Path("data/train.jsonl").read_text() == "mine"
+        train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "other"})
+    assert Path("other/data/train.jsonl").read_text() == "mine"
 
 
 def test_of_a_list_of_problems_a_fifth_is_held_out(here):

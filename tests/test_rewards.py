@@ -85,13 +85,25 @@ def test_total_is_the_weighted_sum():
     [
         ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
         ([float("nan"), 1.0], "returned nan for completion 0"), (1.0, "Returns returned 1.0"),
-        ([1.0, 10**400], "beyond 3.4e.38 for completion 1"), ([1.0, 1e39], "returned 1e.39 for completion 1"),
+        ([1.0, 10**400], "beyond 1e.30 for completion 1"), ([1.0, 1e39], "returned 1e.39 for completion 1"),
         ([torch.ones(2), 1.0], "returned tensor"),
     ],
 )  # fmt: skip
 def test_a_bad_return_value_names_the_reward(value, message):
     with pytest.raises(ValueError, match=message):
         total_rewards([MathReward(), Returns(value)], None, *batch(("#### 5", 5), ("#### 6", 5)))
+
+
+def test_what_a_reward_logs_can_be_in_a_checkpoint():
+    """Numbers and texts as they are, anything else as text."""
+
+    def logs(completions, log_extra):
+        log_extra("kinds", [Fraction(1, 3), 10**400])
+        log_extra("plain", [True, None])
+        return [0.0, 1.0]
+
+    logged = total_rewards([logs], None, *batch(("a", 5), ("b", 6))).logged
+    assert logged == {"kinds": ["1/3", str(10**400)], "plain": [True, None]}
 
 
 @dataclass(frozen=True)

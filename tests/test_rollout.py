@@ -32,7 +32,7 @@ class Scripted:
     def train(self, mode):
         pass
 
-    def generate(self, input_ids, attention_mask, generation_config):
+    def generate(self, input_ids, attention_mask, generation_config, stopping_criteria):
         part, self.rows = self.rows[: len(input_ids)], self.rows[len(input_ids) :]
         self.seen.append((input_ids, attention_mask))
         width = max(map(len, part))

@@ -174,6 +174,17 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
         assert capsys.readouterr().err == ""
 
 
+def test_old_log_probs_that_run_out_of_memory_are_all_of_the_smaller_shapes(policy, monkeypatch):
+    """Of the second minibatch, whose ratios are 1 where the first one's step moves nothing."""
+    rollout, advantages = make_rollout()
+    config = make_config(PSPO(0.3), **OFF_POLICY | {"optimizer": {"lr": 1e-30, "options": {"weight_decay": 0.0}}})
+    calls: list[int] = []
+    monkeypatch.setattr(pspo.update, "add_batch_logprobs", fails_above(pspo.update.add_batch_logprobs, 3, calls))
+    metrics = update(make_learner(policy, config), rollout, advantages, config)
+    assert max(calls) > 3
+    assert metrics[1]["ratio_min"] == metrics[1]["ratio_max"] == 1
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
 def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, error):
     """Another error, and memory that is too small for a single row."""

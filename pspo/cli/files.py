@@ -16,7 +16,6 @@ from typing import IO, Any
 import yaml
 
 from pspo import __version__
-from pspo.tasks.files import plain
 
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
@@ -37,7 +36,8 @@ def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
 def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     """By switch, the values (old, new) that differ between two nested configurations.
 
-    Switches that ``old`` does not have are left out: a later version added them, with a default that changes nothing.
+    Switches that ``old`` does not have are left out, a class and its arguments aside: a later version added them, with
+    a default that changes nothing.
     """
     old_values = flat(old)
     new_values = flat(new)
@@ -56,8 +56,17 @@ def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
     """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
     lines = []
     for record in records:
-        lines.append(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n")
+        lines.append(json.dumps(without_nan(record), ensure_ascii=False, default=str) + "\n")
     return "".join(lines)
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for numbers that are not finite, also inside lists and mappings."""
+    if isinstance(value, dict):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
@@ -128,6 +137,17 @@ def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[st
         if not isinstance(parsed, dict):
             raise ValueError("not an object")
         return parsed
+
+
+def is_run(folder: Path) -> bool:
+    """True if a run has begun in the folder: others have a config.yaml, too, but not its lock."""
+    return (folder / ".lock").exists() and (folder / "config.yaml").exists()
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raise ValueError for a run's new folder that holds something else; ``data`` is written before the run begins."""
+    if not is_run(folder) and any(path.name != "data" for path in folder.glob("[!.]*")):
+        raise ValueError(f"--run.output_dir {folder} already holds something, but no run; choose a new folder")
 
 
 def lock(file: IO[Any]) -> bool:

@@ -1,7 +1,6 @@
 """Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
 import inspect
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, to_jsonl, write_text
+from pspo.cli import files
+from pspo.cli.files import Settings
 from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
@@ -51,21 +51,22 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
 
 def write_problems(output: Path, problems: dict[str, list[dict[str, Any]]]) -> str:
     """Write problems by split into the folder ``data`` of a run; ValueError if it holds others, a run's or a user's."""
+    files.check_new_folder(output)
     folder = output / "data"
-    lock_file = output / ".lock"  # a run's folder has one
-    texts = {f"{split}.jsonl": to_jsonl(records) for split, records in problems.items()}
-    if folder.exists():
-        present = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        if present == {name: text.encode() for name, text in texts.items()}:
-            return str(folder)
-        if (output / "config.yaml").exists() or not lock_file.exists():
-            raise ValueError(f"--run.output_dir {output} has other problems in data/: choose another folder")
-        shutil.rmtree(folder)  # of a call that failed before its run began
-    output.mkdir(parents=True, exist_ok=True)
-    lock_file.touch()
-    folder.mkdir()
+    mark = folder / ".of_a_run"
+    texts = {f"{split}.jsonl": files.to_jsonl(records) for split, records in problems.items()}
+    present = [folder / f"{split}.jsonl" for split in SPLITS if (folder / f"{split}.jsonl").exists()]
+    if {path.name: path.read_bytes() for path in present} == {name: text.encode() for name, text in texts.items()}:
+        return str(folder)
+    is_foreign = any(folder.glob("[!.]*")) and not mark.exists()
+    if is_foreign or files.is_run(output):
+        raise ValueError(f"--run.output_dir {output} has other problems in data/: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    for path in present:  # of a call that failed before its run began
+        path.unlink()
     for name, text in texts.items():
-        write_text(folder / name, text)
+        files.write_text(folder / name, text)
     return str(folder)
 
 

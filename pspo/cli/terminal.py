@@ -1,7 +1,11 @@
 """What a terminal shows: text of others, which does nothing there, and the progress of long loops."""
 
+import contextlib
+import os
+import select
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -24,6 +28,21 @@ def clip(text: str, width: int = 200) -> str:
 def printable(text: str) -> str:
     """Text whose lines stay, such as a command."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextlib.contextmanager
+def quiet_without_reader() -> Iterator[None]:
+    """End a command quietly, with code 1, where the reader of its output has ended, as `head` does."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno())
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
+        raise SystemExit(1) from None
 
 
 def tolerate_output() -> None:

@@ -23,6 +23,7 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.failures import UserCodeFailed
 from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.terminal import quiet_without_reader
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
@@ -134,9 +135,11 @@ def main(args: Sequence[str] | None = None) -> None:
         with files.named_damage(completions_file):
             for record in done:
                 done_by_temperature[record["temperature"]].append(record)
-        if dist.run_on_main(results_file.exists):
+        summary = dist.run_on_main(lambda: files.read_json(results_file) if results_file.exists() else {})
+        if summary:
             with files.named_damage(results_file):
-                print(f"already finished: {results_file}\n\n{render(files.read_json(results_file))}")
+                text = render(summary)
+            print(f"already finished: {results_file}\n\n{text}")
             return
     if done:
         print(f"resuming {output}: {len(done):,} completions are done")
@@ -184,4 +187,5 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    dist.run_main(main)
+    with quiet_without_reader():
+        dist.run_main(main)

@@ -53,19 +53,25 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class Trained(Protocol):
+    """The policy that is trained, and the optimizer steps that it has taken."""
+
+    policy: transformers.PreTrainedModel
+    steps: int
+
+
 @dataclass
 class EngineSampler:
     """Draws by an engine, which gets the learner's weights first.
 
     Attributes:
-        learner: has the policy that is trained, and the steps that it has taken.
         sampler: the policy's own; it decodes greedily.
         prefetched: a rollout that was drawn ahead, which the next draw returns.
         pending: prompts and group size that the engine draws ahead.
     """
 
     engine: Engine
-    learner: Any
+    learner: Trained
     sampler: Sampler
     prefetched: Rollout | None = None
     pending: tuple[Prompts, int] | None = None
@@ -129,7 +135,7 @@ def find_engine(spec: str | dict[str, Any]) -> Engine:
 
 
 def start_engine(
-    engine: Engine, config: TrainConfig, learner: Any, sampler: Sampler, prompts: dict[str, Prompts]
+    engine: Engine, config: TrainConfig, learner: Trained, sampler: Sampler, prompts: dict[str, Prompts]
 ) -> EngineSampler:
     """Start an engine for the prompts of all splits, and check that it draws by the policy."""
     longest = max(len(ids) for split in prompts.values() for ids in split.ids)

@@ -26,6 +26,7 @@ class Experience:
         drawn_tokens: prompt and completion tokens of these, padding excluded.
         logged: by name B values that reward functions logged, None where there is none.
         advantages: (B,) or (B, T) float32; None until they are estimated.
+        reward_failed: a reward function failed for some of the completions drawn (--reward.on_error none).
     """
 
     prompt_indices: list[int]
@@ -36,6 +37,7 @@ class Experience:
     drawn_tokens: int
     logged: dict[str, list[Any]] = field(default_factory=dict)
     advantages: Tensor | None = None
+    reward_failed: bool = False
 
     @property
     def has_signal(self) -> list[bool]:
@@ -84,6 +86,7 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
         drawn_rewards=experience.drawn_rewards + fresh.drawn_rewards,
         drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
         logged=select(experience.logged, fresh.logged),
+        reward_failed=experience.reward_failed or fresh.reward_failed,
     )
 
 

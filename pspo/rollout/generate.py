@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from pspo.rollout.graphs import decode_by_graphs
 from pspo.rollout.library import generate_by_library
 from pspo.rollout.types import Completions, Rollout, Sampling, join
 
-FITTING_ROWS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # once memory has run out
 DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_library}
 
 
@@ -50,7 +48,8 @@ def make_sampling(
     """
     nucleus = algorithm is not None and algorithm.nucleus == "replay"
     logprobs = logprobs or (algorithm is not None and algorithm.correction not in (None, "none"))
-    decoder = find_decoder(model, config.decoder, logprobs, nucleus)
+    records_logprobs = logprobs and config.engine is None  # an engine brings its own
+    decoder = find_decoder(model, config.decoder, records_logprobs, nucleus)
     if config.stop_tokens is None:
         stop_ids = stop_token_ids(model, tokenizer)
     else:
@@ -113,12 +112,12 @@ def generate(
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out;
-    no more from then on.
+    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
     """
+    if sampling.decoder == "hf" and (sampling.logprobs or sampling.nucleus):
+        raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
     draw = DECODERS[sampling.decoder]
-    most = min(sampling.max_rows, FITTING_ROWS.get(model, sampling.max_rows))
-    at_a_time = max(1, min(len(prompts), most // group_size))
+    at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
     states = torch_states(model.device)
     while True:
         try:
@@ -133,7 +132,6 @@ def generate(
                 raise
         parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
         at_a_time = math.ceil(at_a_time / 2)
-        FITTING_ROWS[model] = at_a_time * group_size
         set_torch_states(states, model.device)
         warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
 

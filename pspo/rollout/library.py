@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from pspo.rollout.types import Completions, Sampling
 
@@ -19,16 +27,24 @@ def generate_by_library(
     """Complete each of the left-padded prompts (N, P) ``group_size`` times.
 
     The model is in evaluation mode meanwhile, as a KV cache needs it, and its generation config is hidden: unset
-    fields would be filled from it. Stop strings end no drawing here: `make_rollout` finds them.
+    fields would be filled from it.
     """
     prompt_ids = prompt_ids.to(model.device).repeat_interleave(group_size, dim=0)
     prompt_mask = prompt_mask.long().to(model.device).repeat_interleave(group_size, dim=0)
+    criteria = StoppingCriteriaList()
+    if sampling.stop_strings:
+        criteria.append(CompletionStopStrings(tokenizer, sampling.stop_strings, prompt_ids.shape[1]))
     hidden_config = model.generation_config
     training = model.training
     model.generation_config = GenerationConfig()
     model.eval()
     try:
-        rows = model.generate(prompt_ids, attention_mask=prompt_mask, generation_config=generation_config(sampling))
+        rows = model.generate(
+            prompt_ids,
+            attention_mask=prompt_mask,
+            generation_config=generation_config(sampling),
+            stopping_criteria=criteria,
+        )
     finally:
         model.train(training)
         model.generation_config = hidden_config
@@ -51,3 +67,14 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
         pad_token_id=sampling.pad_id,
         use_cache=True,
     )
+
+
+class CompletionStopStrings(StopStringCriteria):
+    """Finds rows (b, P + t) whose completion ends with a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int):
+        super().__init__(tokenizer, list(strings))
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)

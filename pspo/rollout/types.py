@@ -40,8 +40,6 @@ class Sampling:
     nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
 
     def __post_init__(self) -> None:
-        if self.decoder == "hf" and (self.logprobs or self.nucleus):
-            raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
         if self.decoder == "graphs" and self.nucleus:
             raise ValueError("nucleus is unavailable with decoder=graphs")
 

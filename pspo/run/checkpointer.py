@@ -90,22 +90,17 @@ class Checkpointer:
         On another number of ranks those that differ by rank are left out, and the generators are seeded anew.
         """
         policy = self.learner.policy
-        fix = (
-            "fork under its model, with LoRA if that is what it trained; or train from these weights, named as a model"
-        )
-        misfit = ValueError(f"--run.fork_from {folder}: its weights are not of this model: {fix}")
         if dist.is_sharded(policy):
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
-        elif has_adapters(policy) != (folder / "adapter_config.json").exists():
-            raise misfit
-        elif has_adapters(policy):
+        elif has_adapters(policy) and (folder / "adapter_config.json").exists():
             fill_adapters(policy, str(folder))
         else:
             saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
-            try:
-                policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
-            except RuntimeError as error:
-                raise misfit from error
+            shapes = [{name: weight.shape for name, weight in model.state_dict().items()} for model in (saved, policy)]
+            if shapes[0] != shapes[1] or has_adapters(policy):
+                fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"
+                raise ValueError(f"the weights of {folder} are not of this model: {fix}")
+            policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():

@@ -15,7 +15,7 @@ from pspo.losses import SurrogateError
 from pspo.rollout import Experience
 from pspo.rollout.engine import EngineError
 from pspo.run.folders import describe_newest
-from pspo.run.messages import print_header, print_summary, print_warnings
+from pspo.run.messages import print_header, print_warnings, summary_text
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
@@ -73,9 +73,9 @@ def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]
     summary = dist.run_on_main(lambda: finished_summary(config.run, settings))
     if summary:
         file = Path(config.run.output_dir) / "summary.json"
-        print(f"already finished: {file}\n")
         with named_damage(file):
-            print_summary(settings, summary)
+            text = summary_text(settings, summary)
+        print(f"already finished: {file}\n\n{text}")
     return summary
 
 
@@ -107,5 +107,5 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
             if isinstance(error, RunFailed) or not is_users:
                 raise
             raise UserCodeFailed(f"{user_traceback(error)}\n\n{describe_newest(run.output)}") from error
-    print_summary(run.settings, summary)
+    print(summary_text(run.settings, summary))
     return summary

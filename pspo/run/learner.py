@@ -48,6 +48,11 @@ class Learner:
         self.is_sharded = dist.is_sharded(self.policy)
         self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
 
+    def microbatch_size(self, config: TrainConfig) -> int:
+        """At most so many tokens in a microbatch: as --optimizer.microbatch_tokens says, or as memory allows."""
+        tokens = config.optimizer.microbatch_tokens or self.microbatch_tokens
+        return min(tokens, self.microbatch_limit or tokens)
+
     def limit_microbatches(self, tokens: int) -> None:
         """Make the microbatches of later rollouts at most this large, because memory has run out."""
         self.microbatch_limit = min(tokens, self.microbatch_limit or tokens)

@@ -34,8 +34,7 @@ method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
     if policy.device.type == "cuda" and config.rollout.engine is None:
-        tokens = config.optimizer.microbatch_tokens or run.learner.microbatch_tokens
-        print(f"memory  {tokens:,} tokens in a microbatch, "
+        print(f"memory  {run.learner.microbatch_size(config):,} tokens in a microbatch, "
               f"{run.sampler.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
     changed = changed_switches(run.settings)
     if changed:
@@ -54,14 +53,15 @@ def print_warnings(prompts: dict[str, Prompts]) -> None:
         print(f"WARNING: {n_validation} validation problems choose the best model, by luck: {fix}", file=sys.stderr)
 
 
-def print_summary(settings: Settings, summary: dict[str, Any]) -> None:
-    """Print tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
+def summary_text(settings: Settings, summary: dict[str, Any]) -> str:
+    """Tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
-    results = describe_results(summary)
-    if results:
-        print(results)
     returned = f"step {summary['best_step']}'s" if summary["best_step"] else "the untrained"
-    print(f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}")
-    print(f"look inside: pspo view {Path(model).parent}")
-    print(f"evaluate it: {printable(evaluate_command(settings, model))}")
+    lines = [
+        describe_results(summary),
+        f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}",
+        f"look inside: pspo view {Path(model).parent}",
+        f"evaluate it: {printable(evaluate_command(settings, model))}",
+    ]
+    return "\n".join(line for line in lines if line)

@@ -52,21 +52,15 @@ def find_start(config: TrainConfig, settings: files.Settings, resources: context
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"--run.output_dir {output} cannot be made: {existing} is no folder that can be written to")
-    is_new = not is_run(output)
+    files.check_new_folder(output)
+    is_new = not files.is_run(output)
     if not is_new:
         resources.enter_context(lock_folder(output))
         checkpoint = find_checkpoint(output)
         if checkpoint is not None:
             check_same(output, settings)
             return Start(output, is_new, checkpoint)
-    elif any(path.name != "data" for path in output.glob("[!.]*")):  # which a run writes before its config.yaml
-        raise ValueError(f"--run.output_dir {output} already holds something, but no run; choose a new folder")
     return Start(output, is_new, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
-
-
-def is_run(folder: Path) -> bool:
-    """True if a run has begun in the folder: others have a config.yaml, too, but not its lock."""
-    return (folder / ".lock").exists() and (folder / "config.yaml").exists()
 
 
 def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, Any]:
@@ -74,16 +68,18 @@ def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, A
     file = Path(config.output_dir or "") / "summary.json"
     if config.output_dir is None or not file.exists():
         return {}
-    if check_same(file.parent, settings) & {*LIMITS, "data.path"}:  # whose problems a resumed run compares
-        return {}
+    changes = check_same(file.parent, settings)
+    old_path, new_path = changes.pop("data.path", ("", ""))
+    if changes.keys() & LIMITS or Path(old_path or "").absolute() != Path(new_path or "").absolute():
+        return {}  # a resumed run compares the problems of another path
     summary = files.read_json(file)
     with files.named_damage(file):
         best_model = file.parent / Path(summary["best_model"]).name
     return summary | {"output_dir": str(file.parent), "best_model": str(best_model)}  # it may have been moved
 
 
-def check_same(run: Path, settings: files.Settings) -> set[str]:
-    """The switches that differ from the run's configuration, and may; ValueError names those that may not."""
+def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]]:
+    """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
     saved = files.read_config(run / "config.yaml")
     is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
     changes = files.differences(saved, settings)
@@ -97,7 +93,7 @@ def check_same(run: Path, settings: files.Settings) -> set[str]:
             f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another --run.output_dir, "
             f"or start there from this one's weights with --run.fork_from {run}"
         )
-    return set(changes)
+    return changes
 
 
 def find_checkpoint(run: Path) -> Path | None:
@@ -162,8 +158,9 @@ def cut_back(checkpointer: Checkpointer) -> None:
     recorder = checkpointer.recorder
     written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
     for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = files.read_jsonl(run / name)
         with files.named_damage(run / name):
-            lines = [line for line in files.read_jsonl(run / name) if line["step"] <= written]
+            lines = [line for line in lines if line["step"] <= written]
         files.write_text(run / name, files.to_jsonl(lines))
 
 

@@ -67,9 +67,9 @@ def torch_modes() -> dict[Callable[[Any], Any], Any]:
 
 @contextlib.contextmanager
 def undo_changes() -> Iterator[None]:
-    """Restore the current folder and `torch_modes` after a user's code, and end what it has forked and not ended.
+    """Restore the current folder and `torch_modes` after a user's code, whose changes end with its call.
 
-    Its changes end with its call; a forked process that returned would be a second trainer in one folder.
+    A process that it has forked ends where it would return: it would be a second trainer in one folder.
     """
     before = torch_modes()
     process = os.getpid()

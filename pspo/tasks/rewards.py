@@ -33,7 +33,7 @@ from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
 LOGGERS = ("log_metric", "log_extra")
-LARGEST = 3.4e38  # of a reward: advantages are float32
+LARGEST = 1e30  # of a reward: advantages are float32, and sums of groups stay below its 3.4e38
 
 OnError = Literal["raise", "none"]
 Columns = dict[str, list[Any]]  # what rewards log, by name
@@ -193,7 +193,10 @@ class RewardLog:
 
     def log_extra(self, name: str, values: Sequence[Any]) -> None:
         values = [value.item() if hasattr(value, "item") else value for value in values]
-        plain = [isinstance(value, float | str | None) or finite_number(value) is not None for value in values]
+        plain = [
+            isinstance(value, float | str | None) or (isinstance(value, int) and abs(value) <= LARGEST)
+            for value in values
+        ]
         self.columns[name] = [value if keep else str(value) for value, keep in zip(values, plain, strict=True)]
 
 
@@ -221,7 +224,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def finite_number(value: Any) -> float | None:
-    """A number, of numpy or torch too, as a float; None if it is none, not finite, or beyond float32."""
+    """A number, of numpy or torch too, as a float; None if it is none, not finite, or too large."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -233,7 +236,7 @@ def finite_number(value: Any) -> float | None:
 def show_number(value: Any) -> str:
     """What is no `finite_number`, without thousands of digits."""
     is_large = isinstance(value, Rational) and abs(value) > LARGEST
-    return f"a number beyond {LARGEST:.1e}" if is_large else repr(value)
+    return f"a number beyond {LARGEST:g}" if is_large else repr(value)
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
