@@ -26,14 +26,7 @@ from pspo_lab.figures import draw_task
 from pspo_lab.paper import against_paper
 from pspo_lab.runs import Runs, read_runs, run_folders, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
-from pspo_lab.tables import (
-    NOTES,
-    escape_markdown,
-    file_name,
-    report_text,
-    tables,
-    terminal_text,
-)
+from pspo_lab.tables import NOTES, escape_markdown, file_name, report_text, tables, terminal_text
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 DEFAULTS = "A switch that a name leaves out has its default."

@@ -271,10 +271,7 @@ def report_text(cells: pd.DataFrame) -> str:
 
 
 def terminal_text(cells: pd.DataFrame) -> str:
-    """Tables of at most 100 columns, without where the gold value is anywhere; long names lack their middle.
-
-    Where names would then be the same they stay whole.
-    """
+    """Tables 100 columns wide, without gold anywhere; long names lack their middle, unless two become the same."""
     parts = []
     for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
         names = {row: clip(row, TERMINAL // 2) for row in texts.index}

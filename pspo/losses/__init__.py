@@ -5,18 +5,7 @@ from pspo.losses.correction import Correction, corrected_tokens, correction_rati
 from pspo.losses.diagnostics import diagnose, diagnose_correction, token_weights
 from pspo.losses.kl import KLEstimator, kl_estimate
 from pspo.losses.others import CISPO, DPPO, GMPO, GSPO, REINFORCE, VESPO
-from pspo.losses.surrogates import (
-    P3O,
-    PSPO,
-    SAPO,
-    TOPR,
-    Clip,
-    NoClip,
-    Surrogate,
-    SurrogateError,
-    check_loss,
-    log_ratio,
-)
+from pspo.losses.surrogates import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, SurrogateError, check_loss, log_ratio
 from pspo.losses.terms import (
     EntropyBonus,
     EntropyQuantile,
