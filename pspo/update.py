@@ -172,7 +172,8 @@ def add_batch_logprobs(
 
 
 def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:
-    """Give a rollout the log-probs of the policy as it is now, in the shapes that `update` will compute in.
+    """Give a rollout the log-probs of the policy as it is now, in the shapes that `update` will compute in,
+    unless memory runs out.
 
     Rows that `update` leaves out have zeros. An engine's log-probs are kept as they are.
     """

@@ -271,7 +271,7 @@ def report_text(cells: pd.DataFrame) -> str:
 
 
 def terminal_text(cells: pd.DataFrame) -> str:
-    """Tables 100 columns wide, without gold anywhere; long names lack their middle, unless two become the same."""
+    """Tables as text, without gold anywhere; long names lack their middle, unless two become the same."""
     parts = []
     for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
         names = {row: clip(row, TERMINAL // 2) for row in texts.index}

@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import assert_same, at_call, before, contents, forked, metric_lines, plain, send, states
+from processes import (
+    assert_same,
+    at_call,
+    before,
+    contents,
+    forked,
+    metric_lines,
+    one_layer,
+    plain,
+    send,
+    states,
+)
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
@@ -213,6 +224,12 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     for switch in ("--model.lora.rank=2", "--model.name_or_path=tiny-math"):
         shutil.rmtree("refused", ignore_errors=True)
         assert train("refused", "--run.fork_from=out", switch) == 2
+        assert "are not of this model: fork under its model" in capfd.readouterr().err
+    lora = ("--model.lora.rank=2", "--run.max_steps=2", "--run.validate_every=0")
+    assert train("adapters", *lora) == 0
+    for switch in ("--model.lora.rank=4", f"--model.name_or_path={shutil.copytree(one_layer(), 'another')}"):
+        shutil.rmtree("refused", ignore_errors=True)
+        assert train("refused", *lora, "--run.fork_from=adapters", switch) == 2
         assert "are not of this model: fork under its model" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))

@@ -104,7 +104,7 @@ def test_problems_and_functions_of_python(here, capsys):
     again = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert again == json.loads(json.dumps(summary))
     assert "already finished" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="mine has other problems in data/"):
+    with pytest.raises(ValueError, match="mine has other problems"):
         train("tiny-base", run=RUN | {"output_dir": "mine"}, **(call | {"data": problems}))
 
 
@@ -125,7 +125,7 @@ def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
     assert [path.name for path in Path("project").iterdir()] == ["config.yaml"]
     Path("other/data").mkdir(parents=True)
     shutil.move("data/train.jsonl", "other/data")
-    with pytest.raises(ValueError, match="other problems in data/: choose another folder"):
+    with pytest.raises(ValueError, match="other problems: choose another folder"):
         train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "other"})
     assert Path("other/data/train.jsonl").read_text() == "mine"
 

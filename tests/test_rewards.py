@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 from fractions import Fraction
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_total_is_the_weighted_sum():
     [
         ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
         ([float("nan"), 1.0], "returned nan for completion 0"), (1.0, "Returns returned 1.0"),
-        ([1.0, 10**400], "beyond 1e.30 for completion 1"), ([1.0, 1e39], "returned 1e.39 for completion 1"),
+        ([1.0, 10**400], "beyond 1e.15 for completion 1"), ([1.0, 1e39], "returned 1e.39 for completion 1"),
         ([torch.ones(2), 1.0], "returned tensor"),
     ],
 )  # fmt: skip
@@ -99,11 +100,13 @@ def test_what_a_reward_logs_can_be_in_a_checkpoint():
 
     def logs(completions, log_extra):
         log_extra("kinds", [Fraction(1, 3), 10**400])
+        log_extra("subclasses", [StrEnum("Colour", ["RED"]).RED, IntEnum("Size", ["ONE"]).ONE])
         log_extra("plain", [True, None])
         return [0.0, 1.0]
 
     logged = total_rewards([logs], None, *batch(("a", 5), ("b", 6))).logged
-    assert logged == {"kinds": ["1/3", str(10**400)], "plain": [True, None]}
+    assert logged == {"kinds": ["1/3", str(10**400)], "subclasses": ["red", "1"], "plain": [True, None]}
+    assert {type(value) for values in logged.values() for value in values} == {str, bool, type(None)}
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ COUNTS = """\
 decoder pspo: the prompts, and a token               386     1
 decoder pspo: 16 tokens                             4297     1
 decoder graphs: the first call besides              1137     1
-decoder graphs: the prompts, and a token             414     1
+decoder graphs: the prompts, and a token             415     1
 decoder graphs: 16 tokens                             18     1
 decoder hf: the prompts, and a token                 342    10
 decoder hf: 16 tokens                               4184    32
@@ -53,7 +53,7 @@ decoder pspo, log-probs: 16 tokens                  4361     1
 decoder pspo, nucleus: the prompts, and a token      543     4
 decoder pspo, nucleus: 16 tokens                    6585    17
 decoder graphs, stop strings: the first call besides    1137     1
-decoder graphs, stop strings: the prompts, and a token     414     1
+decoder graphs, stop strings: the prompts, and a token     415     1
 decoder graphs, stop strings: 16 tokens               23     2
 update: a microbatch                              1549.5     0
 update: a step                                       111     2

@@ -16,6 +16,7 @@ from typing import IO, Any
 import yaml
 
 from pspo import __version__
+from pspo.tasks.files import plain
 
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
@@ -56,17 +57,8 @@ def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
     """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
     lines = []
     for record in records:
-        lines.append(json.dumps(without_nan(record), ensure_ascii=False, default=str) + "\n")
+        lines.append(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n")
     return "".join(lines)
-
-
-def without_nan(value: Any) -> Any:
-    """The value with None for numbers that are not finite, also inside lists and mappings."""
-    if isinstance(value, dict):
-        return {name: without_nan(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import inspect
 import sys
 import time
 from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from pspo.tasks.datasets import SPLITS
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 LISTS = ("functions", "terms")  # fields of which one item may stand alone
 ENOUGH_TO_HOLD_OUT = 50  # problems
+EXACT = (Fraction, Decimal)  # answers that are written as text
 
 
 def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, Settings]:
@@ -60,7 +62,7 @@ def write_problems(output: Path, problems: dict[str, list[dict[str, Any]]]) -> s
         return str(folder)
     is_foreign = any(folder.glob("[!.]*")) and not mark.exists()
     if is_foreign or files.is_run(output):
-        raise ValueError(f"--run.output_dir {output} has other problems in data/: choose another folder")
+        raise ValueError(f"--run.output_dir {output} has other problems: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     mark.touch()
     for path in present:  # of a call that failed before its run began
@@ -130,10 +132,14 @@ def import_spec(value: Any) -> str | dict[str, Any]:
 
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     """A problem as a line of a JSON lines file."""
-    if isinstance(problem, Mapping):
-        return dict(problem)
-    if not isinstance(problem, Problem):
+    if isinstance(problem, Problem):
+        kinds = {"category": problem.category, "level": problem.level}
+        record = (
+            problem.fields | {"prompt": problem.prompt, "answer": problem.answer} | kinds
+        )  # GSM8K's fields have both
+    elif isinstance(problem, Mapping):
+        record = dict(problem)
+    else:
         raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
-    answer = str(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer
-    record = {"prompt": problem.prompt, "answer": answer, "category": problem.category, "level": problem.level}
-    return problem.fields | record  # fields may hold an "answer" of another form, as GSM8K's do
+    exact = {name: str(value) for name, value in record.items() if name == "answer" and isinstance(value, EXACT)}
+    return record | exact

@@ -34,8 +34,10 @@ def printable(text: str) -> str:
 def quiet_without_reader() -> Iterator[None]:
     """End a command quietly, with code 1, where the reader of its output has ended, as `head` does."""
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout.fileno())

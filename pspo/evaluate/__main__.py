@@ -133,6 +133,7 @@ def main(args: Sequence[str] | None = None) -> None:
         done = dist.run_on_main(lambda: files.read_jsonl(completions_file))
         done_by_temperature = {temperature: [] for temperature in config.eval.temperatures}
         with files.named_damage(completions_file):
+            n_done = len({(record["temperature"], record["problem"], record["sample"]) for record in done})
             for record in done:
                 done_by_temperature[record["temperature"]].append(record)
         summary = dist.run_on_main(lambda: files.read_json(results_file) if results_file.exists() else {})
@@ -142,7 +143,7 @@ def main(args: Sequence[str] | None = None) -> None:
             print(f"already finished: {results_file}\n\n{text}")
             return
     if done:
-        print(f"resuming {output}: {len(done):,} completions are done")
+        print(f"resuming {output}: {n_done:,} completions are done")
         dist.run_on_main(lambda: files.write_text(completions_file, files.to_jsonl(done)))  # drops half a line
 
     evaluations = {}

@@ -16,7 +16,7 @@ import torch
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.config import TrainConfig
+from pspo.config import TrainConfig, read_adapter_config
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
@@ -92,15 +92,20 @@ class Checkpointer:
         policy = self.learner.policy
         if dist.is_sharded(policy):
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
-        elif has_adapters(policy) and (folder / "adapter_config.json").exists():
-            fill_adapters(policy, str(folder))
         else:
-            saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
-            shapes = [{name: weight.shape for name, weight in model.state_dict().items()} for model in (saved, policy)]
-            if shapes[0] != shapes[1] or has_adapters(policy):
-                fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"
-                raise ValueError(f"the weights of {folder} are not of this model: {fix}")
-            policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
+            fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"
+            misfit = f"the weights of {folder} are not of this model: {fix}"
+            if (folder / "adapter_config.json").exists() != has_adapters(policy):
+                raise ValueError(misfit)
+            if has_adapters(policy):
+                self.load_adapters(folder, misfit)
+            else:
+                saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
+                weights = saved.state_dict()
+                shapes = {name: weight.shape for name, weight in weights.items()}
+                if shapes != {name: weight.shape for name, weight in policy.state_dict().items()}:
+                    raise ValueError(misfit)
+                policy.load_state_dict(weights)  # into the same memory: other alignment, other sums
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():
@@ -111,3 +116,14 @@ class Checkpointer:
             print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
             self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
         return states
+
+    def load_adapters(self, folder: Path, misfit: str) -> None:
+        """Load a checkpoint's adapters; ValueError with this text if they are of another model or rank."""
+        policy = self.learner.policy
+        base = read_adapter_config(folder).get("base_model_name_or_path")
+        if Path(base).resolve() != Path(policy.peft_config["default"].base_model_name_or_path).resolve():
+            raise ValueError(misfit)
+        try:
+            fill_adapters(policy, str(folder))
+        except ValueError as error:
+            raise ValueError(misfit) from error

@@ -33,7 +33,7 @@ from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
 LOGGERS = ("log_metric", "log_extra")
-LARGEST = 1e30  # of a reward: advantages are float32, and sums of groups stay below its 3.4e38
+LARGEST = 1e15  # of a reward: advantages are float32, whose largest number is 3.4e38, and some square rewards
 
 OnError = Literal["raise", "none"]
 Columns = dict[str, list[Any]]  # what rewards log, by name
@@ -193,11 +193,12 @@ class RewardLog:
 
     def log_extra(self, name: str, values: Sequence[Any]) -> None:
         values = [value.item() if hasattr(value, "item") else value for value in values]
-        plain = [
-            isinstance(value, float | str | None) or (isinstance(value, int) and abs(value) <= LARGEST)
-            for value in values
-        ]
-        self.columns[name] = [value if keep else str(value) for value, keep in zip(values, plain, strict=True)]
+        self.columns[name] = [value if is_plain(value) else str(value) for value in values]
+
+
+def is_plain(value: Any) -> bool:
+    """True for what a checkpoint and a table hold as it is: no subclass, and no number that is too large."""
+    return type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
 
 
 @cache
