@@ -226,7 +226,8 @@ def summary_rows(run: LabRun) -> Iterator[Row]:
     summary = run.summary
     about = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
     yield from result_rows(summary, about)
-    for stage in ("before", "after", "final"):
+    stages = ("after", "final") if config.get("run.fork_from") else ("before", "after", "final")  # before: its parent's
+    for stage in stages:
         if result := summary.get(stage):  # {} with --run.test_limit 0
             intervals = {name: result.get("ci95" if name == "accuracy" else f"{name}_ci95") for name in result}
             estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}

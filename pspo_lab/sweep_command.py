@@ -128,7 +128,8 @@ def next_command(job: Job) -> tuple[list[str], Path]:
         for name in ("name_or_path", "revision", "trust_remote_code"):
             switches[f"model.{name}"] = job.config["model"][name]
     else:
-        switches["model.name_or_path"] = read_json(job.folder / "summary.json")["best_model"]
+        best = Path(read_json(job.folder / "summary.json")["best_model"]).name
+        switches["model.name_or_path"] = str(job.folder / best)  # the sweep may have been moved
     switches["run.output_dir"] = str(folder)
     return ["pspo.evaluate", *switch_words(switches)], folder / "results.json"
 

@@ -102,7 +102,8 @@ class Job:
     @property
     def validation_rewards(self) -> list[float]:
         records = read_jsonl(self.folder / "metrics.jsonl")
-        return [record["validation_reward"] for record in records if "validation_reward" in record]
+        rewards = [record["validation_reward"] for record in records if "validation_reward" in record]
+        return [-math.inf if reward is None else reward for reward in rewards]
 
 
 @dataclass(frozen=True)

@@ -92,15 +92,18 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 
 def learning(runs: Runs) -> pd.DataFrame:
     """The course of the training reward."""
-    rewards = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"]).dropna(subset="reward")
+    metrics = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"])
     rows = {}
-    for run, rollouts in rewards.groupby("run", sort=False):
+    for run, rollouts in metrics.groupby("run", sort=False):
+        validation = rollouts["validation_reward"].dropna()
+        rollouts = rollouts.dropna(subset="reward")
+        if rollouts.empty:
+            continue
         windows = smoothed(rollouts["reward"])
         peak_at = int(windows.argmax()) + len(rollouts) - len(windows)  # the last rollout of the best window
         final = windows[-1]
         peak = windows.max()
         collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
-        validation = rollouts["validation_reward"].dropna()
         rows[run] = [
             final,
             peak,
@@ -162,6 +165,7 @@ def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
 
 def value_range(name: str) -> tuple[float, float]:
     """Smallest and largest value that a metric or a table's column can have."""
+    name = name.rpartition(": ")[2]  # a data set's may say anything
     return next((limits for limits, names in RANGES.items() if names.search(name)), (-math.inf, math.inf))
 
 

@@ -214,6 +214,7 @@ def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
     ids = observation_ids(tokenizer, "7", after=end)
     assert tokenizer.decode(ids) == "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
     assert observation_ids(tokenizer, "7", after=tokenizer.pad_token_id) == [end, *ids]
+    assert observation_ids(tokenizer, "7", after=ids[0]) == [end, *ids]  # a stop string's newline ends no turn
     assert tokenizer.decode(observation_ids(tokenizer, "\0 x", after=end)).count("\0 x") == 1
 
 

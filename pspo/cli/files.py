@@ -159,7 +159,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(plain(record), indent=2, ensure_ascii=False) + "\n")
 
 
 class _Dumper(yaml.SafeDumper):

@@ -121,7 +121,7 @@ class EnvironmentSampler(WrappedSampler):
             raise RewardError(f"{type(environment).__name__}.step returned {shown} as reward; it must be finite")
         episode.text = text
         episode.reward += number
-        return observation, is_done
+        return observation, bool(is_done)
 
 
 def observation_ids(
@@ -130,7 +130,7 @@ def observation_ids(
     """Encode the text as the role's turn between two of the model.
 
     What the template writes up to the end token of the model's turn is left out if the model drew this token itself,
-    as the last one: ``after``.
+    as the last one: ``after``. A stop string's last token is none: it may be in the text between turns, too.
     """
     tails = []  # behind the model's words
     for content in ("@@", text):  # which also stands for itself in JSON
@@ -139,7 +139,8 @@ def observation_ids(
         (rendered,) = render_prompts(tokenizer, [chat], "", tools)
         tails.append(rendered.partition("\0")[2])
     before, ids = encode(tokenizer, [tails[0].partition("@@")[0], tails[1]])
-    return ids[ids.index(after) + 1 :] if after in before else ids
+    is_end_token = after in before and after in tokenizer.added_tokens_decoder
+    return ids[ids.index(after) + 1 :] if is_end_token else ids
 
 
 def episodes_to_rollout(first_turns: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:

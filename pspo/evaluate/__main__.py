@@ -31,6 +31,7 @@ from pspo.evaluate.results import as_text, label, table
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
 from pspo.rollout import Prompts, Sampler, load_prompts, make_sampling
+from pspo.rollout.prompts import completion_columns
 from pspo.rollout.sampler import make_sampler
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import MakeEnvironment, load_environment
@@ -46,8 +47,9 @@ def prepare(
     dist.run_on_main(lambda: check_folder(output, settings))
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
-    room = room_for_prompts(config.model, config.eval.max_completion_tokens, "eval.max_completion_tokens")
     make_environment = load_environment(config.eval.environment)
+    most = completion_columns(config.eval.max_completion_tokens, make_environment is not None)
+    room = room_for_prompts(config.model, most, "eval.max_completion_tokens")
     prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
     check_token_ids(load_model_config(config.model), tokenizer, prompts.ids)
     check_rewards(config.reward.functions, prompts.problems)
@@ -113,6 +115,8 @@ def render(results: dict[str, Any]) -> str:
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
         for attribute, groups in numbers["breakdown"].items():
             for kind, group in groups.items():
+                if measure not in group:  # no reward is known of it
+                    continue
                 cells[f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})"] = as_text(
                     measure, group[measure]
                 )

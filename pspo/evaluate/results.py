@@ -188,4 +188,6 @@ def from_record(record: Record, name: str) -> str:
 
 def label(name: str) -> str:
     """A measure's name in tables."""
+    if name.startswith("reward/"):
+        return name
     return name.removeprefix("mean_").removeprefix("completion_").removesuffix("_share").replace("_", " ")

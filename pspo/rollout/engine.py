@@ -14,7 +14,7 @@ from torch import Tensor
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
 from pspo.rollout.generate import left_pad, make_rollout
-from pspo.rollout.prompts import Prompts
+from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import Sampler
 from pspo.rollout.types import Completions, Rollout, Sampling
 from pspo.tasks.environment import load_class
@@ -139,7 +139,8 @@ def start_engine(
 ) -> EngineSampler:
     """Start an engine for the prompts of all splits, and check that it draws by the policy."""
     longest = max(len(ids) for split in prompts.values() for ids in split.ids)
-    engine.start(config, longest + config.rollout.max_completion_tokens, learner.policy.device)
+    most = completion_columns(config.rollout.max_completion_tokens, config.rollout.environment is not None)
+    engine.start(config, longest + most, learner.policy.device)
     engine_sampler = EngineSampler(engine, learner, sampler)
     train = prompts["train"]
     error = check_engine(engine_sampler, train.take(range(min(8, len(train)))))

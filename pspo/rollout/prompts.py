@@ -95,11 +95,17 @@ def load_prompts(
     return Prompts(problems, ids).take(fits)
 
 
+def completion_columns(max_completion_tokens: int, has_environment: bool) -> int:
+    """Tokens that may be drawn after a prompt: a turn of an episode is drawn until the batch's longest one ends."""
+    return 2 * max_completion_tokens if has_environment else max_completion_tokens
+
+
 def load_splits(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
 ) -> dict[str, Prompts]:
     """Prompts by split: train, and validation and test if the run has them."""
-    room = room_for_prompts(config.model, config.rollout.max_completion_tokens, "rollout.max_completion_tokens")
+    most = completion_columns(config.rollout.max_completion_tokens, make_environment is not None)
+    room = room_for_prompts(config.model, most, "rollout.max_completion_tokens")
     limits = {"train": config.data.limit}
     if config.run.validate_every:
         limits["validation"] = config.run.validation_limit

@@ -17,6 +17,7 @@ from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, 
 from pspo.tasks.sources import SOURCES
 
 SECTIONS = ("model.", "data.", "reward.", "rollout.", "algorithm.", "optimizer.")
+MERGE_FIRST = "First merge these adapters into their model: `pspo export` makes the folder that follows.\n\n"
 PRIVATE = ("model.name_or_path", "data.path", "data.chat_template")  # may be paths of this machine
 
 
@@ -41,7 +42,7 @@ def model_card(config: TrainConfig, settings: Settings, step: int, summary: Reco
     changed = ", ".join(changed_switches(settings))
     merge = ""
     if front_matter.library_name == "peft" and not is_on_hub:
-        merge = "First merge these adapters into their model: `pspo export` makes the folder that follows.\n\n"
+        merge = MERGE_FIRST
     return f"""---
 {front_matter.to_yaml()}
 ---

@@ -18,6 +18,7 @@ from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import is_quantized, merged_weights, read_adapters
 from pspo.model.load import write_model
+from pspo.run.card import MERGE_FIRST
 from pspo.run.folders import whole_folder
 from pspo.tasks.files import local_path
 
@@ -77,7 +78,7 @@ def merged_card(adapters: Path, summary: str) -> ModelCard:
     file = adapters / "README.md"
     card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n# Merged model\n")
     card.data.library_name = "transformers"
-    card.text += f"\n## Merged\n\n{summary.capitalize()}.\n"
+    card.text = card.text.replace(MERGE_FIRST, "") + f"\n## Merged\n\n{summary.capitalize()}.\n"
     return card
 
 

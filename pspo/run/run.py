@@ -50,7 +50,7 @@ class Run:
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
 
     def __post_init__(self) -> None:
-        names = ("stream", "learner", "validator", "recorder", "generators", "delay")
+        names = ("stream", "learner", "validator", "recorder", "delay", "generators")  # a delay's state ends a drawing
         parts = {name: getattr(self, name) for name in names}
         parts["algorithm.surrogate"] = self.config.algorithm.surrogate
         parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.terms)}

@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
     """Return decimals as floats, and what is not finite as None, also inside lists and objects."""
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
@@ -137,7 +137,8 @@ def _read_json(path: Path) -> list[Any]:
 
 def _read_csv(path: Path) -> Iterator[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    file = io.StringIO(read_text(path), newline="")
+    reader = csv.DictReader(file, strict=True)  # a quote that stays open is an error
     for record in reader:
         if None in record:  # DictReader's key of surplus cells
             raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")

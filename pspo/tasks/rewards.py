@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from numbers import Rational, Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -189,11 +189,11 @@ class RewardLog:
     columns: Columns
 
     def log_metric(self, name: str, value: float) -> None:
-        self.columns[name] = [float(value)] * self.n
+        self.columns[str(name)] = [float(value)] * self.n
 
     def log_extra(self, name: str, values: Sequence[Any]) -> None:
         values = [value.item() if hasattr(value, "item") else value for value in values]
-        self.columns[name] = [value if is_plain(value) else str(value) for value in values]
+        self.columns[str(name)] = [value if is_plain(value) else str(value) for value in values]
 
 
 def is_plain(value: Any) -> bool:
@@ -347,13 +347,15 @@ def total_rewards(
     """
     inputs = {"completions": completions, "problems": problems} | inputs
     weights = [1.0] * len(functions) if weights is None else list(weights)
-    names = [reward_name(function) for function in functions]
     values: dict[str, list[float | None]] = {}  # by function
     logged: Columns = {}
     failures: dict[str, Exception] = {}
-    for i, function in enumerate(functions):
-        repeats = names[:i].count(names[i])
-        name = f"{names[i]}_{repeats + 1}" if repeats else names[i]
+    taken = {"environment"}
+    for function in functions:
+        name = reward_name(function)
+        if name in taken:
+            name = next(other for n in count(2) if (other := f"{name}_{n}") not in taken)
+        taken.add(name)
         arguments = reward_arguments(function, inputs)
         if workers or timeout or on_error == "none":
             result = guarded_values(function, arguments, len(problems), timeout, on_error, workers, failures)
