@@ -4,21 +4,17 @@ In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run, ``pspo_lab
 ``pspo.train(..., on_rollout=pspo_lab.live_curve())`` draws the reward while it trains.
 """
 
+import importlib
 from typing import Any
 
+MODULES = {"live_curve": "view_command", "report": "report_command", "view": "view_command"}
 __all__ = ["live_curve", "report", "view"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the functions when they are first used: they need pandas, matplotlib and torch."""
-    if name in ("live_curve", "view"):
-        from pspo_lab import view_command
-
-        return getattr(view_command, name)
-    if name == "report":
-        from pspo_lab.report_command import report
-
-        return report
+    if name in MODULES:
+        return getattr(importlib.import_module(f"pspo_lab.{MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
