@@ -285,7 +285,12 @@ def slow_length(completion):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 75), (signal.SIGTERM, 75)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, 75, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_while_a_reward_of_the_command_uses_a_pool(number, code):
     """A killed run takes its children with it; others stop it when it is done: Ctrl-C is sent to the children, too."""
