@@ -133,13 +133,12 @@ def import_spec(value: Any) -> str | dict[str, Any]:
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     """A problem as a line of a JSON lines file."""
     if isinstance(problem, Problem):
-        kinds = {"category": problem.category, "level": problem.level}
-        record = (
-            problem.fields | {"prompt": problem.prompt, "answer": problem.answer} | kinds
-        )  # GSM8K's fields have both
+        columns = ("prompt", "answer", "category", "level")
+        record = problem.fields | {name: getattr(problem, name) for name in columns}  # fields may have an answer, too
     elif isinstance(problem, Mapping):
         record = dict(problem)
     else:
         raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
-    exact = {name: str(value) for name, value in record.items() if name == "answer" and isinstance(value, EXACT)}
-    return record | exact
+    if isinstance(record.get("answer"), EXACT):
+        record["answer"] = str(record["answer"])
+    return record

@@ -71,7 +71,7 @@ def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, A
     changes = check_same(file.parent, settings)
     old_path, new_path = (Path(path or "").resolve() for path in changes.pop("data.path", ("", "")))
     has_other_path = new_path not in (old_path, (file.parent / "data").resolve())  # which `pspo.train` has compared
-    if changes.keys() & LIMITS or (has_other_path and old_path != new_path):
+    if changes.keys() & LIMITS or has_other_path:
         return {}  # a resumed run compares the problems of another path
     summary = files.read_json(file)
     with files.named_damage(file):
