@@ -36,7 +36,7 @@ from pspo.cli.files import lock, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.terminal import Bar
 from pspo.tasks.files import local_path
-from pspo_lab.sweep_plan import Job, Method, SweepConfig, make_plan, switch_words
+from pspo_lab.sweep_plan import WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
 
 
 class Workers:
@@ -69,7 +69,7 @@ class Workers:
             self.idle.put_nowait(gpus)
             tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
         if job.finished and job.stage != "full":  # a search needs no weights
-            for name in ("best", "final", "checkpoints"):
+            for name in WEIGHTS:
                 shutil.rmtree(job.folder / name, ignore_errors=True)
 
     async def run_next_command(self, job: Job, gpus: str | None) -> None:

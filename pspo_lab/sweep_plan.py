@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,8 @@ from pspo.cli.parse import parse, user_errors
 from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
 
+WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
+SET_FOR_EVALUATION = ("model.name_or_path", "model.revision", "model.trust_remote_code", "run.output_dir")
 Switches = dict[str, Any]
 parse_once = functools.cache(parse)  # a search has two stages with the same switches
 
@@ -165,16 +168,33 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
         experiment = sweep.experiments[name]
+        evaluations = {}
         for folder, switches in experiment.evaluate.items():
-            parse(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switch_words(switches))
+            require(folder not in WEIGHTS, f"experiments.{name}.evaluate", "must not name a run's weights", folder)
+            prog = f"pspo sweep: {name}, evaluate {folder}"
+            _, evaluations[folder] = parse(EvaluateConfig, prog, switch_words(switches))
         methods = [
             make_method(sweep, name, method, grid)
             for method, grid in Bar(experiment.methods.items(), desc=f"check {name}", leave=False)
         ]
+        jobs = [job for method in methods for job in method.possible]
+        if evaluations:
+            untrained = untrained_evaluations(sweep, name, jobs)
+            methods.append(untrained)
+            jobs += untrained.possible
+        for job in jobs:
+            for folder in job.evaluate:
+                require_same_switches(job.folder / folder, evaluations[folder], SET_FOR_EVALUATION)
         plan += methods
-        if experiment.evaluate:
-            plan.append(untrained_evaluations(sweep, name, [job for method in methods for job in method.possible]))
     return plan
+
+
+def require_same_switches(folder: Path, values: Switches, ignored: Sequence[str]) -> None:
+    """ValueError if a run or an evaluation that has begun there has other switches than these."""
+    if (folder / "metrics.jsonl").exists() or (folder / "completions.jsonl").exists():
+        changed = differences(read_config(folder / "config.yaml"), values)
+        changed = {name: pair for name, pair in changed.items() if name not in ignored}
+        require(not changed, "output", f"must not hold {folder} with other switches: move it away", changed)
 
 
 def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | list[Switches]) -> Method:
@@ -204,9 +224,11 @@ def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | lis
 def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
     """A job for each model that these jobs begin with."""
     models = {(job.config["model"]["name_or_path"], job.config["model"]["revision"]): job for job in jobs}
+    last_names = [Path(model).name for model in {model for model, _ in models}]
     possible = []
     for (model, revision), job in models.items():
-        setting = re.sub(r"[^\w.=+-]", "_", "-".join(filter(None, [Path(model).name, revision])))
+        model_name = Path(model).name if last_names.count(Path(model).name) == 1 else model
+        setting = re.sub(r"[^\w.=+-]", "_", "-".join(filter(None, [model_name, revision])))
         folder = Path(sweep.output, name, "untrained", setting)
         evaluate = sweep.experiments[name].evaluate
         possible.append(replace(job, folder=folder, stage="untrained", setting=setting, tokens=0, evaluate=evaluate))
@@ -230,10 +252,7 @@ def setting_jobs(
             folder = Path(sweep.output, f"{name}-search" if searching else name, setting, f"seed-{seed}")
             values = switch_values | {"run": switch_values["run"] | {"seed": seed, "output_dir": str(folder)}}
             evaluate = {} if searching else sweep.experiments[name].evaluate
-            begun = (folder / "metrics.jsonl").exists()
-            changed = differences(read_config(folder / "config.yaml"), values) if begun else {}
-            changed.pop("run.output_dir", None)
-            require(not changed, "output", f"must not hold {folder} with other switches: move it away", changed)
+            require_same_switches(folder, values, ["run.output_dir"])
             jobs.append(Job(folder, stage, setting, seed, values, most_tokens(config), evaluate))
     return jobs
 

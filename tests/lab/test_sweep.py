@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse
-from pspo.config import TrainConfig
+from pspo.config import EvaluateConfig, TrainConfig
 from pspo_lab.sweep_command import main
 from pspo_lab.sweep_plan import SweepConfig, make_plan
 
@@ -212,7 +213,32 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     assert "{'optimizer.lr': (3e-05, 0.0001)}" in capsys.readouterr().err
 
 
+def test_a_finished_evaluation_with_other_switches_is_refused(here, capsys):
+    sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {"data.limit": 4}})
+    assert sweep() == 0
+    for folder in ("out/e/pspo/seed-0/evaluation", "out/e/untrained/tiny-base/evaluation"):
+        words = ["--data.limit", "4", "--model.name_or_path", "of/this/run", "--run.output_dir", folder]
+        Path(folder, "config.yaml").write_text(to_yaml(parse(EvaluateConfig, "pspo.evaluate", words)[1]))
+        Path(folder, "completions.jsonl").write_text("")
+    assert sweep() == 0
+    sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {"data.limit": 8}})
+    assert sweep() == 2
+    assert "{'data.limit': (4, 8)}" in (err := capsys.readouterr().err)
+    assert "must not hold out/e/pspo/seed-0/evaluation with other switches" in err
+
+
+def test_two_models_of_one_last_name_have_two_folders_before_training(here):
+    names = ["one/small", "two/small", "large"]
+    sweep_file(methods={"pspo": {"model.name_or_path": names}}, evaluate={"evaluation": {}})
+    plan = make_plan(parse(SweepConfig, "pspo sweep", ["--config", "sweep.yaml"])[0])
+    jobs = {str(job.folder): job.config["model"]["name_or_path"] for job in plan[-1].possible}
+    assert jobs == dict(
+        zip([f"out/e/untrained/{name}" for name in ("one_small", "two_small", "large")], names, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("experiment", "args", "message"), [
+    ({"evaluate": {"best": {}}}, [], "experiments.e.evaluate must not name a run's weights"),
     ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
     ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
     ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
