@@ -82,6 +82,8 @@ class CodeReward(Reward):
 
     def value(self, completion: str, tests: str | list[str] | None) -> float | None:
         """Return one completion's reward."""
+        if isinstance(tests, str) and tests.lstrip().startswith("["):  # as Python it passes, whatever the program does
+            raise RewardError(f"CodeReward: {self.column} holds the text of a list; store a list of texts, or one test")
         tests = [tests] if isinstance(tests, str) else tests
         if not tests:
             return None

@@ -84,6 +84,9 @@ def comparison(first: Path, second: Path) -> str:
             sizes = f"{len(asked[0]):,} and {len(asked[1]):,}"
             raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
         n = len(asked[0])
+        for file, one in zip((first, second), pair, strict=True):
+            if len(one) % n:
+                raise ValueError(f"{file} lacks completions: not every problem has as many")
         a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
         rows = {}
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy

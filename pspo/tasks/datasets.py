@@ -179,6 +179,9 @@ def load_problems(
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
     if name in GENERATED and path is not None:
         raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
+    for part in names:
+        if part in NAMES and hub.keys() - {"revision"}:
+            raise ValueError(f"--data.hub sets a configuration or splits of hub ids (organisation/name), not of {part}")
     problems = []
     for part in names:
         kind = answer_kind or default_answer_kind(part)

@@ -1,5 +1,6 @@
 """CodeReward: what passes, and hostile programs, which end in bounded time, gain nothing and leave nothing behind."""
 
+import json
 import os
 import subprocess
 import sys
@@ -58,6 +59,12 @@ def test_missing_tests_are_named():
     with pytest.raises(RewardError, match=r"no column 'tests' \(columns: checks\)"):
         CodeReward()(["x"], [Problem("?", None, {"checks": "assert 1"})])
     assert CodeReward(column="checks")(["x = 1"], [Problem("?", None, {"checks": "assert x"})]) == [1]
+
+
+def test_the_text_of_a_list_is_no_test():
+    text = json.dumps(["assert square(2) == 4"])  # as Python it would pass with any program
+    with pytest.raises(RewardError, match="tests holds the text of a list"):
+        CodeReward()(["x = 1"], [Problem("?", None, {"tests": text})])
 
 
 def test_usual_programs_run():
