@@ -205,8 +205,9 @@ def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(c
 
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),
-    "hangs": (
-        ("--reward.functions.how=hangs", "--reward.timeout=3"), "reward Bad took longer than 3 seconds"
+    "hangs": (  # once for both completions, and once more for each
+        ("--reward.functions.how=hangs", "--reward.timeout=3", "--rollout.prompts=1", "--rollout.group_size=2",
+         "--reward.functions.rows=2"), "reward Bad took longer than 3 seconds"
     ),
     "exits": (("--reward.functions.how=exits",), "reward Bad called sys.exit(0)"),
     "in a validation": (

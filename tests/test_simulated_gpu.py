@@ -407,23 +407,14 @@ def print_counts() -> None:
             print(f"{name + ': ' + what:<48}{launched:>8g}{waited:>6g}")
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="the simulated GPU does it in `printed`")
+@pytest.mark.skipif(not HAS_GPU, reason="the simulated GPU does it when it counts")
 def test_graphs_see_biases_that_have_changed():
     check_biases()
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    if HAS_GPU:
-        pytest.skip("a real GPU counts nothing")
-    return run_on_gpu(__file__, cwd=tmp_path_factory.mktemp("counts"))
-
-
-def test_the_simulation_refuses_what_a_gpu_refuses(printed):
-    assert printed  # `check_rules` and `check_biases` have passed
-
-
-def test_counts(printed):
+@pytest.mark.skipif(HAS_GPU, reason="a real GPU counts nothing")
+def test_the_simulation_refuses_what_a_gpu_refuses_and_counts_what_it_did(tmp_path):
+    printed = run_on_gpu(__file__, cwd=tmp_path)  # `check_rules` and `check_biases` have passed
     if not torch.__version__.startswith(COUNTED_WITH[0]) or transformers.__version__ != COUNTED_WITH[1]:
         pytest.skip(f"counted with torch {COUNTED_WITH[0]} and transformers {COUNTED_WITH[1]}")
     assert printed == COUNTS, f"COUNTS is now:\n{printed}"
