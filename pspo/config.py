@@ -322,6 +322,10 @@ class AlgorithmConfig(Section, name="algorithm"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for term in self.terms:
+            rule = "must not have what --algorithm.correction and --algorithm.beta set"
+            by_switch = isinstance(term, losses.SamplerCorrection | losses.KLPenalty)
+            require(not by_switch, "algorithm.terms", rule, type(term).__name__)
         terms = list(self.terms)
         if self.correction not in (None, "none"):
             terms.append(losses.SamplerCorrection(self.correction, self.correction_cap))

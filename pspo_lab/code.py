@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,23 +71,31 @@ class CodeReward(Reward):
         if min(self.seconds, self.memory_mb, self.processes) <= 0:
             raise ValueError(f"seconds, memory_mb and processes must be above 0, not {self}")
 
-    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
+    def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             if self.column not in problem.fields:
                 columns = ", ".join(problem.fields)
                 raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
-        tests = [problem.fields[self.column] for problem in problems]
-        with ThreadPoolExecutor(self.processes) as threads:
-            return list(threads.map(self.value, completions, tests))
+            for test in self.tests(problem):
+                if not isinstance(test, str) or test.lstrip().startswith(("[", "{", "(")):  # data: it passes as Python
+                    what = f"{self.column} must hold a test or a list of tests, Python that raises, not {test!r:.60}"
+                    raise RewardError(f"CodeReward: {what}")
 
-    def value(self, completion: str, tests: str | list[str] | None) -> float | None:
+    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
+        self.check_problems(problems)
+        with ThreadPoolExecutor(self.processes) as threads:
+            return list(threads.map(self.value, completions, map(self.tests, problems)))
+
+    def tests(self, problem: Problem) -> list[str]:
+        """Return a problem's tests."""
+        tests = problem.fields[self.column]
+        return [tests] if isinstance(tests, str) else list(tests or [])
+
+    def value(self, completion: str, tests: list[str]) -> float | None:
         """Return one completion's reward."""
-        if isinstance(tests, str) and tests.lstrip().startswith("["):  # as Python it passes, whatever the program does
-            raise RewardError(f"CodeReward: {self.column} holds the text of a list; store a list of texts, or one test")
-        tests = [tests] if isinstance(tests, str) else tests
         if not tests:
             return None
-        share = self.run_tests(extract_code(completion), list(tests)) / len(tests)
+        share = self.run_tests(extract_code(completion), tests) / len(tests)
         return float(share == 1) if self.all_or_nothing else share
 
     def run_tests(self, code: str, tests: list[str]) -> int:

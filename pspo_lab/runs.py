@@ -4,6 +4,8 @@ Folder names mean nothing, the configuration everything: runs that differ only i
 seeds of one setting. What cannot be read is named on stderr and left out.
 """
 
+import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -143,7 +145,11 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             run = read_run(folder)
             numbers += checked_rows({"run": name, **row} for row in summary_rows(run))
             runs[name] = run
-            configs[name] = run.switches | {"experiment": str(folder.parent.parent)}
+            experiment = folder.parent.parent
+            configs[name] = run.switches | {"experiment": str(experiment)}
+            full = experiment.with_name(experiment.name.removesuffix("-search"))
+            if full != experiment and (full / "selection.json").exists():  # whose runs choose, and confirm nothing
+                configs[name]["search"] = True
             metrics.append(run.metrics.assign(run=name))
     for folder in evaluation_folders:
         with skip_unreadable(folder):
@@ -184,7 +190,7 @@ def read_switches(folder: Path) -> Row:
         path = switches["data.path"]
         switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
     if switches.get("run.fork_from"):
-        switches["forked"] = True  # the folder it was forked from is another one for every seed
+        switches["forked"] = re.sub(rf"(?<=seed-){switches[SEED]}(?!\d)", "*", str(switches["run.fork_from"]))
     return (
         defaults(str(switches.get(SURROGATE)))
         | plain_switches(switches)
@@ -241,7 +247,7 @@ def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
     model = Path(results["model"])
     candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
     name = next((candidate for candidate in candidates if candidate in runs), None)
-    if name is None or results["model"] == runs[name].switches[MODEL]:
+    if name is None or os.path.abspath(results["model"]) == os.path.abspath(runs[name].switches[MODEL]):
         about = {"stage": "before", "model": results["model"]}
     else:
         best = Path(runs[name].summary.get("best_model", "best")).name

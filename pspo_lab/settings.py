@@ -16,6 +16,7 @@ from pspo.cli.terminal import one_line
 MODEL = "model.name_or_path"
 DATA = "data.name"
 SEED = "run.seed"
+RATE = "optimizer.lr"  # whose default depends on the model, and so is always said
 SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
 LONG = 40  # characters of a value in a label
@@ -75,7 +76,7 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     for method, runs in configs.groupby(methods(configs)):
         compared = [name for name in differing(runs) if name.startswith(ARGUMENT)]
-        usual = defaults(str(runs[SURROGATE].iloc[0]))
+        usual = defaults(str(runs[SURROGATE].iloc[0])) | {RATE: None}
         others = sorted(name for name in runs if name.startswith(ARGUMENT) and name not in compared)
         for run, values in runs[compared + others + switches].iterrows():
             parts = [
@@ -100,8 +101,9 @@ def shared_sentence(configs: pd.DataFrame) -> str:
     switches = configs.drop(columns=[*NOT_COMPARED, MODEL, DATA, SURROGATE], errors="ignore")
     same = [name for name in switches if switches[name].nunique(dropna=False) == 1]
     texts = []
+    usual = defaults() | {RATE: None}
     for name, value in switches[same].iloc[0].dropna().items():
-        if value != defaults().get(name, value):
+        if value != usual.get(name, value):
             texts.append(f"{short[name]}={cut(short_value(value))}")
     return f"All have {', '.join(texts)}." if texts else ""
 

@@ -170,7 +170,8 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
         experiment = sweep.experiments[name]
         evaluations = {}
         for folder, switches in experiment.evaluate.items():
-            require(folder not in WEIGHTS, f"experiments.{name}.evaluate", "must not name a run's weights", folder)
+            is_free = folder == Path(folder).name and folder not in WEIGHTS
+            require(is_free, f"experiments.{name}.evaluate", "must name new folders of a run, not its weights", folder)
             prog = f"pspo sweep: {name}, evaluate {folder}"
             _, evaluations[folder] = parse(EvaluateConfig, prog, switch_words(switches))
         methods = [

@@ -11,7 +11,7 @@ from transformers import TopPLogitsWarper
 
 import pspo.rollout.graphs
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
-from pspo.model import load_tokenizer, stop_token_ids, token_logprobs
+from pspo.model import autocast, load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_race
 from pspo.rollout.generate import find_decoder
@@ -93,6 +93,19 @@ def test_positions_of_rows_that_decode_nothing_stay_in_the_models_range(tiny_mod
     for n in (16, 9, 9, 9):  # of 9 rows a step computes 16
         generate(model, tokenizer, [[1, 2, 3]] * n, sampling)
     assert pspo.rollout.graphs.GRAPH_DECODERS[model].positions.max() < 3 + 20
+
+
+def test_codes_of_quantised_weights_stay_what_they_are(tiny_model, tokenizer):
+    model = tiny_model()
+    with autocast("bf16", model.device):
+        generate(model, tokenizer, [[1, 2, 3]], replace(GREEDY, decoder="graphs", stop_ids=()))
+        decoder = pspo.rollout.graphs.GRAPH_DECODERS[model]
+        codes = torch.nn.Parameter(torch.zeros(3, 1, dtype=torch.uint8), requires_grad=False)  # as bitsandbytes' 4 bits
+        model.model.layers[0].self_attn.q_proj.weight = codes
+        decoder.weights = {}
+        decoder.cast_weights(model)
+    assert "model.layers.0.self_attn.k_proj.weight" in decoder.weights
+    assert "model.layers.0.self_attn.q_proj.weight" not in decoder.weights
 
 
 TOP_PS = [0.85, 1.0]

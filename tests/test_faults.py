@@ -13,6 +13,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.folders import RunFailed, checkpoints
-from pspo.run.metrics import rollout_metrics
+from pspo.run.metrics import rollout_metrics, sample_record
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
@@ -347,6 +349,13 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
         assert line["reward_std"] == line["grad_norm"] == 0
     assert "WARNING: no step had a gradient: all rewards of every group were equal" in capsys.readouterr().err
     assert same(load_file("out/final/model.safetensors"), start())
+
+
+def test_dates_of_the_data_are_text_in_samples_which_checkpoints_hold():
+    values = {"index": 3, "reward": 1.0, "advantage": 0.5, "tokens": 2, "truncated": False}
+    values["problem"] = Problem("?", None, {"date": date(2026, 1, 31), "price": Decimal("1.5")})
+    record = sample_record(values, 2, 0, "x")
+    assert record["fields"] == {"date": "2026-01-31", "price": 1.5}
 
 
 def test_empty_and_truncated_completions_are_counted():

@@ -231,6 +231,9 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
         shutil.rmtree("refused", ignore_errors=True)
         assert train("refused", *lora, "--run.fork_from=adapters", switch) == 2
         assert "are not of this model: fork under its model" in capfd.readouterr().err
+    shutil.rmtree("refused")
+    assert train("refused", *lora, "--run.fork_from=adapters", "--model.lora.alpha=64") == 2
+    assert "has --model.lora.alpha 32: fork with the same" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
 

@@ -16,7 +16,7 @@ from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import Clip, Surrogate
 from pspo.rollout import Sampling, generate, group_relative_advantages
-from pspo.tasks import FormatReward, Problem
+from pspo.tasks import FormatReward, Problem, load_problems
 from pspo.train import train_model as train
 from pspo.update import Learner, update
 
@@ -94,11 +94,14 @@ def test_problems_and_functions_of_python(here, capsys):
     problems = [
         Problem(f"Tom has {n} pens and buys 5. How many now?", pspo.tasks.answers.Fraction(n + 5)) for n in range(9)
     ]
+    problems[0] = replace(problems[0], source="pens", solution="0 + 5 = 5")
     data = {"train": problems, "test": [{"prompt": "Ann has 3 pens.", "answer": 3}]}
     call = {"data": data, "rollout": SWITCHES, "reward": [FormatReward()]}
     summary = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
     assert summary["before"]["n"] == 1
     assert [row["answer"] for row in read_jsonl(Path("mine/data/train.jsonl"))] == [str(n + 5) for n in range(9)]
+    first = load_problems("file", "train", "mine/data/train.jsonl", seed=0)
+    assert {("pens", "0 + 5 = 5")} < {(of.fields.get("source"), of.fields.get("solution")) for of in first}
     assert "FormatReward" in str(read_config(Path("mine/config.yaml"))["reward"]["functions"])
     capsys.readouterr()
     again = train("tiny-base", run=RUN | {"test_limit": 5, "output_dir": "mine"}, **call)
@@ -135,6 +138,9 @@ def test_of_a_list_of_problems_a_fifth_is_held_out(here):
     summary = train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "output_dir": "pens"})
     assert 4 <= summary["before"]["n"] == summary["after"]["n"] <= 20
     assert read_config(Path("pens/config.yaml"))["data"]["holdout"] == 0.2
+    Path("file.yaml").write_text("run: {test_limit: 3}\ndata: {holdout: 0.5}")
+    config, _ = config_from_python("file.yaml", data=problems, run={"output_dir": "filed"})
+    assert (config.run.test_limit, config.data.holdout) == (3, 0.5)
     few = train(data=problems[:49], rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0})
     assert few["before"] == {}
 
@@ -190,6 +196,11 @@ class Forgetful(Plain):
         pass
 
 
+class Keyword(Plain):
+    def __init__(self, *, width: float = 0.5):
+        pass
+
+
 def test_a_preset_and_a_file_are_below_the_other_arguments(here):
     Path("mine.yaml").write_text("data: {limit: 40}\nrun: {max_steps: 9}\nalgorithm: {epochs: 1}\n")
     config, _ = config_from_python("mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=RUN)
@@ -207,6 +218,7 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here):
         ({"optimizer": {"lr": -1}}, "--optimizer.lr must be above 0, got -1"),
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
         ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
+        ({"algorithm": Keyword(width=0.3)}, "Keyword does not keep its argument width: make it a dataclass"),
     ],
 )
 def test_wrong_settings_raise(here, call, message):

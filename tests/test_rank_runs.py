@@ -30,6 +30,7 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.train
 from pspo import distributed as dist
+from pspo.rollout.engine import EngineError, EngineSampler
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints, find_damage
 
@@ -143,6 +144,25 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
         assert "Traceback" not in err
     assert train(output, strategy, *args) == [0, 0]
     assert_same(expected, output)
+
+
+class FailsOnRank1(EngineSampler):
+    def __post_init__(self): ...
+
+    def _complete(self, prompts, group_size):
+        if dist.rank() == 1:
+            raise EngineError("the server is gone")
+        return "rollout"
+
+
+def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all():
+    def rank() -> None:
+        dist.init("ddp")
+        sampler = FailsOnRank1(None, None, None, pending=((), 2))
+        sampler.collect()
+        assert sampler.prefetched is None
+
+    assert ranks(rank) == [0, 0]
 
 
 def fails_on_rank_1(completions, step):

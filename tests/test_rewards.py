@@ -193,7 +193,7 @@ def test_a_function_gets_what_it_names_and_nothing_else():
         "completions": ["#### 2", [{"role": "assistant", "content": "hello"}]],  # as in TRL where the prompt is a chat
         "prompts": ["1+1?", [{"role": "user", "content": "Hi"}]], "problems": PROBLEMS,
         "completion_ids": [[5, 6, 7], [8]], "completion_tokens": [3, 1], "truncated": [True, False],
-        "hint": ["add", None], "level": [3, None], "category": ["sum", ""], "max_completion_tokens": 16,
+        "hint": ["add", None], "level": [3, ""], "category": ["sum", ""], "max_completion_tokens": 16,
         "answer": [Fraction(2), "hello"], "absent": 7,
     }  # fmt: skip
 
@@ -457,12 +457,23 @@ def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
 
 
 def test_exact_match():
-    problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction(5))]
+    problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, "5")]
     completions = ["It is\n#### New  York", "New York", "#### a", "x", "5"]
     assert ExactMatch()(completions, problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
+    with pytest.raises(RewardError, match=r"ExactMatch compares texts, .* --data\.answer_kind text"):
+        check_rewards([ExactMatch()], [Problem("?", Fraction("1.50"))])  # else the gold answer would be 3/2
+
+
+def test_a_column_of_one_source_of_a_mixture_hides_no_answer_of_the_others():
+    problems = [Problem("?", Fraction(3), {"answer": "so 3"}), Problem("?", Fraction(4), {"answer": None})]
+
+    def compares(completions, answer):
+        return [float(completion == str(gold)) for completion, gold in zip(completions, answer, strict=True)]
+
+    assert total_rewards([compares], None, ["so 3", "4"], problems).totals == [1, 1]
 
 
 def test_soft_overlong_is_the_formula():

@@ -13,7 +13,7 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
-from pspo.cli.parse import make_config
+from pspo.cli.parse import config_file, make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
@@ -39,10 +39,12 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
         return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
 
     data["name"] = "file"
-    if list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
-        data.setdefault("holdout", 0.2)
     run = settings.setdefault("run", {})
-    run.setdefault("test_limit", 500 if "test" in problems or data.get("holdout") else 0)
+    said = files.flat(settings) | (files.flat(files.read_config(Path(config_file(str(file))))) if file else {})
+    if "data.holdout" not in said and list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
+        data["holdout"] = said["data.holdout"] = 0.2
+    if "run.test_limit" not in said:
+        run["test_limit"] = 500 if "test" in problems or said.get("data.holdout") else 0
     data.setdefault("path", "<problems>")  # until they are written
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
     dist.init(config.distributed.strategy)
@@ -125,7 +127,7 @@ def import_spec(value: Any) -> str | dict[str, Any]:
     for name, parameter in inspect.signature(kind).parameters.items() if is_object else ():
         if hasattr(value, name):
             arguments[name] = plain_setting(getattr(value, name))
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"{kind.__name__} does not keep its argument {name}: make it a dataclass")
     return {"class_path": path, "init_args": arguments} if arguments else path
 
@@ -135,6 +137,7 @@ def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(problem, Problem):
         columns = ("prompt", "answer", "category", "level")
         record = problem.fields | {name: getattr(problem, name) for name in columns}  # fields may have an answer, too
+        record |= {name: getattr(problem, name) for name in ("source", "solution") if getattr(problem, name)}
     elif isinstance(problem, Mapping):
         record = dict(problem)
     else:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
 from pspo.rollout.generate import left_pad, make_rollout
@@ -98,7 +99,7 @@ class EngineSampler:
         self.pending = (prompts, group_size)
 
     def collect(self) -> None:
-        """Wait for what is being drawn ahead. If that fails it is given up: the next draw raises."""
+        """Wait for what is being drawn ahead. If that fails on a rank all give it up: the next draw raises."""
         if self.pending is None:
             return
         prompts, group_size = self.pending
@@ -106,6 +107,8 @@ class EngineSampler:
         try:
             self.prefetched = self._complete(prompts, group_size)
         except EngineError:
+            self.prefetched = None
+        if dist.max_over_ranks(self.prefetched is None):
             self.prefetched = None
 
     def _complete(self, prompts: Prompts, group_size: int) -> Rollout:

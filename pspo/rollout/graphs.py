@@ -152,7 +152,7 @@ class GraphDecoder:
             if not isinstance(module, nn.Linear):
                 continue
             for key, weight in module.named_parameters(prefix=name, recurse=False):
-                if weight.dtype == dtype:
+                if weight.dtype == dtype or not weight.is_floating_point():  # codes of quantised weights
                     continue
                 if key in self.weights:
                     self.weights[key].copy_(weight)

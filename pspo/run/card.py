@@ -1,6 +1,7 @@
 """The README.md of a trained model, in the form that the Hugging Face hub reads, and the command that evaluates it."""
 
 import json
+import math
 import re
 import shlex
 from dataclasses import asdict
@@ -89,7 +90,11 @@ def describe_results(summary: Record) -> str:
         columns[header] = {
             model: from_record(summary[test], name) for test, model in models.items() if name in summary[test]
         }
-    validations = {record["step"]: record["validation_reward"] for record in summary["validation"].values() if record}
+    validations = {}
+    for record in summary["validation"].values():
+        if record:
+            reward = record["validation_reward"]
+            validations[record["step"]] = -math.inf if reward is None else reward  # no reward was known, as JSON has it
     rewards = [f"{validations[step]:.3f} at step {step}" for step in sorted(validations)]
     lines = [table("greedy, held-out", columns)] if names else []
     if rewards:

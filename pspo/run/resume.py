@@ -135,7 +135,8 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
         if states[name]["fingerprint"] != checkpointer.parts[name].fingerprint:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
     validations = states["validator"]["validations"]
-    if validations["best"] and files.read_json(output / "best" / "validation.json") != validations["best"]:
+    best = files.plain(validations["best"])  # as JSON has it
+    if best and files.read_json(output / "best" / "validation.json") != best:
         validations["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
     elif validations["best"]:
         damage = find_damage(output / "best")
@@ -185,5 +186,6 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     for name, state in states.items():
         if name in checkpointer.parts and name not in left_out:
             checkpointer.parts[name].load_state_dict(state)
+    checkpointer.recorder.clear_line()  # of a rollout that the parent was yet to validate
     print(f"forked from {parent}")
     checkpointer.save()

@@ -187,7 +187,10 @@ def load_problems(
         kind = answer_kind or default_answer_kind(part)
         place: Path | str = part  # for messages
         if part in GENERATED:
-            generated = islice(GENERATED[part](split, seed), limit or GENERATED_SIZES[split])
+            size = limit or GENERATED_SIZES[split]
+            if len(names) > 1:  # whose limit is of the mixture
+                size = max(size, GENERATED_SIZES[split])
+            generated = islice(GENERATED[part](split, seed), size)
             drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
         elif part not in NAMES and ("/" not in part or Path(part).exists()):
             raise ValueError(

@@ -47,6 +47,9 @@ class Reward(ABC):
     def __call__(self, completions: list[str], *args: Any, **kwargs: Any) -> Sequence[float | None]:
         """Return one number per completion; the parameters' names say what it is called with (see this module)."""
 
+    def check_problems(self, problems: Sequence[Problem]) -> None:  # noqa: B027
+        """Raise RewardError if a problem cannot be scored; called before anything is trained."""
+
 
 def math_reward(
     completion: str,
@@ -85,14 +88,19 @@ class MathReward(Reward):
         if not 0 <= self.format_bonus <= 1:
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
 
+    def check_problems(self, problems: Sequence[Problem]) -> None:
+        for problem in problems:
+            if not isinstance(problem.answer, int | Fraction):
+                raise RewardError(
+                    f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch compares texts"
+                )
+
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
+        self.check_problems(problems)
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
         values = []
         for completion, problem in zip(completions, problems, strict=True):
-            gold = problem.answer
-            if not isinstance(gold, int | Fraction):
-                raise RewardError(f"MathReward needs numeric answers, not {gold!r}; ExactMatch compares texts")
-            values.append(math_reward(completion, gold, tolerance, self.format_bonus, self.marker))
+            values.append(math_reward(completion, problem.answer, tolerance, self.format_bonus, self.marker))
         return values
 
 
@@ -124,8 +132,12 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
     problems = inputs["problems"]
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
-    derived: dict[str, Any] = {name: [getattr(problem, name) for problem in problems] for name in ATTRIBUTES}
-    derived |= {name: [problem.fields.get(name) for problem in problems] for name in columns}
+    derived: dict[str, Any] = {name: [problem.fields.get(name) for problem in problems] for name in columns}
+    for name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
+        own = derived.get(name, [None] * len(problems))
+        derived[name] = [
+            getattr(problem, name) if value is None else value for problem, value in zip(problems, own, strict=True)
+        ]
     derived["prompts"] = [problem.prompt for problem in problems]
     if "completion_ids" in inputs:
         derived["completion_tokens"] = [len(ids) for ids in inputs["completion_ids"]]
@@ -160,8 +172,8 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     inputs |= dict.fromkeys(("truncated", "step", "max_completion_tokens"))
     shadowed = columns.keys() & all_inputs(inputs | {"problems": []}).keys() - {*ATTRIBUTES}
     for function in functions:
-        if isinstance(function, MathReward):
-            function([""] * len(problems), problems)  # raises for an answer that is no number
+        if isinstance(function, Reward):
+            function.check_problems(problems)
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
         if inspect.Parameter.POSITIONAL_ONLY in kinds:
             what = "has parameters before a /, which take no names: rewards are called by names, so remove the /"

@@ -1,9 +1,12 @@
 """More rewards: exact text, length, and mathematics by math-verify."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from pspo.tasks.answers import after_thoughts, extract_text
+from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.sources import boxed
@@ -21,7 +24,13 @@ class ExactMatch(Reward):
 
     ignore_case: bool = False
 
+    def check_problems(self, problems: Sequence[Problem]) -> None:
+        for problem in problems:
+            if isinstance(problem.answer, Fraction):  # 1/2, where the data had 0.5
+                raise RewardError("ExactMatch compares texts, and the answers are numbers: --data.answer_kind text")
+
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
+        self.check_problems(problems)
         values: list[float | None] = []
         for completion, problem in zip(completions, problems, strict=True):
             text = extract_text(completion)

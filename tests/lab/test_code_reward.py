@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pspo.tasks import Problem
+from pspo.tasks import Problem, check_rewards
 from pspo.tasks.failures import RewardError
 from pspo_lab.code import SANDBOX, CodeReward, extract_code
 
@@ -61,10 +61,13 @@ def test_missing_tests_are_named():
     assert CodeReward(column="checks")(["x = 1"], [Problem("?", None, {"checks": "assert x"})]) == [1]
 
 
-def test_the_text_of_a_list_is_no_test():
-    text = json.dumps(["assert square(2) == 4"])  # as Python it would pass with any program
-    with pytest.raises(RewardError, match="tests holds the text of a list"):
-        CodeReward()(["x = 1"], [Problem("?", None, {"tests": text})])
+@pytest.mark.parametrize(
+    "tests",
+    [json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2], "outputs": [4]}), ["(1, 2)"], [{"inputs": [2]}]],
+)
+def test_data_is_no_test(tests):
+    with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that raises, not "):
+        check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])  # as Python some pass with any program
 
 
 def test_usual_programs_run():

@@ -263,6 +263,29 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert "evaluation-middle: evaluates" in err
 
 
+def test_a_base_model_with_another_spelling_is_no_result_of_its_run(make_run, make_evaluation, report, tmp_path):
+    base = make_run("first", "Clip", after=0.4) / "best"
+    second = make_run("second", "NoClip", after=0.5, **{"model.name_or_path": str(base)})
+    make_evaluation(second / "before", f"{base}/", 0.9)
+    cells, _, _ = report()
+    accuracies = [cell[1] for key, cell in cells.items() if key[1:3] == ("Accuracy", "NoClip")]
+    assert 0.5 in accuracies
+    assert 0.9 not in accuracies
+
+
+def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(make_run, tmp_path):
+    for seed in (0, 1):
+        for parent in ("a", "b"):
+            make_run(f"e/{parent}/seed-{seed}", "Clip", seed, **{"run.fork_from": f"runs/{parent}/seed-{seed}"})
+        make_run(f"e/plain/seed-{seed + 2}", "Clip", seed + 2)
+        make_run(f"e-search/plain/seed-{seed}", "Clip", seed)
+    (tmp_path / "runs/e/selection.json").write_text("{}")
+    configs = read_runs([tmp_path / "runs"]).configs
+    assert labels(configs).value_counts().to_dict() == {
+        "Clip": 2, "Clip (search=True)": 2, "Clip (forked=runs/a/seed-*)": 2, "Clip (forked=runs/b/seed-*)": 2,
+    }  # fmt: skip
+
+
 def test_tasks_are_never_mixed(make_run, report):
     make_run("a", "Clip", 0, after=0.5)
     make_run("b", "Clip", 1, after=0.9, **{"data.name": "roots"})
