@@ -323,8 +323,8 @@ class AlgorithmConfig(Section, name="algorithm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         for term in self.terms:
-            rule = "must not have what --algorithm.correction and --algorithm.beta set"
-            by_switch = isinstance(term, losses.SamplerCorrection | losses.KLPenalty)
+            rule = "must not have a KL penalty or correction of pspo: set --algorithm.beta or --algorithm.correction"
+            by_switch = type(term) in (losses.SamplerCorrection, losses.KLPenalty)  # which need what these two prepare
             require(not by_switch, "algorithm.terms", rule, type(term).__name__)
         terms = list(self.terms)
         if self.correction not in (None, "none"):

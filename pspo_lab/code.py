@@ -1,5 +1,6 @@
 """CodeReward: completions run as programs, against the problems' tests."""
 
+import ast
 import json
 import os
 import secrets
@@ -30,6 +31,15 @@ def extract_code(completion: str) -> str:
     blocks = [block.partition("\n") for block in completion.split("```")[1::2]]
     python = [code for language, _, code in blocks if language.strip().lower() in ("python", "python3", "py")]
     return (python or [code for _, _, code in blocks] or [completion])[-1]
+
+
+def is_literal(test: str) -> bool:
+    """True for data, such as JSON, which passes as Python whatever the program does."""
+    try:
+        ast.literal_eval(test.strip())
+    except (ValueError, SyntaxError, TypeError, RecursionError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class CodeReward(Reward):
                 columns = ", ".join(problem.fields)
                 raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
             for test in self.tests(problem):
-                if not isinstance(test, str) or test.lstrip().startswith(("[", "{", "(")):  # data: it passes as Python
+                if not isinstance(test, str) or is_literal(test):
                     what = f"{self.column} must hold a test or a list of tests, Python that raises, not {test!r:.60}"
                     raise RewardError(f"CodeReward: {what}")
 
@@ -89,7 +99,9 @@ class CodeReward(Reward):
     def tests(self, problem: Problem) -> list[str]:
         """Return a problem's tests."""
         tests = problem.fields[self.column]
-        return [tests] if isinstance(tests, str) else list(tests or [])
+        if isinstance(tests, list | tuple):
+            return list(tests)
+        return [] if tests in (None, "") else [tests]
 
     def value(self, completion: str, tests: list[str]) -> float | None:
         """Return one completion's reward."""

@@ -1,6 +1,7 @@
 """Compare two evaluations of the same problems: ``pspo compare A B``."""
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -85,8 +86,9 @@ def comparison(first: Path, second: Path) -> str:
             raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
         n = len(asked[0])
         for file, one in zip((first, second), pair, strict=True):
-            if len(one) % n:
-                raise ValueError(f"{file} lacks completions: not every problem has as many")
+            counts = Counter(record["problem"] for record in one)
+            if len(set(counts.values())) > 1:
+                raise ValueError(f"{file} lacks completions: not every problem has as many; run the evaluation again")
         a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
         rows = {}
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy

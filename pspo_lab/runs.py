@@ -35,6 +35,8 @@ from pspo_lab.settings import (
 NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
            "value", "low", "high"]  # fmt: skip
 
+OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
+
 Row = dict[str, Any]
 
 
@@ -147,9 +149,9 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             runs[name] = run
             experiment = folder.parent.parent
             configs[name] = run.switches | {"experiment": str(experiment)}
-            full = experiment.with_name(experiment.name.removesuffix("-search"))
-            if full != experiment and (full / "selection.json").exists():  # whose runs choose, and confirm nothing
-                configs[name]["search"] = True
+            full = experiment.name.removesuffix("-search")
+            if full != experiment.name and (experiment.parent / full / "selection.json").exists():
+                configs[name]["search"] = True  # its runs choose, and confirm nothing
             metrics.append(run.metrics.assign(run=name))
     for folder in evaluation_folders:
         with skip_unreadable(folder):
@@ -190,7 +192,7 @@ def read_switches(folder: Path) -> Row:
         path = switches["data.path"]
         switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
     if switches.get("run.fork_from"):
-        switches["forked"] = re.sub(rf"(?<=seed-){switches[SEED]}(?!\d)", "*", str(switches["run.fork_from"]))
+        switches["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
     return (
         defaults(str(switches.get(SURROGATE)))
         | plain_switches(switches)
@@ -248,7 +250,7 @@ def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
     candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
     name = next((candidate for candidate in candidates if candidate in runs), None)
     if name is None or os.path.abspath(results["model"]) == os.path.abspath(runs[name].switches[MODEL]):
-        about = {"stage": "before", "model": results["model"]}
+        about = {"stage": "before", "model": results["model"] if name is None else runs[name].switches[MODEL]}
     else:
         best = Path(runs[name].summary.get("best_model", "best")).name
         stage = {"final": "final", best: "after"}.get(model.name)

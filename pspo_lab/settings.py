@@ -64,7 +64,8 @@ def methods(configs: pd.DataFrame) -> pd.Series:
 
 
 def labels(configs: pd.DataFrame) -> pd.Series:
-    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
+    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default
+    (a learning rate is always said).
 
     A surrogate's arguments come first: those in which its runs differ, then those that are not at its default, which is
     unknown for a class of a user's. Other switches follow in the order of their names. Values are short where that

@@ -18,7 +18,9 @@ from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
-SET_FOR_EVALUATION = ("model.name_or_path", "model.revision", "model.trust_remote_code", "run.output_dir")
+SET_FOR_EVALUATION = (
+    "model.name_or_path", "model.revision", "model.trust_remote_code", "run.output_dir", "run.quiet",
+)  # fmt: skip
 Switches = dict[str, Any]
 parse_once = functools.cache(parse)  # a search has two stages with the same switches
 
@@ -170,8 +172,9 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
         experiment = sweep.experiments[name]
         evaluations = {}
         for folder, switches in experiment.evaluate.items():
-            is_free = folder == Path(folder).name and folder not in WEIGHTS
-            require(is_free, f"experiments.{name}.evaluate", "must name new folders of a run, not its weights", folder)
+            is_free = re.fullmatch(r"\w[\w=+-]*", folder) and folder not in (*WEIGHTS, "data")
+            rule = "must have plain names, and not those of a run's own folders"
+            require(bool(is_free), f"experiments.{name}.evaluate", rule, folder)
             prog = f"pspo sweep: {name}, evaluate {folder}"
             _, evaluations[folder] = parse(EvaluateConfig, prog, switch_words(switches))
         methods = [

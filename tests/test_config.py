@@ -273,7 +273,7 @@ MESSAGES = {
     "--reward.functions MathRewrad": ".*; did you mean MathReward[?]",
     "--device cuda": ".*--device=cuda; here CUDA_VISIBLE_DEVICES",
     "--rollout.prompts many": ".*rollout.prompts.* Expected a <class 'int'>. Got value: many",
-    '--algorithm.terms [{"class_path":"KLPenalty","init_args":{"beta":1}}]': "--algorithm.terms must not have what ",
+    '--algorithm.terms [{"class_path":"KLPenalty","init_args":{"beta":1}}]': "--algorithm.terms must not have a KL ",
     "--algorithm.terms OffPolicyMask": ".*algorithm.terms.* the following arguments are required: threshold",
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",
     "--algorithm.correction token_mask --rollout.engine my.Engine --rollout.lag 1": "--algorithm.correction",

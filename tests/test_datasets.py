@@ -234,7 +234,7 @@ def test_hub(monkeypatch):
     assert len(load_problems("gsm8k", "validation")) == 473
     assert asked == [("EleutherAI/asdiv", "asdiv", ASDIV), ("openai/gsm8k", "main", GSM8K)]
     load_problems("gsm8k", "validation", hub={"revision": "main"})
-    with pytest.raises(ValueError, match=r"--data\.hub sets a configuration or splits of hub ids .*, not of gsm8k"):
+    with pytest.raises(ValueError, match=r"--data\.hub: configuration and splits are of hub ids .*, and not of gsm8k"):
         load_problems("gsm8k", "validation", hub={"config": "socratic"})
     assert asked[2:] == [("openai/gsm8k", "main", "main")]
     assert len({problem.category for problem in load_problems("math", "test")}) == 7

@@ -216,6 +216,17 @@ def test_a_fork_that_is_stopped_in_its_first_test_starts_again(cut_off):
     assert [forked(action), forked(action), train("fork", *args)] == [75, 75, 0]
 
 
+def test_a_fork_of_a_run_that_was_stopped_in_a_validation_begins_with_a_rollout_of_its_own(here):
+    def action() -> int:
+        before("validate", at_call(2, lambda: send(signal.SIGTERM)), Validator)
+        return train("stopped")
+
+    assert forked(action) == 75
+    assert states(Path("stopped/checkpoints/step-000004/parts.pt"))["recorder"]["line"]["step"] == 4
+    assert train("fork", "--run.fork_from=stopped") == 0
+    assert [line["step"] for line in metric_lines(Path("fork"))] == [6]
+
+
 def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     shutil.copytree("out", "kept")
     assert train("refused", "--run.fork_from=nowhere") == 2
@@ -233,7 +244,7 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
         assert "are not of this model: fork under its model" in capfd.readouterr().err
     shutil.rmtree("refused")
     assert train("refused", *lora, "--run.fork_from=adapters", "--model.lora.alpha=64") == 2
-    assert "has --model.lora.alpha 32: fork with the same" in capfd.readouterr().err
+    assert "have --model.lora.alpha 32: fork with the same" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
 

@@ -141,6 +141,8 @@ def test_of_a_list_of_problems_a_fifth_is_held_out(here):
     Path("file.yaml").write_text("run: {test_limit: 3}\ndata: {holdout: 0.5}")
     config, _ = config_from_python("file.yaml", data=problems, run={"output_dir": "filed"})
     assert (config.run.test_limit, config.data.holdout) == (3, 0.5)
+    config, _ = config_from_python("file.yaml", data={"train": problems, "holdout": 0.0}, run={"output_dir": "other"})
+    assert (config.run.test_limit, config.data.holdout) == (0, 0.0)  # there is nothing to test on
     few = train(data=problems[:49], rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0})
     assert few["before"] == {}
 

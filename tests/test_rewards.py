@@ -457,14 +457,16 @@ def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
 
 
 def test_exact_match():
-    problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, "5")]
+    problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction(5))]
     completions = ["It is\n#### New  York", "New York", "#### a", "x", "5"]
     assert ExactMatch()(completions, problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
-    with pytest.raises(RewardError, match=r"ExactMatch compares texts, .* --data\.answer_kind text"):
-        check_rewards([ExactMatch()], [Problem("?", Fraction("1.50"))])  # else the gold answer would be 3/2
+    with pytest.raises(
+        RewardError, match=r"ExactMatch compares texts, and as text 3/2 is not what .* --data\.answer_kind text"
+    ):
+        check_rewards([ExactMatch()], [Problem("?", Fraction("1.50"))])
 
 
 def test_a_column_of_one_source_of_a_mixture_hides_no_answer_of_the_others():

@@ -40,11 +40,14 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
 
     data["name"] = "file"
     run = settings.setdefault("run", {})
-    said = files.flat(settings) | (files.flat(files.read_config(Path(config_file(str(file))))) if file else {})
+    in_file = files.flat(files.read_config(Path(config_file(str(file))))) if file else {}
+    said = in_file | files.flat(settings)
     if "data.holdout" not in said and list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
         data["holdout"] = said["data.holdout"] = 0.2
-    if "run.test_limit" not in said:
-        run["test_limit"] = 500 if "test" in problems or said.get("data.holdout") else 0
+    if "test" not in problems and not said.get("data.holdout"):
+        run.setdefault("test_limit", 0)
+    elif "run.test_limit" not in said:
+        run["test_limit"] = 500
     data.setdefault("path", "<problems>")  # until they are written
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
     dist.init(config.distributed.strategy)
@@ -137,7 +140,9 @@ def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(problem, Problem):
         columns = ("prompt", "answer", "category", "level")
         record = problem.fields | {name: getattr(problem, name) for name in columns}  # fields may have an answer, too
-        record |= {name: getattr(problem, name) for name in ("source", "solution") if getattr(problem, name)}
+        for name in ("source", "solution"):
+            if record.get(name) is None and getattr(problem, name):
+                record[name] = getattr(problem, name)
     elif isinstance(problem, Mapping):
         record = dict(problem)
     else:

@@ -14,6 +14,7 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.python import default_output
 from pspo.config import RunConfig, TrainConfig
+from pspo.model import has_adapters
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import (
     checkpoints,
@@ -171,8 +172,11 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
 
     Its validations, and rollouts that wait, are its own; of the parent's parts it loads those that fit.
     """
-    states = checkpointer.load(parent)
     changes = files.differences(files.read_config(parent / "config.yaml"), settings)
+    alpha = changes.get("model.lora.alpha")
+    if alpha and has_adapters(checkpointer.learner.policy):  # which would count more or less
+        raise ValueError(f"the adapters of {parent} have --model.lora.alpha {alpha[0]:g}: fork with the same")
+    states = checkpointer.load(parent)
     left_out = {"validator", "delay"}
     if changes.keys() & {"optimizer.name", "model.dtype"}:  # other moments
         states["learner"]["optimizer"] = None

@@ -166,7 +166,8 @@ def load_problems(
     Args:
         split: train, validation or test
         path: in a source's own format; mixtures need a folder with one folder per source
-        limit: of a test split, a sample by the seed; None for all, of a generated source 10,000 of train or 500
+        limit: of a test split, a sample by the seed; None for all, of a generated source 10,000 of train or 500, of
+            which it takes no part in a mixture
         columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. Prompts are text or lists of
             turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
         hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours
@@ -179,9 +180,9 @@ def load_problems(
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
     if name in GENERATED and path is not None:
         raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
-    for part in names:
-        if part in NAMES and hub.keys() - {"revision"}:
-            raise ValueError(f"--data.hub sets a configuration or splits of hub ids (organisation/name), not of {part}")
+    if hub.keys() - {"revision"} and all(part in NAMES for part in names):
+        what = f"configuration and splits are of hub ids (organisation/name), and not of {name}"
+        raise ValueError(f"--data.hub: {what}: leave them out")
     problems = []
     for part in names:
         kind = answer_kind or default_answer_kind(part)

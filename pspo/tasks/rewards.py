@@ -89,18 +89,16 @@ class MathReward(Reward):
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
 
     def check_problems(self, problems: Sequence[Problem]) -> None:
-        for problem in problems:
-            if not isinstance(problem.answer, int | Fraction):
-                raise RewardError(
-                    f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch compares texts"
-                )
+        self([""] * len(problems), list(problems))
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
-        self.check_problems(problems)
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
         values = []
         for completion, problem in zip(completions, problems, strict=True):
-            values.append(math_reward(completion, problem.answer, tolerance, self.format_bonus, self.marker))
+            gold = problem.answer
+            if not isinstance(gold, int | Fraction):
+                raise RewardError(f"MathReward needs numeric answers, not {gold!r}; ExactMatch compares texts")
+            values.append(math_reward(completion, gold, tolerance, self.format_bonus, self.marker))
         return values
 
 

@@ -26,8 +26,9 @@ class ExactMatch(Reward):
 
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
-            if isinstance(problem.answer, Fraction):  # 1/2, where the data had 0.5
-                raise RewardError("ExactMatch compares texts, and the answers are numbers: --data.answer_kind text")
+            if isinstance(problem.answer, Fraction) and problem.answer.denominator != 1:
+                what = f"as text {problem.answer} is not what the data has: --data.answer_kind text"
+                raise RewardError(f"ExactMatch compares texts, and {what}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         self.check_problems(problems)

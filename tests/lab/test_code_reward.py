@@ -63,11 +63,12 @@ def test_missing_tests_are_named():
 
 @pytest.mark.parametrize(
     "tests",
-    [json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2], "outputs": [4]}), ["(1, 2)"], [{"inputs": [2]}]],
+    [json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2]}), ["(1, 2)"], "4", 4, {"inputs": [2]}, [{}]],
 )
 def test_data_is_no_test(tests):
     with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that raises, not "):
         check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])  # as Python some pass with any program
+    check_rewards([CodeReward()], [Problem("?", None, {"tests": ["(a, b) = f(2)\nassert a == 1"]})])
 
 
 def test_usual_programs_run():

@@ -80,7 +80,9 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
     fewer = write_evaluation(tmp_path / "fewer", [record(i, 0, False) for i in range(6)])
     warmer = write_evaluation(tmp_path / "warmer", [record(i, 0, False, temperature=1.0) for i in range(7)])
     other = write_evaluation(tmp_path / "other", [record(i, 0, False, gold="1") for i in range(7)])
-    lacking = write_evaluation(tmp_path / "lacking", [record(i, 0, False) for i in range(7)] + [record(0, 1, False)])
+    lacking = write_evaluation(
+        tmp_path / "lacking", [record(i, 0, False) for i in range(7)] + [record(0, j, False) for j in range(1, 8)]
+    )
     for paths, message in (
         ((a, lacking), "lacking/completions.jsonl lacks completions"),
         ((a, fewer), "not of the same problems (7 and 6, in order)"),

@@ -264,26 +264,34 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
 
 
 def test_a_base_model_with_another_spelling_is_no_result_of_its_run(make_run, make_evaluation, report, tmp_path):
-    base = make_run("first", "Clip", after=0.4) / "best"
-    second = make_run("second", "NoClip", after=0.5, **{"model.name_or_path": str(base)})
-    make_evaluation(second / "before", f"{base}/", 0.9)
+    run = make_run("run", "NoClip", after=0.5, **{"model.name_or_path": "models/best"})
+    make_evaluation(run / "before", "models/best/", 0.9, data="sums")
     cells, _, _ = report()
-    accuracies = [cell[1] for key, cell in cells.items() if key[1:3] == ("Accuracy", "NoClip")]
-    assert 0.5 in accuracies
-    assert 0.9 not in accuracies
+    column = "sums test, n = 50: accuracy"
+    found = {key[2]: cell[1] for key, cell in cells.items() if key[3].startswith(column)}
+    assert found == {"models/best": 0.9}
 
 
 def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(make_run, tmp_path):
     for seed in (0, 1):
         for parent in ("a", "b"):
             make_run(f"e/{parent}/seed-{seed}", "Clip", seed, **{"run.fork_from": f"runs/{parent}/seed-{seed}"})
+        make_run(f"e/one-parent/seed-{seed}", "Clip", seed, **{"run.fork_from": "runs/c/seed-7"})
         make_run(f"e/plain/seed-{seed + 2}", "Clip", seed + 2)
         make_run(f"e-search/plain/seed-{seed}", "Clip", seed)
     (tmp_path / "runs/e/selection.json").write_text("{}")
     configs = read_runs([tmp_path / "runs"]).configs
     assert labels(configs).value_counts().to_dict() == {
-        "Clip": 2, "Clip (search=True)": 2, "Clip (forked=runs/a/seed-*)": 2, "Clip (forked=runs/b/seed-*)": 2,
+        "Clip": 2, "Clip (search=True)": 2,
+        **{f"Clip (forked=runs/{parent}/seed-*)": 2 for parent in "abc"},
     }  # fmt: skip
+
+
+def test_a_learning_rate_is_said_also_where_it_is_that_of_the_embedded_models(make_run):
+    runs = read_runs([make_run("a", "Clip", **{"optimizer.lr": 3e-5}).parent])
+    assert shared_sentence(runs.configs) == "All have lr=3e-05, functions=MathReward, max_steps=40."
+    runs = read_runs([make_run("b", "NoClip", **{"optimizer.lr": 1e-4}).parent])
+    assert sorted(labels(runs.configs)) == ["Clip (lr=3e-05)", "NoClip (lr=0.0001)"]
 
 
 def test_tasks_are_never_mixed(make_run, report):

@@ -238,7 +238,7 @@ def test_two_models_of_one_last_name_have_two_folders_before_training(here):
 
 
 @pytest.mark.parametrize(("experiment", "args", "message"), [
-    ({"evaluate": {"best": {}}}, [], "experiments.e.evaluate must name new folders of a run, not its weights"),
+    ({"evaluate": {"best": {}}}, [], "experiments.e.evaluate must have plain names"),
     ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be above 0"),
     ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
     ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
