@@ -157,7 +157,7 @@ def train_model(
         optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
         run: {"max_steps", "seed", "output_dir", "validate_every", "test_limit", "tracker", ...}.
         distributed: {"strategy"}, under torchrun.
-        config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo"), which the others override.
+        config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo", "decoupled"), below all the others.
         on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; only reads.
 
     Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C ended.
