@@ -451,13 +451,11 @@ def read_grid(folder: Path) -> pd.Series:
     return read_grid_seeds(folder).mean()
 
 
-def lag_costs(grid: pd.Series, model: str) -> tuple[float, pd.DataFrame, pd.DataFrame]:
-    """What training gains at lag 0, mean over methods; each method's cost of a lag, the setting chosen anew or kept."""
-    settings = grid[model].unstack("lag")
-    best = settings.groupby("method").max()
-    kept = settings.loc[settings[0].groupby("method").idxmax()].droplevel(["epochs", "lr"])
+def lag_costs(grid: pd.Series, model: str) -> tuple[float, pd.DataFrame]:
+    """What training gains at lag 0, mean over methods; each method's cost of a lag, the setting chosen anew."""
+    best = grid[model].unstack("lag").groupby("method").max()
     gain = best[0].mean() - UNTRAINED[model]
-    return gain, -best.sub(best[0], axis=0), -kept.sub(kept[0], axis=0)
+    return gain, -best.sub(best[0], axis=0)
 
 
 def mean_and_range(costs: pd.Series) -> str:
@@ -468,15 +466,11 @@ def mean_and_range(costs: pd.Series) -> str:
 def lag_texts(folder: Path) -> Texts:
     grid = read_grid(folder)
     costs = {model: lag_costs(grid, model) for model in MODELS}
-    rows = []
-    for lag in LAGS[1:]:
-        rows.append([str(lag), *(mean_and_range(costs["tiny-base"][kind][lag]) for kind in (1, 2))])
-    header = ["lag", "cost, setting chosen anew", "cost, lag 0's setting kept"]
     too_high = grid["tiny-base"].xs((4, 1e-4), level=("epochs", "lr")).unstack("lag")
     dear = too_high[0] - too_high[8]
     dearest = costs["tiny-base"][1][8].idxmax()
     return {
-        "lags": table(header, rows),
+        "short lags": ", ".join(mean_and_range(costs["tiny-base"][1][lag]) for lag in (1, 2, 4)),
         "cost": f"{costs['tiny-base'][1][8].mean():.3f} of the {costs['tiny-base'][0]:.3f}",
         "dearest": f"{dearest} {costs['tiny-base'][1].loc[dearest, 8]:.3f}",
         "math": f"{mean_and_range(costs['tiny-math'][1][8])} of {costs['tiny-math'][0]:.3f}",
@@ -513,11 +507,11 @@ def chosen(rates: pd.DataFrame, *methods: str) -> pd.Series:
     return pd.Series({seed: settings.loc[settings.drop(columns=seed).mean(axis=1).idxmax(), seed] for seed in settings})
 
 
-def same_setting(folder: Path, model: str, epochs: int) -> pd.Series:
-    """By seed, Clip (range 0.2) minus NoClip at lag 8, both at 1e-4."""
+def same_setting(folder: Path) -> pd.Series:
+    """By seed, Clip (range 0.2) minus NoClip at lag 8 on tiny-base, both with four epochs at 1e-4."""
     runs = pd.read_csv(folder / "runs.csv")
     runs = runs[
-        (runs["name_or_path"] == model) & (runs["epochs"] == epochs) & (runs["lr"] == 1e-4) & (runs["lag"] == 8)
+        (runs["name_or_path"] == "tiny-base") & (runs["epochs"] == 4) & (runs["lr"] == 1e-4) & (runs["lag"] == 8)
     ]
     rewards = runs[runs["method"].isin(["Clip", "NoClip"])].pivot(index="seed", columns="method", values="validation")
     return rewards["Clip"] - rewards["NoClip"]
@@ -536,6 +530,7 @@ def advice_table(folder: Path) -> str:
     def lower_rate(method: str) -> pd.Series:
         return rates.loc[(method, 8, 1e-5)] - rates.loc[(method, 8, 3e-5)]
 
+    _, decoupled, _ = read_decoupled(folder)
     wider = rates.loc[("Clip 0.4", 8, 3e-5)] - rates.loc[("Clip", 8, 3e-5)]
     rows = [
         ["1, 2, 4", "GSPO, LUSPO", "learning rate 1e-4; undecided", text(higher_rate, 3, "+")],
@@ -544,6 +539,7 @@ def advice_table(folder: Path) -> str:
         ["8", "P3O", "learning rate 1e-5; undecided", text(lower_rate("P3O"), 3, "+")],
         ["8", "Clip", "range 0.4, not 0.2", text(wider, 3, "+")],
         ["8", "SAPO, TOPR", "nothing", ""],
+        ["8 (96 rollouts)", "Clip", "decoupled ratios", text(decoupled[DECOUPLED] - decoupled["Clip 0.2"], 3, "+")],
     ]
     return table(["lag", "method", "what to change", "change of final reward"], rows)
 
@@ -579,9 +575,7 @@ def evidence_rows(folder: Path) -> dict[str, pd.Series]:
         "4 epochs, best rates": chosen(rates, "Clip") - noclip,
         "4 epochs, best rates, range 0.4": chosen(rates, "Clip", "Clip 0.1", "Clip 0.4") - noclip,
         "1 epoch, best rates": chosen(one_epoch, "Clip") - chosen(one_epoch, "NoClip"),
-        "1 epoch at 1e-4": same_setting(folder, "tiny-base", 1),
-        "4 epochs at 1e-4": same_setting(folder, "tiny-base", 4),
-        "4 epochs at 1e-4, tiny-math": same_setting(folder, "tiny-math", 4),
+        "4 epochs at 1e-4": same_setting(folder),
         "one rollout, share right": forks["Clip"] - forks["NoClip"],
         "one rollout, tiny-math": (math["Clip"] - math["NoClip"]).groupby("run").mean(),
         "one rollout, SmolLM2": small["Clip"] - small["NoClip"],
@@ -591,41 +585,26 @@ def evidence_rows(folder: Path) -> dict[str, pd.Series]:
 def stale_texts(folder: Path) -> Texts:
     rows = [[name, text(values, 3, "+")] for name, values in evidence_rows(folder).items()]
     forks = by_lag(folder)[1]
-    smollm2 = gradient_products(folder, "SmolLM2", 8, "plain")
-    products = (smollm2["dot"]["Clip"] - smollm2["dot"]["NoClip"]) / smollm2["target2"]["NoClip"].mean()
-    squares = smollm2["norm2"].mean()
-    length = (squares["Clip"] / squares["NoClip"]) ** 0.5
-    own = read_forks(folder, "tiny-base", ["lateclip"]).pivot(index="run", columns="surrogate", values="correct")
-    theirs = read_forks(folder, "tiny-base", ["latenoclip"]).pivot(index="run", columns="surrogate", values="correct")
-    late = (own["Clip"] - own["NoClip"]) - (theirs["Clip"] - theirs["NoClip"])
-    gspo = read_forks(folder, "tiny-base", ["first"]).query("surrogate == 'GSPO:grpo' and lag == 0")
     adam = gradient_products(folder, "tiny-base", 8, "adam")
     cosines = adam["dot"] / (adam["target2"] * adam["norm2"]) ** 0.5
-    controls = pd.read_csv(folder / "controls.csv")
-    masks = controls.query("experiment == 'masks' and correction == 'sequence_mask' and lr == 3e-5")
-    decoupled = masks.set_index("seed")["validation"]
     rates = read_rates(folder)
     fresh = rates.loc[("NoClip", 0, 3e-5)]
     stale = rates.loc[("NoClip", 8, 3e-5)]
-    best = chosen(rates, "NoClip")
     grid = read_grid(folder)
     return {
         "evidence": table(["at lag 8", "Clip minus NoClip"], rows),
         "advice": advice_table(folder),
         "lead": f"{(forks['Clip'] - forks['NoClip']).mean():.3f}",
-        "own": f"{text(own['Clip'], 3, '+')}, NoClip's by {own['NoClip'].mean():+.3f}",
-        "checkpoints": text(late),
-        "gspo": f"{100 * gspo['zero_weight_share'].mean():.0f}%",
-        "product": f"{text(products, 2, '+')} of the true one's square, but is {length:.0f} times",
         "cosines": f"{cosines['Clip'].mean():.2f}, NoClip's {cosines['NoClip'].mean():.2f}",
         "seeds": f"{grid['tiny-base', 'NoClip', 4, 3e-5, 8]:.3f} in the grid, {stale.mean():.3f} with other seeds",
         "noclip": f"{text(fresh - stale)} at 3e-5, {text(fresh - rates.loc[('NoClip', 8, 1e-5)])} at 1e-5",
-        "decoupled": f"{text(decoupled - stale, 3, '+')} from NoClip at 3e-5, {text(decoupled - best, 3, '+')}",
         **lag_texts(folder),
+        **decoupled_texts(folder),
     }
 
 
 def draw_stale(folder: Path) -> None:
+    draw_decoupled(folder)
     rates = read_rates(folder).mean(axis=1)
     with picture(folder / "rates.svg", 7.6, 3.0, "learning rate of AdamW, four epochs on each rollout") as figure:
         for axes, lag in zip(figure.subplots(1, 2, sharey=True), (0, 8), strict=True):
@@ -658,6 +637,62 @@ def draw_stale(folder: Path) -> None:
         axes.plot(LAGS, means, "o-", color=COLOURS["Clip"], markersize=4)
         axes.text(4.3, means[3] + 0.6, "Clip, range 0.2", va="bottom")
         axes.set(xticks=LAGS, ylabel="Clip minus NoClip (points)")
+
+
+# Decoupled ratios at a lag of eight
+
+DECOUPLED = "Clip 0.2, decoupled"
+ON_TIME = "Clip 0.2, on time"
+
+
+def read_decoupled(folder: Path) -> tuple[dict[str, float], pd.DataFrame, pd.DataFrame]:
+    """By name the rate that the search chose; at it, (seed; name) final rewards of the full runs and of the search."""
+    runs = pd.read_csv(folder / "decoupled.csv")
+    name = runs["method"].mask(runs["method"] == "Clip", "Clip " + runs["epsilon"].astype(str))
+    name = name.mask(runs["ratio_to"] == "proximal", name + ", decoupled")
+    runs["name"] = name.mask(runs["lag"] == 0, name + ", on time")
+    runs["is_search"] = runs["experiment"].str.endswith("-search")
+    searched = runs[runs["is_search"]].groupby(["name", "lr"])["validation"].agg(["mean", "count"])
+    of_three = searched["mean"][searched["count"] == 3]
+    rates = dict(list(of_three.groupby("name").idxmax()))
+    runs = runs[runs["lr"] == runs["name"].map(rates)]
+    rewards = runs.pivot(index=["is_search", "seed"], columns="name", values="validation")
+    full = rewards.loc[False]
+    return rates, full[full.mean().sort_values(ascending=False).index], rewards.loc[True]
+
+
+def decoupled_texts(folder: Path) -> Texts:
+    """Decoupled Clip against each of the others; coupled Clip is the one of two ranges with the better search."""
+    rates, rewards, search = read_decoupled(folder)
+    coupled = search[["Clip 0.2", "Clip 0.4"]].mean().idxmax()
+    primary = {name: rewards[DECOUPLED] - rewards[name] for name in (coupled, "NoClip", "TOPR")}
+    adjusted = holm_p_values(primary)
+    stars = holm_stars(primary)
+    rows = []
+    for name, values in rewards.items():
+        apart = "" if name == DECOUPLED else text(rewards[DECOUPLED] - values, 3, "+") + stars.get(name, "")
+        cost = "" if name.endswith("on time") else text(rewards[ON_TIME] - values, 3, "+")
+        rate = f"{rates[name]:.0e}".replace("e-0", "e-")
+        rows.append([name, rate, f"{values.mean():.3f}", apart, cost])
+    header = ["96 rollouts", "rate", "final reward", "decoupled Clip minus it", "Clip on time minus it"]
+    with_search = pd.concat([rewards, search])
+    return {
+        "decoupled": table(header, rows),
+        "coupled": text(primary[coupled]),
+        "NoClip": text(primary["NoClip"]),
+        "TOPR": text(primary["TOPR"]),
+        "primary p": f"{max(adjusted):.3f}",
+        "from on time": text(rewards[DECOUPLED] - rewards[ON_TIME], 3, "+"),
+        "NoClip decoupled": text(rewards["NoClip, decoupled"] - rewards["NoClip"], 3, "+"),
+        "TOPR with search": text(with_search[DECOUPLED] - with_search["TOPR"], 3, "+"),
+    }
+
+
+def draw_decoupled(folder: Path) -> None:
+    _, rewards, _ = read_decoupled(folder)
+    x_label = "final reward (1,024 problems), ten seeds; dotted: Clip on time"
+    with picture(folder / "decoupled.svg", 7.6, 2.2, x_label) as figure:
+        draw_rows(figure.subplots(), dict(rewards.items()), rewards[ON_TIME].mean())
 
 
 PAGES = {
