@@ -224,7 +224,7 @@ class RewardConfig(Section, name="reward"):
         functions: built-in rewards by name, functions and classes of your own by import path (default: [MathReward])
         weights: one weight per function; unset, all 1
         timeout: seconds a function may take per rollout; 0 for no limit
-        on_error: if a function fails: raise ends the run, none drops the affected completions from training
+        on_error: if a function fails: raise ends the run, none gives the affected completions advantage 0
         workers: processes of their own that share the completions; 0 calls functions in the training process
     """
 

@@ -30,6 +30,8 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
+    if config.algorithm.beta > 0 and learner.reference is None:
+        raise ValueError("--algorithm.beta needs a reference model: pspo.run.learner.make_learner loads one")
     minibatches = split(learner, rollout, advantages, config)
     if len(minibatches) > 1 or learner.reference is not None:
         add_fixed_logprobs(learner, minibatches, config)
@@ -131,8 +133,9 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
             gradients.append(states.grad)
             x = replace(x, logprobs=x.logprobs.detach(), entropies=x.entropies.detach())
             visits.append(Visit(x, loss.detach(), weights, batch.indices[rows], rollout.loss_mask[rows]))
-        with torch.autocast(device_type, enabled=False):
-            hidden.backward(torch.cat(gradients))
+        if hidden.requires_grad:  # not with adapters at the output embedding alone
+            with torch.autocast(device_type, enabled=False):
+                hidden.backward(torch.cat(gradients))
     if batch.old_logprobs is None:
         batch.old_logprobs = torch.cat([visit.inputs.logprobs for visit in visits])
     return visits

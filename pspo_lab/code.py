@@ -23,6 +23,7 @@ from pspo.tasks.rewards import Reward
 SANDBOX = Path(__file__).with_name("sandbox.py")
 START_SECONDS = 60  # for Python to start, on a busy machine
 MAX_REPORT = 4096  # bytes
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 
 
 def extract_code(completion: str) -> str:
@@ -33,11 +34,22 @@ def extract_code(completion: str) -> str:
     return (python or [code for _, _, code in blocks] or [completion])[-1]
 
 
-def is_literal(test: str) -> bool:
-    """True for data, such as JSON, which passes as Python whatever the program does."""
+def checks_nothing(test: str) -> bool:
+    """True for definitions that nothing calls, and for data, such as JSON: they pass whatever the program does."""
     try:
-        ast.literal_eval(test.strip())
-    except (ValueError, SyntaxError, TypeError, RecursionError):
+        statements = ast.parse(test.strip()).body
+    except (ValueError, SyntaxError, RecursionError):
+        return False
+    return all(isinstance(statement, DEFINITIONS) or is_data(statement) for statement in statements)
+
+
+def is_data(statement: ast.stmt) -> bool:
+    """True for constants, and for assignments of constants."""
+    if not isinstance(statement, ast.Expr | ast.Assign):
+        return False
+    try:
+        ast.literal_eval(statement.value)
+    except (ValueError, TypeError, RecursionError):
         return False
     return True
 
@@ -87,9 +99,9 @@ class CodeReward(Reward):
                 columns = ", ".join(problem.fields)
                 raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
             for test in self.tests(problem):
-                if not isinstance(test, str) or is_literal(test):
-                    what = f"{self.column} must hold a test or a list of tests, Python that raises, not {test!r:.60}"
-                    raise RewardError(f"CodeReward: {what}")
+                if not isinstance(test, str) or checks_nothing(test):
+                    tests = "a test or a list of tests, Python that raises, and calls the functions that it defines"
+                    raise RewardError(f"CodeReward: {self.column} must hold {tests}, not {test!r:.60}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         self.check_problems(problems)

@@ -38,6 +38,7 @@ COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D
 OWN_COLOURS = ("#8E6FD1", "#5B8C2A", "#0F8B9D", "#C2559A", "#D9534F", "#B07A3A", "#8C8C8C")  # of losses of others
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 SHARED = 6  # settings that share the axes of a panel
+GREY_POINTS = 40  # of a curve behind others
 INK, GREY = "#333333", "#7d7d7d"  # text and axes; curves behind others
 RC = {
     "font.size": 8,
@@ -139,8 +140,8 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
         return []
     if len(style) <= SHARED:
         with picture(path, 4 * min(2, len(panels)) + 1, 2.4 * math.ceil(len(panels) / 2) + 0.4, x_label) as figure:
-            cells = {name: (points, list(style)) for name, points in panels.items()}
-            grid = draw_grid(figure, cells, style, marker, columns=min(2, len(panels)), share_axes=False)
+            cells = {name: (name, list(style)) for name in panels}
+            grid = draw_grid(figure, panels, cells, style, marker, columns=min(2, len(panels)), share_axes=False)
             handles = legend_handles(grid[0].get_lines())
             figure.legend(handles=handles, loc="outside right center")
         return [path]
@@ -149,37 +150,42 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
         file = path.with_stem(file_name(f"{path.stem} {name}"))
         with picture(file, 2.2 * 4, 1.7 * math.ceil(len(style) / 4) + 0.4, x_label) as figure:
             figure.suptitle(one_line(name))
-            cells = {row: (points, [row]) for row in style}
-            draw_grid(figure, cells, style, marker, columns=4, share_axes=True)
+            cells = {row: (name, [row]) for row in style}
+            draw_grid(figure, {name: points}, cells, style, marker, columns=4, share_axes=True)
         files.append(file)
     return files
 
 
 def draw_grid(
     figure: Figure,
-    cells: dict[str, tuple[pd.DataFrame, list[str]]],
+    panels: dict[str, pd.DataFrame],
+    cells: dict[str, tuple[str, list[str]]],
     style: dict[str, dict[str, Any]],
     marker: str,
     columns: int,
     share_axes: bool,
 ) -> list[Axes]:
-    """Draw axes for each cell {title: (points, rows in colour)}; the other rows are grey."""
+    """Draw axes for each cell {title: (panel, rows in colour)}; the other rows are grey."""
+    panel_means = {}
+    for panel, points in panels.items():
+        means = mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
+        low, high = (scale(panel) * limit for limit in value_range(panel))
+        means = means.assign(low=means["low"].clip(lower=low), high=means["high"].clip(upper=high))
+        panel_means[panel] = means.sort_values("column", kind="stable")
     lines = math.ceil(len(cells) / columns)
     grid = list(figure.subplots(lines, columns, sharex=share_axes, sharey=share_axes, squeeze=False).flat)
     for axes in grid[len(cells) :]:
         axes.set_axis_off()
-    for axes, (title, (points, coloured)) in zip(grid, cells.items(), strict=False):
-        means = mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
-        means = means.sort_values("column", kind="stable")
-        panel = points["panel"].iloc[0]
-        low, high = (scale(panel) * limit for limit in value_range(panel))
-        means = means.assign(low=means["low"].clip(lower=low), high=means["high"].clip(upper=high))
+    for axes, (title, (panel, coloured)) in zip(grid, cells.items(), strict=False):
+        points = panels[panel]
+        means = panel_means[panel]
         axes.set(title=wrap(title), ylim=y_limits(points["y"], means))
         for row, row_means in means.groupby("row", sort=False):
             if row in coloured:
                 draw_row(axes, points[points["row"] == row], row_means, marker, style[row])
             else:
-                axes.plot(row_means["column"], row_means["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
+                few = row_means.iloc[:: math.ceil(len(row_means) / GREY_POINTS)]  # in every other row's axes
+                axes.plot(few["column"], few["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
     return grid
 
 

@@ -160,6 +160,6 @@ def check_best_model(summary: dict[str, Any]) -> Iterator[Finding]:
     if step is None or not validation.get("final") or step >= summary.get("optimizer_steps", 0) / 2:
         return
     best, final = (validation[name]["validation_reward"] for name in ("best", "final"))
-    if final < best - 0.02:
+    if None not in (best, final) and final < best - 0.02:  # None: no reward was known
         text = f"the best model is step {step}'s ({best:.3f}); step {summary['optimizer_steps']}'s has {final:.3f}"
         yield Finding(2, text, "fewer steps, or a lower --optimizer.lr")

@@ -67,6 +67,12 @@ class PlanConfig(TrainConfig):
         limit = self.rollout.max_completion_tokens
         rule = f"must be above 0 and at most rollout.max_completion_tokens ({limit})"
         require(0 < self.completion_tokens <= limit, "plan.completion_tokens", rule, self.completion_tokens)
+        lora = self.model.resolved().lora
+        rule = "must be a model without adapters for a plan, with --model.lora.rank"
+        require(lora.name_or_path is None, "model.name_or_path", rule, self.model.name_or_path)
+        targets = lora.target_modules
+        rule = "must be all-linear or a list of names for a plan"
+        require(targets == "all-linear" or isinstance(targets, list), "model.lora.target_modules", rule, targets)
 
     @property
     def gpu(self) -> GPU:

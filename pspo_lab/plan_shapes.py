@@ -1,4 +1,4 @@
-"""Shapes of models and of GPUs: operations, bytes and seconds that `pspo_lab.plan` adds up."""
+"""Shapes of models and of GPUs: operations, bytes and seconds that `pspo_lab.plan_cost` adds up."""
 
 import math
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ class Workers:
     async def carry_out(self, job: Job) -> None:
         """Train and evaluate, or do what is left of it; if cancelled, no process is left running."""
         failure = job.folder.with_suffix(".failed")
-        if failure.exists() and not self.sweep.retry_failed:
+        if not job.finished and failure.exists() and not self.sweep.retry_failed:
             self.failed[job.folder] = failure.read_text(encoding="utf-8")
         elif not job.finished:
             gpus = await self.idle.get()

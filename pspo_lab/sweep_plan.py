@@ -265,7 +265,8 @@ def most_tokens(config: TrainConfig) -> int:
     """Tokens of a run's rollouts, prompts included, if all are as long as they may be."""
     rollout = config.rollout
     steps = config.algorithm.epochs * config.algorithm.minibatches
-    tokens = rollout.prompts * rollout.group_size * (config.data.max_prompt_tokens + rollout.max_completion_tokens)
+    completions = rollout.prompts * rollout.group_size * (1 + rollout.resample)
+    tokens = completions * (config.data.max_prompt_tokens + rollout.max_completion_tokens)
     most = (config.run.max_tokens or math.inf) + tokens
     return min(math.ceil(config.run.max_steps / steps) * tokens, most)
 

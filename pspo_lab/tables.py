@@ -28,8 +28,7 @@ RANGES = {  # of metrics and of the tables' columns, which their intervals keep 
     (0.0, math.inf): re.compile(r"^(ratio|entropy|kl_old_new|grad_norm|seconds/|time|completion_tokens)|to peak$"),
 }
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
-               "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm",
-               "gradient_cosine"]  # fmt: skip
+               "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]  # fmt: skip
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
     "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
@@ -44,7 +43,7 @@ NOTES = {
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
     "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
     "weight; total variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; "
-    "gradient norm, share of these clipped; cosine with the first epoch's.",
+    "gradient norm, share of these clipped.",
 }
 
 # The numbers of each run: rows of run, column (of a table) and value; of accuracies also their interval

@@ -75,11 +75,11 @@ def launch(
 
 def is_free(host: str, port: int) -> bool:
     """True if nothing listens on a port."""
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return True
-    return False
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except OSError:
+        return False
 
 
 def start_process(command: Sequence[str], gpus: Sequence[str], log: Path | None = None) -> subprocess.Popen[bytes]:

@@ -52,6 +52,14 @@ class Broken(NoClip):
         return super().__call__(logprobs, old_logprobs, advantages, mask) * float(self.kind)
 
 
+@dataclass(frozen=True)
+class Remembering(NoClip):
+    """Has a state that no file may hold, for loading it would run code."""
+
+    def state_dict(self):
+        return {"mean": np.float64(1.0)}
+
+
 class Length(Reward):
     def __call__(self, completions, problems):
         return [len(text) + row % 3 for row, text in enumerate(completions)]  # never all the same
@@ -171,6 +179,12 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
     assert same(two, start())
     assert not same(three, start())
     assert same(three, five)
+
+
+def test_a_state_that_could_not_be_loaded_ends_the_run_before_its_first_step(capsys):
+    assert train("--algorithm.surrogate=test_faults.Remembering") == 1
+    assert "the state_dict of --algorithm.surrogate must hold tensors, numbers of Python" in capsys.readouterr().err
+    assert not Path("out/metrics.jsonl").exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved():

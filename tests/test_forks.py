@@ -118,6 +118,15 @@ def test_other_problems_under_the_same_name_are_refused(capfd):
 # --- a run that died before its first checkpoint ----------------------------------------------------------------------
 
 
+def test_another_configuration_removes_nothing_of_a_run_without_a_checkpoint(capfd):
+    assert forked(killed_at_step(5, "--run.save_every=0")) == -signal.SIGKILL
+    left = contents(Path("out"))
+    assert {"best", "metrics.jsonl"} <= {path.name for path in Path("out").iterdir()}
+    assert train("out", "--run.save_every=0", "--optimizer.lr=1e-4") == 2
+    assert "--run.output_dir out holds another experiment (--optimizer.lr was" in capfd.readouterr().err
+    assert contents(Path("out")) == left
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
     def action() -> int:
@@ -147,9 +156,11 @@ def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, capfd):
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_without_a_change_is_its_parents_continuation(whole_with):
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_fork_without_a_change_is_its_parents_continuation(whole_with, lag):
     """From a checkpoint or from the newest; killed, it resumes without its parent."""
-    switches = ("--reward.functions=[test_resume.short_lengths]",)  # draws nothing in the first validation
+    switches = ("--reward.functions=[test_resume.short_lengths]",  # draws nothing in the first validation
+                f"--rollout.lag={lag}")  # fmt: skip
     whole = whole_with(*switches)
     shutil.copytree(whole, "parent")
     assert train("fork", *switches, "--run.fork_from=parent/checkpoints/step-000004") == 0
@@ -247,6 +258,8 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     assert "have --model.lora.alpha 32: fork with the same" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
+    assert train("done", CONSTANT, "--run.fork_from=out", "--run.max_steps=4") == 2
+    assert "step-000004 has taken 4 steps, of" in capfd.readouterr().err
 
 
 def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):

@@ -140,3 +140,12 @@ def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, r
     for metrics in update(learner, rollout, torch.ones(len(rollout)), config):
         assert metrics["ratio_min"] == pytest.approx(1) == metrics["ratio_max"]
         assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
+
+
+def test_what_a_rollout_or_learner_lacks_is_named(policy, rollout):
+    learner = Learner(copy.deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=0.0))
+    bare = dataclasses.replace(rollout, nucleus=None)
+    with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei"):
+        update(learner, bare, torch.ones(len(bare)), replay(NoClip()))
+    with pytest.raises(ValueError, match=r"--algorithm\.beta needs a reference model"):
+        update(learner, rollout, torch.ones(len(rollout)), replay(NoClip(), beta=0.1))

@@ -46,8 +46,6 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
         data["holdout"] = said["data.holdout"] = 0.2
     if "test" not in problems and not said.get("data.holdout"):
         run.setdefault("test_limit", 0)
-    elif "run.test_limit" not in said:
-        run["test_limit"] = 500
     data.setdefault("path", "<problems>")  # until they are written
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
     dist.init(config.distributed.strategy)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from pspo import distributed as dist
 from pspo.model.device import to_device
 
 # Models' argument for a cache: transformers renamed it in 5.24, and accepts the first name until 5.40.
@@ -146,5 +147,4 @@ def has_plain_cache(model: PreTrainedModel) -> bool:
 
 def shares_prompts(model: PreTrainedModel) -> bool:
     """True if a pass computes what rows have in common once; ranks of a sharded model must pass equally often."""
-    is_sharded = hasattr(model, "set_reshard_after_forward")  # FSDP's
-    return has_plain_cache(model) and not is_sharded
+    return has_plain_cache(model) and not dist.is_sharded(model)

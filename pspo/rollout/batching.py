@@ -55,6 +55,8 @@ def split_minibatches(
     """
     if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
+    if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
+        raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
     if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
     advantages = advantages.cpu().reshape(len(rollout), -1)  # (B, 1) or (B, T)

@@ -6,6 +6,7 @@ A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, o
 """
 
 import io
+import pickle
 import shutil
 import sys
 from dataclasses import replace
@@ -22,6 +23,18 @@ from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
+
+
+def check_loadable(name: str, state: Any) -> None:
+    """Raise RunFailed for a state of a user's that `torch.load` does not take from a file: it may run no code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        kinds = "tensors, numbers of Python, texts, lists and dictionaries"
+        raise RunFailed(f"the state_dict of --{name} must hold {kinds}, to be in a checkpoint: {error}") from error
 
 
 class Checkpointer:
@@ -42,7 +55,13 @@ class Checkpointer:
         self.snapshot: dict[str, Any] = {}
 
     def take_snapshot(self) -> None:
-        self.snapshot = {name: part.state_dict() for name, part in self.parts.items()}
+        """Keep the states; RunFailed if a surrogate's or a term's could not be loaded again."""
+        self.snapshot = {}  # the last one is not of the weights as they are
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        for name, state in states.items():
+            if name.startswith("algorithm."):
+                check_loadable(name, state)
+        self.snapshot = states
 
     def save(self) -> None:
         """Save a checkpoint of the run as it is."""

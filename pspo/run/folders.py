@@ -132,8 +132,9 @@ def step_of(checkpoint: Path) -> int:
 
 def prune(run: Path, keep: int, last: float = math.inf) -> None:
     """Remove the checkpoints of steps after ``last``, and all but the newest ``keep`` of the others."""
-    later = [folder for folder in checkpoints(run) if step_of(folder) > last]
-    for folder in later + checkpoints(run)[len(later) + keep :]:
+    saved = checkpoints(run)
+    later = [folder for folder in saved if step_of(folder) > last]
+    for folder in later + saved[len(later) + keep :]:
         gone = folder.rename(temporary_path(folder, "gone"))  # a kill leaves no half of it under its own name
         shutil.rmtree(gone, ignore_errors=True)
 

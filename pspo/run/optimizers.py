@@ -51,9 +51,11 @@ def check_optimizer(config: OptimizerConfig) -> None:
     """Raise ValueError unless the library of --optimizer.name is there and takes --optimizer.options."""
     if "8bit" in config.name and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"--optimizer.name {config.name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")
+    if "lr" in config.options:
+        raise ValueError("--optimizer.options: the learning rate is --optimizer.lr")
     try:
         new_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], config)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"--optimizer.options {config.options}: {error}") from error
 
 

@@ -172,7 +172,9 @@ class Recorder:
         if unknown > 0:
             reason = self.failures or "every function returned None"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
-        elif all(line["zero_advantage_share"] == 1 for line in lines):
+        elif self.config.algorithm.silent_at_zero_advantage and all(
+            line["zero_advantage_share"] == 1 for line in lines
+        ):
             print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)
         if self.tracker is not None:
             self.tracker.finish()

@@ -57,9 +57,10 @@ def find_start(config: TrainConfig, settings: files.Settings, resources: context
     is_new = not files.is_run(output)
     if not is_new:
         resources.enter_context(lock_folder(output))
+        if checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
+            check_same(output, settings)
         checkpoint = find_checkpoint(output)
         if checkpoint is not None:
-            check_same(output, settings)
             return Start(output, is_new, checkpoint)
     return Start(output, is_new, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
 
@@ -170,18 +171,20 @@ def cut_back(checkpointer: Checkpointer) -> None:
 def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> None:
     """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
 
-    Its validations, and rollouts that wait, are its own; of the parent's parts it loads those that fit.
+    Its validations are its own; of the parent's parts it loads those that fit. ValueError if no step is left.
     """
     changes = files.differences(files.read_config(parent / "config.yaml"), settings)
     alpha = changes.get("model.lora.alpha")
     if alpha and has_adapters(checkpointer.learner.policy):  # which would count more or less
         raise ValueError(f"the adapters of {parent} have --model.lora.alpha {alpha[0]:g}: fork with the same")
     states = checkpointer.load(parent)
-    left_out = {"validator", "delay"}
+    left_out = {"validator"}
+    if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # other rollouts than those that wait
+        left_out.add("delay")
     if changes.keys() & {"optimizer.name", "model.dtype"}:  # other moments
         states["learner"]["optimizer"] = None
     if states["stream"]["fingerprint"] != checkpointer.parts["stream"].fingerprint:
-        left_out.add("stream")
+        left_out |= {"stream", "delay"}
     if "run.seed" in changes:
         left_out.add("generators")
         checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
@@ -190,6 +193,10 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     for name, state in states.items():
         if name in checkpointer.parts and name not in left_out:
             checkpointer.parts[name].load_state_dict(state)
-    checkpointer.recorder.clear_line()  # of a rollout that the parent was yet to validate
+    recorder = checkpointer.recorder
+    recorder.clear_line()  # of a rollout that the parent was yet to validate
+    if recorder.limit_reached:
+        took = f"{parent} has taken {checkpointer.learner.steps} steps, of {recorder.tokens:,} tokens"
+        raise ValueError(f"{took}: raise --run.max_steps or --run.max_tokens, which count from the parent's beginning")
     print(f"forked from {parent}")
     checkpointer.save()

@@ -67,10 +67,15 @@ class Run:
 
     def begin_rollout(self) -> bool:
         """Take a snapshot of the parts; False at the end of the run. Raises Stopped if any rank was asked to stop."""
-        self.checkpointer.take_snapshot()
+        self.take_snapshot()
         if dist.max_over_ranks(self.signals.error is not None):
             raise Stopped
         return not self.recorder.limit_reached
+
+    def take_snapshot(self) -> None:
+        """Keep the parts' states; it waits for a rollout that is drawn ahead, which is a part of them."""
+        with self.phase("generate"):
+            self.checkpointer.take_snapshot()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -94,12 +99,13 @@ class Run:
     def write_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
         if self.validator.is_due():
-            self.checkpointer.take_snapshot()
+            self.take_snapshot()
             with self.phase("validate"):
                 self.recorder.line |= self.validator.validate()
         self.recorder.write(self.validator.best)
         if self.recorder.is_due(self.config.run.save_every):
-            self.checkpointer.save()
+            self.take_snapshot()
+            self.checkpointer.save_snapshot()
 
     def finish(self) -> dict[str, Any]:
         """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""

@@ -56,8 +56,7 @@ class Validator:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
         sampled = self.evaluate("validation", self.sampler.seeded(), "validate")
         greedy = self.evaluate("validation", self.sampler.greedy(self.learner.policy), "validate")
-        sampled_means = dist.run_on_main(lambda: sampled.means())
-        greedy_means = dist.run_on_main(lambda: greedy.means())
+        sampled_means, greedy_means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
         validation = {"validation_reward": sampled_means.get("mean_reward", -math.inf)}
         if "accuracy" in greedy_means:
             return validation | {"validation_accuracy": greedy_means["accuracy"]}
@@ -134,10 +133,11 @@ class Validator:
     def load_best(self) -> transformers.PreTrainedModel:
         """The best model by validation, in the policy's place if that has adapters."""
         policy = self.learner.policy
-        best = replace(self.config.model, name_or_path=str(self.output / "best"))
+        folder = str(self.output / "best")
         if not has_adapters(policy):
-            return load_policy(best, policy.device, self.config.distributed)
-        fill_adapters(policy, best.name_or_path)
+            model = replace(self.config.model, name_or_path=folder)
+            return load_policy(model, policy.device, self.config.distributed)
+        fill_adapters(policy, folder)
         return policy
 
     @property

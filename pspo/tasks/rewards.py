@@ -147,8 +147,7 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
     """The inputs that a function's signature names."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if takes_all or not inputs.keys() >= parameters.keys():
-        inputs = all_inputs(inputs)
+    inputs = all_inputs(inputs)
     arguments = {name: value for name, value in inputs.items() if takes_all or name in parameters}
     if "completions" in arguments and not isinstance(function, Reward):
         arguments["completions"] = [

@@ -16,7 +16,6 @@ const CHARTS = [
   ["tokens without gradient", "share, by the sign of A",
     ["zero_weight_share", "zero_weight_share_positive", "zero_weight_share_negative"]],
   ["gradient norm", "before clipping", ["grad_norm"]],
-  ["cosine of gradients", "last and first epoch", ["gradient_cosine"]],
   ["loss", "of the last step", ["loss"]],
   ["KL to the reference", "nats per token", ["kl_reference"]],
   ["KL(sampler || old)", "nats per token", ["kl_sampler_old"]],

@@ -15,6 +15,7 @@ from pspo_lab.code import SANDBOX, CodeReward, extract_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is seccomp")
 SQUARE = "\ndef square(x): return x * x\n"
+HUMAN_EVAL = "METADATA = {'author': 'jt'}\n\ndef check(candidate):\n    assert candidate(2) == 4\n\n"
 
 
 def value(code: str, *tests: str, **settings) -> float | None:
@@ -63,12 +64,16 @@ def test_missing_tests_are_named():
 
 @pytest.mark.parametrize(
     "tests",
-    [json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2]}), ["(1, 2)"], "4", 4, {"inputs": [2]}, [{}]],
-)
-def test_data_is_no_test(tests):
-    with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that raises, not "):
-        check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])  # as Python some pass with any program
-    check_rewards([CodeReward()], [Problem("?", None, {"tests": ["(a, b) = f(2)\nassert a == 1"]})])
+    [
+        json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2]}), ["(1, 2)"], "4", 4, {"inputs": [2]}, [{}],
+        HUMAN_EVAL, ["# to come"], ["import math", "assert square(2) == 4"],
+    ],
+)  # fmt: skip
+def test_what_passes_with_any_program_is_no_test(tests):
+    with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that raises, and calls"):
+        check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])
+    for test in ("(a, b) = f(2)\nassert a == 1", f"{HUMAN_EVAL}check(square)", "expected = square(2)"):
+        check_rewards([CodeReward()], [Problem("?", None, {"tests": [test]})])
 
 
 def test_usual_programs_run():

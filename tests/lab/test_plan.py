@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
+from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, RolloutConfig
 from pspo.model import token_logprobs
 from pspo.model.logprobs import hidden_states
 from pspo.rollout import Rollout
@@ -45,6 +45,14 @@ def test_adapters_are_those_of_peft(tiny_model):
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=targets))
         assert TINY.adapters(4, targets) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_adapters_that_a_plan_cannot_count_are_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen2.5-7B"}')
+    with pytest.raises(ValueError, match="all-linear or a list of names for a plan"):
+        config_of(model=ModelConfig(lora=LoraConfig(16, target_modules=r".*\.(q|v)_proj")))
+    with pytest.raises(ValueError, match="a model without adapters for a plan"):
+        config_of(model=ModelConfig(str(tmp_path)))
 
 
 def microbatch(groups: int, common: int = 10, prompt: int = 30, length: int = 12, group_size: int = 4):
