@@ -24,8 +24,10 @@ LEARNING = ["final reward", "peak reward", "area under the curve", "steps to pea
 COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 RANGES = {  # of metrics and of the tables' columns, which their intervals keep to
-    (0.0, 1.0): re.compile(r"^(?!reward/|logged/).*(accuracy|gold anywhere|pass@|maj@|share)|^ess|^tv|\(%\)$"),
-    (0.0, math.inf): re.compile(r"^(ratio|entropy|kl_old_new|grad_norm|seconds/|time|completion_tokens)|to peak$"),
+    (0.0, 1.0): re.compile(r"^(?!reward/|logged/|resampled).*(accuracy|gold anywhere|pass@|maj@|share)|^ess|\(%\)$"),
+    (0.0, math.inf): re.compile(
+        r"^(ratio|tv|entropy|kl_old_new|grad_norm|seconds/|time|completion_tokens|resampled)|to peak$"
+    ),
 }
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]  # fmt: skip
@@ -42,7 +44,7 @@ NOTES = {
     "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
     "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
-    "weight; total variation between old and new policy and what the surrogate leaves of it; KL(old || new) in nats; "
+    "weight; total variation between old and new policy, and times the surrogate's slope relative to NoClip's; KL(old || new) in nats; "
     "gradient norm, share of these clipped.",
 }
 

@@ -1,4 +1,4 @@
-"""Tiny models and model folders, made in code."""
+"""Tiny models and model folders, made in code; torch is imported late, for the controller of the workers needs none."""
 
 import json
 import os
@@ -7,13 +7,6 @@ import shutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on models this small two threads wait for each other
-
-import torch
-import transformers
-
-from pspo.config import ModelConfig
-from pspo.model import ASSETS, load_policy, load_tokenizer
-
 os.fsync = lambda descriptor: None  # a third of a small run's time; what killed processes wrote is safe without it
 
 TINY = {
@@ -46,6 +39,9 @@ OWN = {
 def tiny_model():
     """Makes a random model in evaluation mode: tiny_model("Qwen2", dtype=torch.float64, vocab_size=100)."""
 
+    import torch
+    import transformers
+
     def make(name="Qwen2", *, seed=0, dtype=torch.float32, **settings):
         config = getattr(transformers, f"{name}Config")(**{**TINY, **OWN.get(name, {}), **settings})
         with torch.random.fork_rng(devices=[]):
@@ -59,6 +55,8 @@ def tiny_model():
 @pytest.fixture(scope="session")
 def policy(tiny_model):
     """One layer in float64, for the comparisons with the naive trainer."""
+    import torch
+
     return tiny_model(dtype=torch.float64, num_hidden_layers=1)
 
 
@@ -69,6 +67,7 @@ def model_folder(tmp_path):
     model_folder(generation_config={"top_k": 3}, without=["tokenizer.json"]); with a model of one's own given,
     its weights and config replace tiny-base's.
     """
+    from pspo.model import ASSETS
 
     def make(model=None, *, without=(), **changes):
         folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
@@ -89,6 +88,10 @@ def model_folder(tmp_path):
 @pytest.fixture
 def load():
     """Loads a folder's policy on the CPU: load(folder, gradient_checkpointing=True)."""
+    import torch
+
+    from pspo.config import ModelConfig
+    from pspo.model import load_policy
 
     def make(folder, **settings):
         return load_policy(ModelConfig(name_or_path=str(folder), **settings), torch.device("cpu"))
@@ -99,6 +102,9 @@ def load():
 @pytest.fixture
 def tokenizer():
     """tiny-base's own, a fresh one that a test may change."""
+    from pspo.config import ModelConfig
+    from pspo.model import load_tokenizer
+
     return load_tokenizer(ModelConfig())
 
 

@@ -178,17 +178,17 @@ def test_comparison_with_huge_exponents_is_exact(exponent, mantissa, gold, offse
             assert contains_answer(f"{mantissa}e{exponent}", near) == expected
 
 
-LONG = 250_000
+LONG = 100_000
 HOSTILE = [
     "1", "#", "-", ".", "/", "{", "\\", "$", " ", "\n", "\u2028", MINUS, "1,", "1,111,", r"1,\! ", "1{,}", "1.", ".1",
     "1/", "1/2/", "1/0 ", "1e", "1e-", "1e9999 ", "1e-9999 ", "1e99999 ", "0e9999 ", "-$", r"\frac{", r"\frac{1}{",
     r"\frac{ 1 }{ 2 }", r"\frac ", "#### ", "####\n", "##### ", "#### 3/0\n",
 ]  # fmt: skip
 HOSTILE = {unit: unit * (LONG // len(unit)) for unit in HOSTILE} | {
-    "distinct integers": " ".join(map(str, range(40_000))),
-    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(20_000)),
-    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(20_000)),
-    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 125,
+    "distinct integers": " ".join(map(str, range(16_000))),
+    "distinct exponents": " ".join(f"{n}e{n % 9999}" for n in range(8_000)),
+    "distinct small ones": " ".join(f"{n}e-{n % 9999}" for n in range(8_000)),
+    "longest numbers": ("9" * 1000 + "/" + "7" * 1000 + " ") * 50,
     "blanks in an argument": r"\frac{" + " " * LONG,
     "blanks after the marker": "####" + " " * LONG + "x",
 }
@@ -196,12 +196,12 @@ HOSTILE = {unit: unit * (LONG // len(unit)) for unit in HOSTILE} | {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=map(repr, HOSTILE))
 def test_hostile_text_takes_linear_time(text):
-    """Each takes about 0.1 s of CPU for 250,000 characters; anything quadratic would take minutes."""
+    """Each takes about 0.04 s of CPU for 100,000 characters; anything quadratic would take a minute."""
     start = time.process_time()
     extract_answer(text)
     matches_format(text)
     contains_answer(text, Fraction(-355, 113))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ HOME_COMMANDS = {  # words, and the file that they write at home
     "export": ("--model.name_or_path=~/run/final --output_dir=~/merged", "merged/model.safetensors"),
     "view": ("~/run --output ~/page.html", "page.html"),
     "report": ("~/run --output_dir ~/report", "report/report.md"),
-    "sweep": ("--config=~/sweep.yaml", "swept/e/pspo/seed-0/summary.json"),
+    "sweep": ("--config=~/sweep.yaml", "swept/.lock"),
     "compare": ("~/run", "run/summary.json"),  # it prints alone
 }
 
@@ -393,6 +393,7 @@ def home(tmp_path_factory):
     words = (*FAST, "--run.test_limit=4", "--model.lora.rank=2", *TINIEST)
     train([*words, f"--run.output_dir={home}/run"])
     shutil.copy(home / "run/config.yaml", home / "run.yaml")
+    shutil.copytree(home / "run", home / "swept/e/pspo/seed-0")  # the sweep finds its only run finished
     experiment = "{methods: {pspo: {}}, seeds: [0], shared: {config: ~/run.yaml}}"
     (home / "sweep.yaml").write_text(f"{{output: ~/swept, experiments: {{e: {experiment}}}}}")
     return home

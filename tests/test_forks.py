@@ -127,7 +127,10 @@ def test_another_configuration_removes_nothing_of_a_run_without_a_checkpoint(cap
     assert contents(Path("out")) == left
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.nightly)],
+)
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
     def action() -> int:
         before("draw", at_call(1, lambda: send(number)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import pspo.tasks.datasets
 import pspo.train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
@@ -251,7 +252,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_grpo_in_one_file_is_the_command(tmp_path, one_thread):
+def test_grpo_in_one_file_is_the_command(tmp_path, one_thread, monkeypatch):
+    monkeypatch.setitem(pspo.tasks.datasets.GENERATED_SIZES, "train", 200)  # 10,000 take seconds
     source = FILE.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 120
     specification = importlib.util.spec_from_file_location("grpo", FILE)

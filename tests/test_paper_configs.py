@@ -111,6 +111,7 @@ def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, proc
 def test_files_train_a_stand_in_model(method, tmp_path):
     """One rollout of the embedded model on generated problems, all else as the files say."""
     args = [f"--model.name_or_path={one_layer()}", "--data.name=arithmetic", "--run.max_tokens=1",
-            "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2"]  # fmt: skip
+            "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2",
+            "--data.limit=9"]  # fmt: skip
     main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
     assert read_json(tmp_path / "run/summary.json")["optimizer_steps"] == METHODS[method][2]

@@ -273,6 +273,7 @@ def test_a_run_from_python_joins_the_ranks(tmp_path):
     def rank() -> None:
         pspo.train.train_model(
             one_layer(),
+            data={"limit": 9},
             rollout={"prompts": 2, "max_completion_tokens": 8},
             run={"max_steps": 2, "validate_every": 0, "test_limit": 0, "output_dir": str(tmp_path / "out")},
             distributed={"strategy": "ddp"},

@@ -82,7 +82,8 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
             raise SystemExit(0)
     try:
         namespace = parser.parse_args(prepare_words(words, switches))
-        namespace = parser.parse_object(settings, namespace)
+        if settings:
+            namespace = parser.parse_object(settings, namespace)
         only_print = namespace.pop("print_config", False)
         namespace.pop("config", None)
         parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
@@ -93,7 +94,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
     for switch in switches:
         if namespace[switch] is None or switch in (*PATHS, "data.name"):  # may depend on other switches, or on ~
             namespace[switch] = attrgetter(switch)(config)
-    resolved = parser.dump(namespace, skip_unset=False)
+    resolved = parser.dump(namespace, skip_unset=False, skip_validation=True)
     if only_print:
         print(resolved, end="")
         raise SystemExit(0)

@@ -8,7 +8,8 @@ They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the
 * ``ess_sequence``: the same of the n sequences' ratios, each the product over its tokens
 * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
 * ``tv``: total variation between old and new, the mean of |r - 1| / 2
-* ``tv_smoothed``: the same, |r - 1| contracted by |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1)
+* ``tv_smoothed``: the same, |r - 1| times |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1). It may be huge
+  for losses whose slope has no bound where r is small: REINFORCE's is 1 / r
 * ``zero_weight_share``: share of the tokens whose weight is 0; ``..._positive`` and ``..._negative`` of
   those with A > 0 and A < 0
 * ``clamped_share``: share whose log-ratio is beyond the clamp of +-20

@@ -3,7 +3,8 @@ divergence"). With x = ref_logprob - logprob: k1 = -x, k2 = x^2 / 2, k3 = exp(x)
 
 A good value does not make a good gradient. In expectation the gradient of k2 is that of KL(policy || reference), k3's
 is that of KL(reference || policy), and k1's is 0. So k1 comes with k2's gradient here. Times the ratio r, k3 has an
-unbiased value and gradient, from an older policy's samples, too.
+unbiased value and gradient, from an older policy's samples, too, if r is to the policy that drew. All of this is for
+tokens drawn from the whole distribution: those of a nucleus (top_p 0.85) bias every estimate.
 """
 
 from typing import Literal

@@ -1,10 +1,10 @@
 """The README.md of a trained model, in the form that the Hugging Face hub reads, and the command that evaluates it."""
 
+import functools
 import json
 import math
 import re
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -13,7 +13,7 @@ from pspo import __version__
 from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
-from pspo.config import EvaluateConfig, ModelConfig, TrainConfig
+from pspo.config import EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.sources import SOURCES
 
@@ -113,14 +113,22 @@ def code_span(text: str) -> str:
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
+@functools.cache
+def default_values(config_class: type) -> Settings:
+    """The default of every switch."""
+    _, settings = make_config(config_class, "pspo", [], {})
+    return flat(settings)
+
+
 def changed_switches(settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
-    _, defaults = make_config(TrainConfig, "pspo", [], {"model": settings["model"]})  # whose rate is the model's
-    default_values = flat(defaults | {"model": asdict(ModelConfig())})
+    model = settings["model"]
+    rate = default_lr(ModelConfig(**model | {"lora": LoraConfig(**model["lora"])}))
+    defaults = default_values(TrainConfig) | {"optimizer.lr": rate}
     changed = []
     for switch, value in flat(settings).items():
         is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE
-        if is_shown and value != default_values.get(switch):
+        if is_shown and value != defaults.get(switch):
             name = switch.removesuffix(".class_path").replace(".init_args.", ".")
             changed.append(f"{name} {argument_text(value)}")
     return changed
@@ -134,11 +142,10 @@ def evaluate_command(settings: Settings, model: str) -> str:
     values["model.name_or_path"] = model
     values["data.limit"] = settings["run"]["test_limit"] or None  # the held-out problems of the run itself
     values["run.output_dir"] = str(Path(model).parent / "evaluation")
-    _, defaults = make_config(EvaluateConfig, "pspo", [], {})
-    default_values = flat(defaults)
+    defaults = default_values(EvaluateConfig)
     words = ["python", "-m", "pspo.evaluate"]
     for switch, value in values.items():
         is_first_model = switch == "model.revision" or switch.startswith("model.lora.")
-        if value != default_values[switch] and not is_first_model:
+        if value != defaults[switch] and not is_first_model:
             words += [f"--{switch}", shlex.quote(argument_text(value))]
     return " ".join(words)

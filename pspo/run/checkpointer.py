@@ -25,18 +25,6 @@ from pspo.rollout.types import Nucleus
 from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
 
 
-def check_loadable(name: str, state: Any) -> None:
-    """Raise RunFailed for a state of a user's that `torch.load` does not take from a file: it may run no code."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        kinds = "tensors, numbers of Python, texts, lists and dictionaries"
-        raise RunFailed(f"the state_dict of --{name} must hold {kinds}, to be in a checkpoint: {error}") from error
-
-
 class Checkpointer:
     """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
 
@@ -146,3 +134,15 @@ class Checkpointer:
             fill_adapters(policy, str(folder))
         except ValueError as error:
             raise ValueError(misfit) from error
+
+
+def check_loadable(name: str, state: Any) -> None:
+    """Raise RunFailed for a state of a user's that `torch.load` does not take from a file: it may run no code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        kinds = "tensors, numbers of Python, texts, lists and dictionaries"
+        raise RunFailed(f"the state_dict of --{name} must hold {kinds}, to be in a checkpoint: {error}") from error

@@ -367,10 +367,10 @@ def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path, saved
 # Text of others
 
 OTHERS_TEXT = [  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
+    "# head\n> [here](javascript:alert(1)) ![](http://example.com/x.svg) [x][a] <http://example.com>\n"
     "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'",
-    "# head\n> [here](javascript:alert(1)) ![](http://example.com/x.svg) [x][a] <http://example.com>",
+    "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066\n"
     "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
-    "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066",
 ]  # fmt: skip
 SVG = {"svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "title", "defs", "style", "g", "path",
        "use", "text", "tspan", "clipPath", "rect"}  # fmt: skip

@@ -267,8 +267,8 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
-    ("main-table", "[qwen2.5-0.5b]", 18), ("tiny-control", "[steps]", 80), ("decoupled", "null", 160),
-    ("decoupled-smollm2", "null", 10),
+    ("tiny-control", "[steps]", 80), ("decoupled", "[on-time]", 34), ("decoupled-smollm2", "null", 10),
+    pytest.param("decoupled", "null", 160, marks=pytest.mark.nightly),
     pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
     pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),

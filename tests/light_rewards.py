@@ -1,0 +1,58 @@
+"""Rewards for worker processes, which import this file and no torch."""
+
+import contextlib
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pspo.tasks import Reward
+
+FORKS = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Bad(Reward):
+    """Draws from all generators; as long as the file "broken" is there, it fails at a step."""
+
+    how: str = "raises"
+    at: int = 4
+    rows: int = 8  # of a training rollout; 4 in a validation
+
+    def __call__(self, completions, step):
+        noise = 0.0
+        if self.how != "hangs":  # which is in a process of its own, whose generators no checkpoint holds
+            import numpy as np
+            import torch
+
+            noise = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
+        values = [len(text) + row % 3 + noise for row, text in enumerate(completions)]  # never all the same
+        if step != self.at or len(completions) not in (self.rows, 1) or not Path("broken").exists():
+            return values
+        if self.how == "raises":
+            raise KeyError("no such key")
+        if self.how == "hangs":
+            time.sleep(60)
+        sys.exit(0)
+
+
+def lengths_by_processes(completions):
+    """A pool, one that is late, and a process that is ended at once: all end by SIGTERM."""
+    with FORKS.Pool(4) as pool:
+        lengths = pool.map(len, completions)
+    with FORKS.Pool(1) as pool, contextlib.suppress(multiprocessing.TimeoutError):
+        pool.apply_async(time.sleep, (60,)).get(timeout=0.1)
+    for _ in range(5):
+        process = FORKS.Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == -signal.SIGTERM
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    assert child.wait(20) == -signal.SIGTERM
+    return lengths
