@@ -44,8 +44,8 @@ NOTES = {
     "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
     "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
-    "weight; total variation between old and new policy, and times the surrogate's slope relative to NoClip's; KL(old || new) in nats; "
-    "gradient norm, share of these clipped.",
+    "weight; total variation between old and new policy, and times the surrogate's slope relative to NoClip's; "
+    "KL(old || new) in nats; gradient norm, share of these clipped.",
 }
 
 # The numbers of each run: rows of run, column (of a table) and value; of accuracies also their interval

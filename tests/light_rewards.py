@@ -1,5 +1,6 @@
 """Rewards for worker processes, which import this file and no torch."""
 
+import asyncio
 import contextlib
 import multiprocessing
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,3 +58,31 @@ def lengths_by_processes(completions):
     child.terminate()
     assert child.wait(20) == -signal.SIGTERM
     return lengths
+
+
+@dataclass(frozen=True)
+class Leaves(Reward):
+    """A reward that leaves by what is no Exception."""
+
+    def __call__(self, completions):
+        raise SystemExit("bye")
+
+
+SEMAPHORE = asyncio.Semaphore(1)  # of the first loop that waits for it
+
+
+async def calls_in_turn(completions):
+    async def one(text):
+        async with SEMAPHORE:
+            await asyncio.sleep(0.001)
+            if text == "exit":
+                sys.exit(3)
+            return len(text)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def asks_for_a_loop(completions):
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        loop = asyncio.get_event_loop()
+    return loop.run_until_complete(asyncio.sleep(0, [2.0] * len(completions)))

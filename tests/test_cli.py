@@ -377,7 +377,10 @@ def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monk
 
 
 HOME_COMMANDS = {  # words, and the file that they write at home
-    "train": ("--config=~/run.yaml --run.fork_from=~/run --run.output_dir=~/fork", "fork/summary.json"),
+    "train": (
+        "--config=~/run.yaml --run.fork_from=~/run --run.output_dir=~/fork --run.max_steps=4",
+        "fork/summary.json",
+    ),
     "evaluate": ("--model.name_or_path=~/run/final --run.output_dir=~/results --data.limit=4", "results/results.json"),
     "export": ("--model.name_or_path=~/run/final --output_dir=~/merged", "merged/model.safetensors"),
     "view": ("~/run --output ~/page.html", "page.html"),
@@ -410,6 +413,7 @@ def test_home_folders_are_expanded_in_every_command(home, here, monkeypatch, com
     assert files_of(here) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["pspo", "--help"], ["pspo.train", "--print_config"]], ids=" ".join)
 def test_a_reader_that_has_ended_ends_the_command_quietly(words):
     reading, writing = os.pipe()
@@ -420,6 +424,7 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(words):
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.slow
 def test_the_console_script_finds_a_users_code_beside_it(tmp_path):
     script = Path(sys.executable).with_name("pspo")
     if not script.exists():

@@ -121,7 +121,7 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd,
         resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def action() -> int:
-        before("save", at_call(2, fill), Checkpointer)
+        before("save_snapshot", at_call(2, fill), Checkpointer)
         return train("out")
 
     assert forked(action) == 1

@@ -263,7 +263,7 @@ def slow_length(completion):
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param(signal.SIGINT, 75, marks=pytest.mark.nightly),
     ],

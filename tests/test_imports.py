@@ -105,6 +105,7 @@ def test_nothing_unsafe(name):
             assert not {"shell", "allow_pickle"} & keywords.keys(), code
 
 
+@pytest.mark.slow
 def test_the_package_shows_what_is_public_and_loads_nothing_early():
     code = (
         "import sys, pspo; assert 'torch' not in sys.modules; print(*dir(pspo)); from pspo import train; "

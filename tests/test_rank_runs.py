@@ -95,6 +95,7 @@ def test_both_strategies_are_one_run(whole):
             assert len(rows) > 0 or sample["advantage"] == 0
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                f"--log-dir={tmp_path}", "-m", "pspo.train", *SMALL, "--distributed.strategy=ddp",
@@ -236,7 +237,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactl
 
     def fault() -> None:
         if os.environ["RANK"] == str(rank):
-            before("save", at_call(2, lambda: kill_at_file_event(n)), Checkpointer)
+            before("save_snapshot", at_call(2, lambda: kill_at_file_event(n)), Checkpointer)
 
     codes = train(tmp_path / "run", "fsdp2", fault=fault)
     assert codes[rank] == -signal.SIGKILL

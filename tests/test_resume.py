@@ -197,7 +197,7 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
     """The next test kills at every point."""
 
     def action() -> int:
-        before("save", at_call(3, lambda: kill_at_file_event(45)), Checkpointer)
+        before("save_snapshot", at_call(3, lambda: kill_at_file_event(45)), Checkpointer)
         return train("out")
 
     assert forked(action) == -signal.SIGKILL
@@ -256,7 +256,9 @@ def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_
 TOLD = [  # when, what, the exit code, the newest checkpoint
     pytest.param(pspo.train, "draw", 1, [signal.SIGINT], 75, None, id="rollout", marks=pytest.mark.nightly),
     pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
-    pytest.param(Checkpointer, "save", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly),
+    pytest.param(
+        Checkpointer, "save_snapshot", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly
+    ),
     pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002", id="twice"),
 ]
 

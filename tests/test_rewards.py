@@ -6,9 +6,7 @@ import importlib
 import math
 import os
 import re
-import sys
 import time
-import warnings
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from fractions import Fraction
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from light_rewards import Leaves, asks_for_a_loop, calls_in_turn
 from processes import run_command
 
 import pspo.train
@@ -107,14 +106,6 @@ def test_what_a_reward_logs_can_be_in_a_checkpoint():
     logged = total_rewards([logs], None, *batch(("a", 5), ("b", 6))).logged
     assert logged == {"kinds": ["1/3", str(10**400)], "subclasses": ["red", "1"], "plain": [True, None]}
     assert {type(value) for values in logged.values() for value in values} == {str, bool, type(None)}
-
-
-@dataclass(frozen=True)
-class Leaves(Reward):
-    """A reward that leaves by what is no Exception."""
-
-    def __call__(self, completions):
-        raise SystemExit("bye")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -284,26 +275,6 @@ def test_trl_style_functions_run_unchanged():
     assert by_name["only_math"] == pytest.approx([1.0, math.nan], nan_ok=True)
     assert by_name["judge"] == [1.5, 1.5]
     assert totals == [1 + 1 + 1.5, 0 + 1.5]
-
-
-SEMAPHORE = asyncio.Semaphore(1)  # of the first loop that waits for it
-
-
-async def calls_in_turn(completions):
-    async def one(text):
-        async with SEMAPHORE:
-            await asyncio.sleep(0.001)
-            if text == "exit":
-                sys.exit(3)
-            return len(text)
-
-    return await asyncio.gather(*map(one, completions))
-
-
-def asks_for_a_loop(completions):
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        loop = asyncio.get_event_loop()
-    return loop.run_until_complete(asyncio.sleep(0, [2.0] * len(completions)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -490,15 +461,16 @@ def test_soft_overlong_is_the_formula():
 def test_math_verify_reads_formulas_and_survives_hostile_ones():
     pytest.importorskip("math_verify")
     cases = [(r"$\frac{2}{4}$", "1/2", 1), (r"\boxed{1 + x^2}", "x^2+1", 1), (r"\boxed{(1,2)}", "(1,2)", 1),
-             ("$9^{9^{9^{9}}}!$", "5", 0), (r"\boxed{3}", "4", 0), ("5", None, None),
+             (r"\boxed{3}", "4", 0), ("5", None, None),
              ("7", Fraction(7), 1), (r"The values are $\boxed{-2}$ and $\boxed{1}$", "1", 1),
              (r"First $\boxed{\frac{\pi}{4}}$. So $\boxed{\frac{5\pi}{4}}$.", r"\frac{5\pi}{4}", 1),
              (r"$\boxed{1}$ and $\boxed{-2}$", "1", 0), (r"$\boxed{1}$, $\boxed{1", "1", 0)]  # fmt: skip
-    began = time.monotonic()
     problems = [Problem("?", answer) for _, answer, _ in cases]
-    values = MathVerifyReward(seconds=15)([completion for completion, _, _ in cases], problems)
+    values = MathVerifyReward(seconds=60)([completion for completion, _, _ in cases], problems)
     assert values == [value for _, _, value in cases]
-    assert time.monotonic() - began < 60
+    began = time.monotonic()
+    assert MathVerifyReward(seconds=1)(["$9^{9^{9^{9}}}!$"], [Problem("?", "5")]) == [0]
+    assert time.monotonic() - began < 4  # its own limit is 5 s
 
 
 @pytest.mark.parametrize("name", ["step", "truncated", "prompts"])

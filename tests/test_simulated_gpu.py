@@ -190,6 +190,7 @@ def assert_close(one: list[dict], other: list[dict], **tolerance: float) -> None
         assert line == pytest.approx(expected, **tolerance)
 
 
+@pytest.mark.slow
 def test_the_default_runs_to_its_end(tmp_path):
     train_on_gpu(tmp_path / "gpu")
     assert_good(tmp_path / "gpu")
@@ -412,6 +413,7 @@ def test_graphs_see_biases_that_have_changed():
     check_biases()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="a real GPU counts nothing")
 def test_the_simulation_refuses_what_a_gpu_refuses_and_counts_what_it_did(tmp_path):
     printed = run_on_gpu(__file__, cwd=tmp_path)  # `check_rules` and `check_biases` have passed

@@ -198,6 +198,7 @@ def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
         assert not Path("executed").exists()
 
 
+@pytest.mark.slow
 def test_watching_follows_a_run_and_answers_this_machine_alone(runs, tmp_path):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
