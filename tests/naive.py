@@ -94,12 +94,6 @@ def naive_row(model, rollout, i):
     return reference.row_logprobs(model, rollout.token_ids, i, TEMPERATURE)
 
 
-def naive_entropies(model, rollout, i):
-    """Entropies (t,) of the distributions that row i's completion tokens were drawn from."""
-    logprobs = reference.vocabulary_logprobs(model, rollout.token_ids, i, TEMPERATURE)
-    return -(logprobs.exp() * logprobs).sum(dim=1)
-
-
 def tokens_left_out(terms, moved, entropies, mask, advantage):
     """By token of a row, True if one of the terms leaves it out of the surrogate's loss."""
     left_out = [False] * len(mask)
@@ -125,7 +119,10 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
     for i, length in lengths.items():
         if length == 0:
             continue
-        logprobs = naive_row(model, rollout, i)
+        vocabulary = reference.vocabulary_logprobs(model, rollout.token_ids, i, TEMPERATURE)  # (t, V)
+        tokens = rollout.completion_ids[i][rollout.completion_mask[i]]
+        logprobs = vocabulary.gather(1, tokens[:, None]).squeeze(1)
+        entropies = -(vocabulary.exp() * vocabulary).sum(dim=1)
         values = logprobs.tolist()
         row_advantages = advantages[i].reshape(-1)[: len(values)].tolist()
         row = [values], [old[i].tolist()], [row_advantages], [masks[i]]
@@ -134,7 +131,6 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
         if rollout.sampler_logprobs is not None:
             sampler = rollout.sampler_logprobs[i][rollout.completion_mask[i]]
         moved = [x - y for x, y in zip(values, sampler.tolist(), strict=True)]
-        entropies = naive_entropies(model, rollout, i)
         left_out = tokens_left_out(algorithm.terms, moved, entropies.tolist(), masks[i], row_advantages[0])
         losses = [0.0 if out else x for x, out in zip(losses, left_out, strict=True)]
         slopes = [0.0 if out else x for x, out in zip(slopes, left_out, strict=True)]

@@ -152,8 +152,6 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     lines = [sample | {"completion": text, "prompt": text, "gold": text} for sample, text in pairs]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = make_page([run])
-    assert page.isascii() or "\ud800" not in page
-    assert "hacked" not in page
     assert "<b>run" not in page
     texts = [one["text"] for group in data_of(page)["groups"] for one in group["completions"]]
     assert texts[:4] == HOSTILE[:4]
