@@ -18,7 +18,7 @@ from pspo_lab.paper import NOTE
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
 from pspo_lab.settings import labels, shared_sentence
-from pspo_lab.tables import NOTES, smoothed
+from pspo_lab.tables import NOTES, mean_over_seeds, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -362,6 +362,13 @@ def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path, saved
     assert rows[place + 1][3:8] == ["ours", "40.0 [30.0, 60.0] (+23.1)", "–", "–", "20.0 [19.0, 21.0] (-10.2)"]
     assert rows[-1][:4] == ["tiny", "sums", "NoClip, epochs 2", "ours, 1 seed"]  # the paper has one
     assert "The paper has no runs of tiny: nothing is compared there." in text
+
+
+@pytest.mark.parametrize("name", ["tv", "tv_smoothed", "resampled_share", "ratio_max", "steps to peak"])
+def test_what_has_no_upper_bound_is_not_cut_at_one(name):
+    means = mean_over_seeds(pd.DataFrame({"row": "a", "column": name, "value": [0.5, 2.0, 4.0]}))
+    assert means["high"].item() > means["mean"].item() > 2
+    assert means["low"].item() == 0
 
 
 # Text of others
