@@ -52,10 +52,12 @@ class Broken(NoClip):
 
 @dataclass(frozen=True)
 class Remembering(NoClip):
-    """Has a state that no file may hold, for loading it would run code."""
+    """Has a state that runs code when it is loaded, or that no file can hold."""
+
+    kind: str = "number"
 
     def state_dict(self):
-        return {"mean": np.float64(1.0)}
+        return {"mean": np.float64(1.0) if self.kind == "number" else lambda: 1.0}
 
 
 class Length(Reward):
@@ -157,8 +159,9 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
     assert same(three, five)
 
 
-def test_a_state_that_could_not_be_loaded_ends_the_run_before_its_first_step(capsys):
-    assert train("--algorithm.surrogate=test_faults.Remembering") == 1
+@pytest.mark.parametrize("kind", ["number", "function"])
+def test_a_state_that_could_not_be_loaded_ends_the_run_before_its_first_step(capsys, kind):
+    assert train("--algorithm.surrogate=test_faults.Remembering", f"--algorithm.surrogate.kind={kind}") == 1
     assert "the state_dict of --algorithm.surrogate must hold tensors, numbers of Python" in capsys.readouterr().err
     assert not Path("out/metrics.jsonl").exists()
 
@@ -320,7 +323,7 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
     for line in metrics():
         assert line["zero_advantage_share"] == 1
         assert line["reward_std"] == line["grad_norm"] == 0
-    assert "WARNING: no step had a gradient: all rewards of every group were equal" in capsys.readouterr().err
+    assert "WARNING: every advantage was 0, as where all rewards of a group are equal" in capsys.readouterr().err
     assert same(load_file("out/final/model.safetensors"), start())
 
 

@@ -106,7 +106,7 @@ class EngineSampler:
         self.pending = None
         try:
             self.prefetched = self._complete(prompts, group_size)
-        except EngineError:
+        except Exception:  # of an engine of a user's, too
             self.prefetched = None
         if dist.max_over_ranks(self.prefetched is None):
             self.prefetched = None

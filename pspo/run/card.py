@@ -13,7 +13,7 @@ from pspo import __version__
 from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
-from pspo.config import EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import EvaluateConfig, ModelConfig, TrainConfig, default_lr
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
 from pspo.tasks.sources import SOURCES
 
@@ -40,7 +40,7 @@ def model_card(config: TrainConfig, settings: Settings, step: int, summary: Reco
     messages = json.dumps([*system, {"role": "user", "content": "..."}], ensure_ascii=False)
     template = config.data.chat_template if isinstance(config.data.chat_template, dict) else {}
     arguments = "".join(f"{name}={value!r}, " for name, value in template.items())
-    changed = ", ".join(changed_switches(settings))
+    changed = ", ".join(changed_switches(config.model, settings))
     merge = ""
     if front_matter.library_name == "peft" and not is_on_hub:
         merge = MERGE_FIRST
@@ -120,11 +120,9 @@ def default_values(config_class: type) -> Settings:
     return flat(settings)
 
 
-def changed_switches(settings: Settings) -> list[str]:
+def changed_switches(model: ModelConfig, settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
-    model = settings["model"]
-    rate = default_lr(ModelConfig(**model | {"lora": LoraConfig(**model["lora"])}))
-    defaults = default_values(TrainConfig) | {"optimizer.lr": rate}
+    defaults = default_values(TrainConfig) | {"optimizer.lr": default_lr(model)}
     changed = []
     for switch, value in flat(settings).items():
         is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE

@@ -137,12 +137,12 @@ class Checkpointer:
 
 
 def check_loadable(name: str, state: Any) -> None:
-    """Raise RunFailed for a state of a user's that `torch.load` does not take from a file: it may run no code."""
+    """Raise RunFailed for a state of a user's that no file can hold, or that runs code when it is loaded."""
     file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
     try:
-        torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         kinds = "tensors, numbers of Python, texts, lists and dictionaries"
         raise RunFailed(f"the state_dict of --{name} must hold {kinds}, to be in a checkpoint: {error}") from error

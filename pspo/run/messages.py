@@ -38,7 +38,7 @@ rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.
     if policy.device.type == "cuda" and config.rollout.engine is None:
         print(f"memory  {run.learner.microbatch_size(config):,} tokens in a microbatch, "
               f"{run.sampler.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
-    changed = changed_switches(run.settings)
+    changed = changed_switches(config.model, run.settings)
     if changed:
         print(f"changed {', '.join(changed)}")
 

@@ -166,15 +166,14 @@ class Recorder:
         self.clear_line()
 
     def finish(self) -> None:
-        """Warn if completions had no reward, or no step had a gradient; close the tracker."""
+        """Warn if completions had no reward, or no advantage; close the tracker."""
         lines = read_jsonl(self.output / "metrics.jsonl")
-        is_silent = self.config.algorithm.silent_at_zero_advantage
         unknown = sum(line["reward_unknown_share"] for line in lines) / max(len(lines), 1)
         if unknown > 0:
             reason = self.failures or "every function returned None"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
-        elif is_silent and all(line["zero_advantage_share"] == 1 for line in lines):
-            print("WARNING: no step had a gradient: all rewards of every group were equal", file=sys.stderr)
+        elif all(line["zero_advantage_share"] == 1 for line in lines):
+            print("WARNING: every advantage was 0, as where all rewards of a group are equal", file=sys.stderr)
         if self.tracker is not None:
             self.tracker.finish()
 

@@ -92,10 +92,9 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
         if name not in FREE and not grows:
             refused.append(f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}")
     if refused:
-        raise ValueError(
-            f"--run.output_dir {run} holds another experiment ({'; '.join(refused)}): choose another --run.output_dir, "
-            f"or start there from this one's weights with --run.fork_from {run}"
-        )
+        fork = f", or start there from this one's weights with --run.fork_from {run}" if checkpoints(run) else ""
+        what = f"holds another experiment ({'; '.join(refused)}): choose another --run.output_dir{fork}"
+        raise ValueError(f"--run.output_dir {run} {what}")
     return changes
 
 
@@ -179,7 +178,7 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
         raise ValueError(f"the adapters of {parent} have --model.lora.alpha {alpha[0]:g}: fork with the same")
     states = checkpointer.load(parent)
     left_out = {"validator"}
-    if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # other rollouts than those that wait
+    if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # which may ask for other rollouts than those that wait
         left_out.add("delay")
     if changes.keys() & {"optimizer.name", "model.dtype"}:  # other moments
         states["learner"]["optimizer"] = None
@@ -196,7 +195,8 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     recorder = checkpointer.recorder
     recorder.clear_line()  # of a rollout that the parent was yet to validate
     if recorder.limit_reached:
-        took = f"{parent} has taken {checkpointer.learner.steps} steps, of {recorder.tokens:,} tokens"
-        raise ValueError(f"{took}: raise --run.max_steps or --run.max_tokens, which count from the parent's beginning")
+        progress = f"{parent} has taken {checkpointer.learner.steps} steps, of {recorder.tokens:,} tokens"
+        fix = "raise --run.max_steps or --run.max_tokens, which count from the parent's beginning"
+        raise ValueError(f"{progress}: {fix}")
     print(f"forked from {parent}")
     checkpointer.save()
