@@ -16,8 +16,10 @@ def test_running_the_script_changes_nothing(tmp_path, monkeypatch):
     shutil.copytree(RESULTS, tmp_path / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
     for page in (tmp_path / "README.md", *tmp_path.glob("results/*/README.md")):
-        emptied = re.sub(r"(<!-- n: [^>]+ -->)[^<]*<!-- /n -->", r"\1<!-- /n -->", page.read_text(encoding="utf-8"))
-        page.write_text(emptied, encoding="utf-8")
+        content = page.read_text(encoding="utf-8")
+        content = re.sub(r"(<!-- n: [^>]+ -->)[^<]*<!-- /n -->", r"\1<!-- /n -->", content)
+        content = re.sub(r"(<!-- table: [^>]+ -->\n).*?(<!-- /table -->)", r"\1\2", content, flags=re.DOTALL)
+        page.write_text(content, encoding="utf-8")
     script = importlib.import_module("results_pages")
     monkeypatch.setattr(sys, "argv", ["results_pages", "--root", str(tmp_path)])
     script.main()
