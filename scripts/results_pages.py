@@ -557,10 +557,11 @@ def by_lag(folder: Path, rollouts: int = 9) -> pd.DataFrame:
     return forks.pivot(index="run", columns=["lag", "surrogate"], values="correct")
 
 
-def gradient_products(folder: Path, model: str, lag: int, metric: str) -> pd.DataFrame:
-    gradients = pd.read_csv(folder / "gradients.csv")
-    chosen = (gradients["model"] == model) & (gradients["lag"] == lag) & (gradients["metric"] == metric)
-    return gradients[chosen].pivot(index="run", columns="surrogate")
+def gradient_cosines(folder: Path) -> pd.Series:
+    """By surrogate, the cosine of its gradient with the true one at lag 8 on tiny-base, in Adam's metric."""
+    gradients = pd.read_csv(folder / "gradients.csv").query("model == 'tiny-base' and lag == 8 and metric == 'adam'")
+    cosines = gradients["dot"] / (gradients["target2"] * gradients["norm2"]) ** 0.5
+    return cosines.groupby(gradients["surrogate"]).mean()
 
 
 def evidence_rows(folder: Path) -> dict[str, pd.Series]:
@@ -587,8 +588,7 @@ def evidence_rows(folder: Path) -> dict[str, pd.Series]:
 def stale_texts(folder: Path) -> Texts:
     rows = [[name, text(values, 3, "+")] for name, values in evidence_rows(folder).items()]
     forks = by_lag(folder)[1]
-    adam = gradient_products(folder, "tiny-base", 8, "adam")
-    cosines = adam["dot"] / (adam["target2"] * adam["norm2"]) ** 0.5
+    cosines = gradient_cosines(folder)
     rates = read_rates(folder)
     fresh = rates.loc[("NoClip", 0, 3e-5)]
     stale = rates.loc[("NoClip", 8, 3e-5)]
@@ -597,11 +597,12 @@ def stale_texts(folder: Path) -> Texts:
         "evidence": table(["at lag 8", "Clip minus NoClip"], rows),
         "advice": advice_table(folder),
         "lead": f"{(forks['Clip'] - forks['NoClip']).mean():.3f}",
-        "cosines": f"{cosines['Clip'].mean():.2f}, NoClip's {cosines['NoClip'].mean():.2f}",
+        "cosines": f"{cosines['Clip']:.2f}, NoClip's {cosines['NoClip']:.2f}",
         "seeds": f"{grid['tiny-base', 'NoClip', 4, 3e-5, 8]:.3f} in the grid, {stale.mean():.3f} with other seeds",
         "noclip": f"{text(fresh - stale)} at 3e-5, {text(fresh - rates.loc[('NoClip', 8, 1e-5)])} at 1e-5",
         **lag_texts(folder),
         **decoupled_texts(folder),
+        **pretrained_texts(folder),
     }
 
 
@@ -669,10 +670,10 @@ def decoupled_texts(folder: Path) -> Texts:
     coupled = search[["Clip 0.2", "Clip 0.4"]].mean().idxmax()
     primary = {name: rewards[DECOUPLED] - rewards[name] for name in (coupled, "NoClip", "TOPR")}
     adjusted = holm_p_values(primary)
-    stars = holm_stars(primary)
     rows = []
     for name, values in rewards.items():
-        apart = "" if name == DECOUPLED else text(rewards[DECOUPLED] - values, 3, "+") + stars.get(name, "")
+        star = "*" if adjusted.get(name, 1) < 0.05 else ""
+        apart = "" if name == DECOUPLED else text(rewards[DECOUPLED] - values, 3, "+") + star
         cost = "" if name.endswith("on time") else text(rewards[ON_TIME] - values, 3, "+")
         rate = f"{rates[name]:.0e}".replace("e-0", "e-")
         rows.append([name, rate, f"{values.mean():.3f}", apart, cost])
@@ -687,6 +688,16 @@ def decoupled_texts(folder: Path) -> Texts:
         "from on time": text(rewards[DECOUPLED] - rewards[ON_TIME], 3, "+"),
         "NoClip decoupled": text(rewards["NoClip, decoupled"] - rewards["NoClip"], 3, "+"),
         "TOPR with search": text(with_search[DECOUPLED] - with_search["TOPR"], 3, "+"),
+    }
+
+
+def pretrained_texts(folder: Path) -> Texts:
+    """Decoupled minus coupled Clip at a lag of 2 on SmolLM2, and the mean reward of each."""
+    runs = pd.read_csv(folder / "decoupled-smollm2.csv")
+    rewards = runs.pivot(index="seed", columns="ratio_to", values="validation")
+    return {
+        "SmolLM2": text(rewards["proximal"] - rewards["behaviour"], 3, "+"),
+        "SmolLM2 rewards": f"{rewards['proximal'].mean():.3f} and {rewards['behaviour'].mean():.3f}",
     }
 
 
