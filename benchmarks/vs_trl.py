@@ -48,7 +48,7 @@ import torch
 
 from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
 from pspo.config import SYSTEM_PROMPT
-from pspo.model import casts_to_bf16, token_logprobs
+from pspo.model import token_logprobs
 from pspo.rollout import Prompts, Sampler
 from pspo.rollout.engine import EngineSampler
 from pspo.update import update
@@ -109,13 +109,14 @@ def run_pspo(
         from pspo_vllm.vllm import VLLM
 
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
-        engine = VLLM(config, PROMPT + workload.tokens, device)
+        engine = VLLM()
+        engine.start(config, PROMPT + workload.tokens, device)
     learner = s.learner()
     records = []
     loaded = resident_mb()
-    sampler = Sampler(s.policy, s.tokenizer, sampling, casts_to_bf16(config.model.autocast, s.policy.device))
+    sampler = Sampler(s.policy, s.tokenizer, sampling, config.model.autocast)
     if engine is not None:
-        sampler = EngineSampler(engine, learner, s.tokenizer, sampling)
+        sampler = EngineSampler(engine, learner, sampler)
     torch.manual_seed(0)
     for first in range(0, len(s.prompts), workload.prompts):
         clock = Clock(device, wall=vllm)

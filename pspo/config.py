@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -326,6 +327,10 @@ class AlgorithmConfig(Section, name="algorithm"):
             rule = "must not have a KL penalty or correction of pspo: set --algorithm.beta or --algorithm.correction"
             by_switch = type(term) in (losses.SamplerCorrection, losses.KLPenalty)  # which need what these two prepare
             require(not by_switch, "algorithm.terms", rule, type(term).__name__)
+
+    @cached_property
+    def loss_terms(self) -> list[losses.Term | Callable]:
+        """The terms that are on, in the order in which they are called."""
         terms = list(self.terms)
         if self.correction not in (None, "none"):
             terms.append(losses.SamplerCorrection(self.correction, self.correction_cap))
@@ -333,9 +338,13 @@ class AlgorithmConfig(Section, name="algorithm"):
             terms.append(losses.KLPenalty(self.beta, self.kl_estimator))
         if self.entropy_coef > 0:
             terms.append(losses.EntropyBonus(self.entropy_coef))
-        is_silent = all(getattr(piece, "silent_at_zero_advantage", False) for piece in (self.surrogate, *terms))
-        object.__setattr__(self, "loss_terms", terms)  # those that are on, in the order in which they are called
-        object.__setattr__(self, "silent_at_zero_advantage", is_silent)  # no loss where A = 0: rows may be left out
+        return terms
+
+    @property
+    def silent_at_zero_advantage(self) -> bool:
+        """True if no loss is left where A = 0: such rows may be left out."""
+        pieces = (self.surrogate, *self.loss_terms)
+        return all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pspo.tasks.files import local_path
 
 COLUMNS = {"problem", "sample", "temperature", "prompt", "completion", "gold", "rewards",
            *ESTIMATES.values(), *MEANS.values()}  # fmt: skip
+MOST_CHANGES = 6  # problems that came out differently
 NOTE = """\
 [95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test
 of the problems that only A : only B has; otherwise a permutation test, 10,000 flips of the differences' signs."""
@@ -97,7 +98,7 @@ def comparison(first: Path, second: Path) -> str:
                 rows[label(name)] = row(name, by_problem(a[name][both]), by_problem(b[name][both]))
         parts.append(table(f"T = {temperature:g}, {n:,} problems", pd.DataFrame.from_dict(rows, orient="index")))
         if len(pair[0]) == len(pair[1]) == n:
-            parts.append(changes(*pair, 6, ("A", "B")))
+            parts.append(describe_changes(*pair))
     if len(parts) == 1:
         raise ValueError(f"{first} and {second} have no temperature in common")
     return "\n\n".join([*parts, NOTE])
@@ -129,15 +130,15 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
     }
 
 
-def changes(before: Sequence[Record], after: Sequence[Record], most: int, names: tuple[str, str]) -> str:
-    """How many problems came out better and worse, one completion each, and up to ``most`` of them in turn."""
+def describe_changes(before: Sequence[Record], after: Sequence[Record]) -> str:
+    """How many problems came out better and worse, one completion each, and the first of either in turn."""
     better, worse = changed_pairs(before, after)
     parts = [f"{len(better)} with more reward, {len(worse)} with less, of {len(before):,} problems"]
     in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
-    for pair in in_turn[:most]:
+    for pair in in_turn[:MOST_CHANGES]:
         prompt = pair[0]["prompt"]
         lines = {"problem": prompt if isinstance(prompt, str) else prompt[-1]["content"], "gold": pair[0]["gold"]}
-        for name, record in zip(names, pair, strict=True):
+        for name, record in zip("AB", pair, strict=True):
             lines[name] = f"{record['reward']:.3f}: {record['completion']}"
         parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
     return "\n\n".join(parts)

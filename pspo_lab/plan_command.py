@@ -30,8 +30,7 @@ def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict
     """Seconds, bytes and rates of a placement that fits."""
     phases = seconds(shape, config, s)
     draw, train = (sum(parts.values()) for parts in phases.values())
-    ring = s.shards if s.name == "fsdp2" else gpus
-    rollout_gb, step_gb = (size * (1 - 1 / ring) / 1e9 for size, _ in messages(shape, config, s))
+    rollout_gb, step_gb = (size * (1 - 1 / gpus) / 1e9 for size, _ in messages(shape, config, s))
     rollout = config.rollout
     tokens = rollout.prompts * rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
     alone = total(seconds(shape, config, Strategy("none", 1)))

@@ -87,8 +87,7 @@ class Runs:
 
     def finished(self) -> list[str]:
         """The runs that have a summary."""
-        summaries = set(self.numbers.loc[self.numbers["evaluation"] == "summary", "run"])
-        return [run for run in self.configs.index if run in summaries]
+        return [run for run in self.configs.index if self.folders[run].summary]
 
     def untrained(self) -> pd.DataFrame:
         """Run, step 0 and the validation before training, of finished runs."""
@@ -193,15 +192,8 @@ def read_switches(folder: Path) -> Row:
         switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
     if switches.get("run.fork_from"):
         switches["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
-    return (
-        defaults(str(switches.get(SURROGATE)))
-        | plain_switches(switches)
-        | {
-            MODEL: str(switches[MODEL]),
-            DATA: str(switches[DATA]),
-            SEED: int(str(switches[SEED])),
-        }
-    )
+    named = {MODEL: str(switches[MODEL]), DATA: str(switches[DATA]), SEED: int(str(switches[SEED]))}
+    return defaults(str(switches.get(SURROGATE))) | plain_switches(switches) | named
 
 
 def problems_fingerprint(folder: Path, path: Path) -> str | None:

@@ -24,6 +24,8 @@ from pspo.config import TrainConfig
 from pspo.evaluate.results import as_text
 from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
+from pspo.run.folders import numbered, step_of
+from pspo.run.tokens import COLUMNS, TOKENS
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
@@ -42,13 +44,7 @@ from pspo_lab.settings import (
 )
 from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL, value_range
 
-TOKENS = "tokens.parquet"  # a folder with a file for each recorded rollout, step-N.parquet
-TOKEN_TYPES = {
-    **dict.fromkeys(["step", "problem", "sample", "position", "token_id"], int),
-    "text": str,
-    **dict.fromkeys(["logprob", "old_logprob", "sampler_logprob", "reference_logprob"], "float32"),
-    **dict.fromkeys(["entropy", "advantage", "weight"], "float32"),
-}
+TOKEN_TYPES = COLUMNS | {"text": str}
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
 MOST_CHANGES = 200  # test problems that came out differently
@@ -124,9 +120,6 @@ def describe_run(run: LabRun, label: str) -> Record:
     """A run's name, its ends, its best model, and what the doctor finds."""
     best = run.folder / "best" / "validation.json"
     best_step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
-    events = []
-    if best_step is not None:
-        events.append({"step": best_step, "kind": "best", "text": f"best model (step {best_step})"})
     return {
         "name": f"{label}, seed {run.switches[SEED]}",
         "label": label,
@@ -134,7 +127,7 @@ def describe_run(run: LabRun, label: str) -> Record:
         "method": str(run.switches[SURROGATE]).rpartition(".")[2],
         "about": describe_progress(run),
         "curve": run_curve(run.switches),
-        "events": events,
+        "best_step": best_step,
         "findings": [finding._asdict() for finding in find(run.metrics, run.switches, run.summary)],
     }
 
@@ -196,8 +189,7 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
     """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
-    files = [{int(file.stem.partition("-")[2]): file for file in folder.glob(f"{TOKENS}/step-*.parquet")
-              if file.stem.partition("-")[2].isdecimal()} for folder in folders]  # fmt: skip
+    files = [{step_of(file): file for file in numbered(folder / TOKENS, ".parquet")} for folder in folders]
     visits = 0
     for file in chain.from_iterable(run_files.values() for run_files in files):
         with contextlib.suppress(OSError, ValueError):  # `read_sequences` names a damaged file
@@ -258,8 +250,11 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
     for (problem, sample, _), tokens in table.groupby(["problem", "sample", "copy"]):
         visits = [visit for _, visit in tokens.groupby("sequence")]
         first = visits[0]
-        record = {name: first[column].tolist() for name, column in
-                  (("text", "text"), ("id", "token_id"), ("position", "position"))}  # fmt: skip
+        record = {
+            "text": first["text"].tolist(),
+            "id": first["token_id"].tolist(),
+            "position": first["position"].tolist(),
+        }
         for name in ("old_logprob", "sampler_logprob", "reference_logprob"):
             if first[name].notna().any():
                 record[name] = encode_floats(first[name])

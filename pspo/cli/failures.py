@@ -23,27 +23,19 @@ class UserCodeFailed(RunFailed):
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """If the block raises on any rank, raise on all of them, see `raise_together`."""
-    failure = None
+    """If the block raises on any rank, raise Stopped, EngineError or UserCodeFailed (the first traceback) on all."""
+    failure = reason = None
     try:
         yield
     except (Exception, Stopped) as error:  # a user's code may raise anything
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error
-    if failure is not None or dist.world_size() > 1:
-        raise_together(failure)
-
-
-def raise_together(failure: BaseException | None) -> None:
-    """If any rank has failed, raise Stopped, EngineError, or UserCodeFailed with the first traceback on all of them."""
-    reason = failure
-    if failure is not None and not isinstance(failure, Stopped | EngineError):
-        reason = user_traceback(failure)
+        reason = error if isinstance(error, Stopped | EngineError) else user_traceback(error)
     reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
     if any(isinstance(reason, Stopped) for reason in reasons):
         raise Stopped from failure
-    for reason in reasons:
-        if isinstance(reason, EngineError):
-            raise EngineError(str(reason)) from failure
-        raise UserCodeFailed(reason) from failure
+    if reasons and isinstance(reasons[0], EngineError):
+        raise EngineError(str(reasons[0])) from failure
+    if reasons:
+        raise UserCodeFailed(reasons[0]) from failure

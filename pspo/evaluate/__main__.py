@@ -47,7 +47,7 @@ def prepare(
     dist.run_on_main(lambda: check_folder(output, settings))
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
-    make_environment = load_environment(config.eval.environment)
+    make_environment = load_environment(config.eval.environment, "eval.environment")
     most = completion_columns(config.eval.max_completion_tokens, make_environment is not None)
     room = room_for_prompts(config.model, most, "eval.max_completion_tokens")
     prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
@@ -115,11 +115,9 @@ def render(results: dict[str, Any]) -> str:
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
         for attribute, groups in numbers["breakdown"].items():
             for kind, group in groups.items():
-                if measure not in group:  # no reward is known of it
-                    continue
-                cells[f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})"] = as_text(
-                    measure, group[measure]
-                )
+                if measure in group:  # otherwise no reward is known of it
+                    name = f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})"
+                    cells[name] = as_text(measure, group[measure])
     title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
     return f"{title}\n{table('mean [95%]', columns)}"
 

@@ -13,6 +13,7 @@ from pspo.evaluate.results import Evaluation, Record
 from pspo.rollout import Prompts, RolloutSampler
 from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
 from pspo.tasks.failures import show_failures
+from pspo.tasks.files import plain
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
@@ -33,10 +34,6 @@ def chunks(
             parts.append([])
         parts[-1].append(i)
     return parts
-
-
-def none_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def complete(
@@ -77,8 +74,8 @@ def complete(
             "correct": is_correct(text, problem.answer),
             "contains_gold": contains_answer(text, problem.answer),
             "format": None if isinstance(problem.answer, str | None) else matches_format(text),
-            "reward": none_if_nan(scores.totals[row]),
-            "rewards": {name: none_if_nan(values[row]) for name, values in scores.by_function.items()},
+            "reward": plain(scores.totals[row]),
+            "rewards": {name: plain(values[row]) for name, values in scores.by_function.items()},
             "tokens": lengths[row],
             "truncated": not terminated[row],
         }

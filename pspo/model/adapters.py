@@ -23,14 +23,16 @@ from pspo.config import LoraConfig, ModelConfig, read_adapter_config
 if TYPE_CHECKING:
     import peft
 
-# Fields of PEFT's configurations of LoRA that hold here, with the values that do if others do not. The rest are refused
+# Fields of PEFT's configurations of LoRA that hold here with any value, and those that do with some. Others are refused
 # where they are set, those that PEFT will add as well: y = W x + b + s (B A x + l) is what is trained and merged.
-EXACT_FIELDS = {
-    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision")),
-    **dict.fromkeys(("inference_mode", "lora_dropout", "eva_config")),  # of no effect: files bring the adapters' values
-    **dict.fromkeys(("megatron_core", "qalora_group_size")),  # of no effect unless fields are set that are refused
-    **dict.fromkeys(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out")),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),
+FREE_FIELDS = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "lora_dropout", "eva_config",  # of no effect: files bring the adapters' values
+    "megatron_core", "qalora_group_size",  # of no effect unless fields are set that are refused
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+}  # fmt: skip
+EXACT_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change W, or freeze B
@@ -120,11 +122,10 @@ def check_layers(policy: PreTrainedModel) -> None:
 
 
 def check_adapter_config(folder: str) -> None:
-    """Raise ValueError for a PEFT folder whose adapter_config.json sets what `EXACT_FIELDS` does not have."""
+    """Raise ValueError for a PEFT folder whose adapter_config.json sets what is not exact here."""
     settings = read_adapter_config(Path(folder))
     for name, value in settings.items():
-        allowed = EXACT_FIELDS.get(name, ())
-        if value and allowed is not None and value not in allowed:
+        if value and name not in FREE_FIELDS and value not in EXACT_VALUES.get(name, ()):
             raise ValueError(
                 f"--model.name_or_path {folder}: its adapter_config.json sets {name} to {value!r}; adapters other than "
                 "plain LoRA's are neither trained nor merged exactly: bring some without it"

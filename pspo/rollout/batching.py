@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -70,8 +69,8 @@ def split_minibatches(
         has_gradient &= whole.advantages.any(dim=1)
 
     minibatches = []
-    for groups in np.array_split(np.arange(len(rollout)).reshape(-1, group_size), config.algorithm.minibatches):
-        trained = [group[has_gradient[group]].tolist() for group in torch.from_numpy(groups)]
+    for groups in torch.arange(len(rollout)).view(-1, group_size).tensor_split(config.algorithm.minibatches):
+        trained = [group[has_gradient[group]].tolist() for group in groups]
         trained = [rows for rows in trained if rows]
         trained.sort(key=lambda rows: -max(lengths.completions[row] for row in rows))
         if not trained:
@@ -80,7 +79,7 @@ def split_minibatches(
         if is_sharded:  # every rank must run the same number of passes
             missing = dist.max_over_ranks(len(batches)) - len(batches)
             batches += [batches[0].masked_row() for _ in range(missing)]  # objects of their own: each keeps log-probs
-        sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.size])
+        sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.numel()])
         if dist.world_size() > 1:
             sizes = dist.sum_over_ranks(sizes)
         counts = Counts(*sizes.tolist(), config.rollout.max_completion_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -104,10 +104,8 @@ class EngineSampler:
             return
         prompts, group_size = self.pending
         self.pending = None
-        try:
+        with suppress(Exception):  # of an engine of a user's, too
             self.prefetched = self._complete(prompts, group_size)
-        except Exception:  # of an engine of a user's, too
-            self.prefetched = None
         if dist.max_over_ranks(self.prefetched is None):
             self.prefetched = None
 
@@ -154,19 +152,19 @@ def start_engine(
 
 @torch.no_grad()
 def check_engine(sampler: EngineSampler, prompts: Prompts) -> float:
-    """Mean difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
+    """Mean difference, in nats, of an engine's log-probs and the policy's of a short_sampler tokens that it draws.
 
     Raises ValueError if it is above `Engine.tolerance`: they are not of one model at one temperature.
     """
     name = type(sampler.engine).__name__
     limit = min(sampler.sampling.max_completion_tokens, 32)
-    few = sampler.with_sampling(replace(sampler.sampling, logprobs=True, max_completion_tokens=limit))
+    short_sampler = sampler.with_sampling(replace(sampler.sampling, logprobs=True, max_completion_tokens=limit))
     try:
         with torch.random.fork_rng(devices=[]):
-            rollout = few.draw(prompts, group_size=2)
+            rollout = short_sampler.draw(prompts, group_size=2)
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, few.sampling.temperature).cpu()
+    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, short_sampler.sampling.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
     if not error <= sampler.engine.tolerance:
         raise ValueError(

@@ -46,8 +46,9 @@ def make_sampling(
     Log-probs are recorded on request, or if ``algorithm`` corrects by them, an engine's by itself; nuclei if it replays
     them. Raises ValueError if the decoder does not support the model.
     """
-    nucleus = algorithm is not None and algorithm.nucleus == "replay"
-    logprobs = logprobs or (algorithm is not None and algorithm.correction not in (None, "none"))
+    algorithm = algorithm or AlgorithmConfig()
+    nucleus = algorithm.nucleus == "replay"
+    logprobs = logprobs or algorithm.correction not in (None, "none")
     records_logprobs = logprobs and config.engine is None  # an engine brings its own
     decoder = find_decoder(model, config.decoder, records_logprobs, nucleus)
     if config.stop_tokens is None:
@@ -114,8 +115,8 @@ def generate(
 
     At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out.
     """
-    if sampling.decoder == "hf" and (sampling.logprobs or sampling.nucleus):
-        raise ValueError("logprobs and nucleus are unavailable with decoder=hf")
+    if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
+        raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
     draw = DECODERS[sampling.decoder]
     at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
     states = torch_states(model.device)

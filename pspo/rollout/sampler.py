@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig
-from pspo.model import casts_to_bf16
+from pspo.model import autocast
 from pspo.model.exactness import check_exactness
 from pspo.rollout.decode import set_torch_states, torch_states
 from pspo.rollout.generate import decode_greedily, generate
@@ -53,7 +53,7 @@ class Sampler:
     """Samples from the policy itself, by `generate`.
 
     Attributes:
-        casts_to_bf16: forward passes are under bf16 autocast.
+        autocast_mode: --model.autocast of forward passes.
         rng_context: makes the context of drawing, such as `Generators.sampling`.
         signals: one that asks the run to stop ends a drawing at once.
     """
@@ -61,7 +61,7 @@ class Sampler:
     policy: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    casts_to_bf16: bool = False
+    autocast_mode: str = "none"
     rng_context: Callable[[], AbstractContextManager] = nullcontext
     signals: StopSignals = field(default_factory=StopSignals)
 
@@ -70,8 +70,7 @@ class Sampler:
         return self.policy.config
 
     def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        device_type = self.policy.device.type
-        with self.rng_context(), torch.autocast(device_type, torch.bfloat16, enabled=self.casts_to_bf16):
+        with self.rng_context(), autocast(self.autocast_mode, self.policy.device):
             self.signals.is_drawing = True
             try:
                 if self.signals.error is not None:
@@ -101,7 +100,7 @@ def make_sampler(
     with dist.unsharded(policy):
         decode = partial(decode_greedily, policy, tokenizer, sampling)
         check_exactness(policy, prompts.ids, decode, config.autocast)
-    return Sampler(policy, tokenizer, sampling, casts_to_bf16(config.autocast, policy.device))
+    return Sampler(policy, tokenizer, sampling, config.autocast)
 
 
 @dataclass(frozen=True)

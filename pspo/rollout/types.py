@@ -39,10 +39,6 @@ class Sampling:
     logprobs: bool = False  # keep those that the tokens were sampled with; not with decoder "hf"
     nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
 
-    def __post_init__(self) -> None:
-        if self.decoder == "graphs" and self.nucleus:
-            raise ValueError("nucleus is unavailable with decoder=graphs")
-
     def greedy(self) -> "Sampling":
         """Greedy decoding, with the same decoder, limit and stop tokens."""
         return replace(self, temperature=0.0, logprobs=False, nucleus=False)

@@ -23,6 +23,7 @@ from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
+from pspo.run.tokens import TOKENS
 
 
 class Checkpointer:
@@ -85,7 +86,7 @@ class Checkpointer:
                     (temporary / f"rank-{rank}.pt").write_bytes(content)
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
                 write_manifest(temporary)
-                for file in (*self.output.glob("*.jsonl"), *self.output.glob("tokens.parquet/*")):
+                for file in (*self.output.glob("*.jsonl"), *self.output.glob(f"{TOKENS}/*")):
                     fsync(file)  # a resumed run needs their lines up to this checkpoint
             prune(self.output, self.config.run.keep)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from pspo.cli.files import to_jsonl
 from pspo.cli.terminal import clip, one_line
-from pspo.evaluate.evaluation import none_if_nan
 from pspo.tasks import matches_format
+from pspo.tasks.files import plain
 
 
 def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
@@ -49,7 +49,7 @@ def sample_record(values: dict[str, Any], step: int, sample: int, completion: st
     for column, value in values.items():
         kind, _, name = column.partition("/")
         if kind == "reward" and name:
-            record["rewards"][name] = none_if_nan(value)
+            record["rewards"][name] = plain(value)
         elif kind == "logged":
             record.setdefault("logged", {})[name] = value
     return record

@@ -60,7 +60,7 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer)
     engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
-    make_environment = load_environment(config.rollout.environment)
+    make_environment = load_environment(config.rollout.environment, "rollout.environment")
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.rollout.stop_tokens or ())
     prompts = load_splits(config, tokenizer, make_environment)

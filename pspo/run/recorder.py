@@ -19,7 +19,7 @@ from pspo.rollout import Experience, Prompts
 from pspo.run.folders import describe_newest, write_errors
 from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
-from pspo.run.tokens import TokenRecord, write_tokens
+from pspo.run.tokens import TOKENS, TokenRecord, write_tokens
 from pspo.run.trackers import log_rollout, start_tracker
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
@@ -140,7 +140,7 @@ class Recorder:
             for row, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
                 values = {name: column[row] for name, column in rows.items()}
                 self.samples.append(sample_record(values, self.learner.steps, row % group_size, completion))
-            with write_errors(self.output / "tokens.parquet"):
+            with write_errors(self.output / TOKENS):
                 write_tokens(self.output, self.learner.steps, visits)
 
     def write(self, best: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from pspo.run.folders import (
     remove_leftovers,
     step_of,
 )
-from pspo.run.tokens import FOLDER
+from pspo.run.tokens import TOKENS
 
 FREE = {  # switches that may differ in a resumed run: they change no number, unless a reward fails
     "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",
@@ -111,7 +111,7 @@ def find_checkpoint(run: Path) -> Path | None:
         raise ValueError(f"--run.output_dir {run}: no checkpoint to resume from is left; choose another folder")
     if checkpoint is None:
         print(f"{run} holds no checkpoint: its run starts anew", file=sys.stderr)
-        for name in ("best", "checkpoints", FOLDER):
+        for name in ("best", "checkpoints", TOKENS):
             shutil.rmtree(run / name, ignore_errors=True)
         for file in (run / "environment.json", *run.glob("*.jsonl")):
             file.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def cut_back(checkpointer: Checkpointer) -> None:
     prune(run, checkpointer.config.run.keep, steps)
     for name in ("summary.json", "test-after.jsonl", "test-final.jsonl"):
         (run / name).unlink(missing_ok=True)
-    for rollout in numbered(run / FOLDER, ".parquet"):
+    for rollout in numbered(run / TOKENS, ".parquet"):
         if step_of(rollout) > steps:
             rollout.unlink()
     recorder = checkpointer.recorder

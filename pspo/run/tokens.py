@@ -19,7 +19,7 @@ from pspo.config import AlgorithmConfig
 from pspo.losses import Counts, LossInputs, corrected_tokens, diagnose, diagnose_correction, kl_estimate
 from pspo.model import token_index
 
-FOLDER = "tokens.parquet"
+TOKENS = "tokens.parquet"
 COLUMNS = {
     "step": "int32",  # the optimizer step, from 1
     "problem": "int32",  # index of the training problem
@@ -29,13 +29,12 @@ COLUMNS = {
     "text": "string",  # that the token adds; empty inside a character of several tokens
     "logprob": "float32",  # of the policy, before the step
     "old_logprob": "float32",
-    "sampler_logprob": "float32",  # missing if the rollout has none, as the next
-    "reference_logprob": "float32",
+    "sampler_logprob": "float32",  # missing if the rollout has none
+    "reference_logprob": "float32",  # missing without --algorithm.beta
     "entropy": "float32",  # of the policy's distribution, in nats; under nucleus replay over the nucleus
     "advantage": "float32",
     "weight": "float32",  # d surrogate's loss of the token / d logprob, before aggregation
 }
-DIAGNOSED = ("logprob", "old_logprob", "advantage", "weight", "row")  # what `diagnose` takes, in its order
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
     logprobs = tokens["logprob"]
     old_logprobs = tokens["old_logprob"]
     is_active = tokens["advantage"] != 0
-    metrics = diagnose(*(tokens[name][is_active] for name in DIAGNOSED))
+    active = {name: values[is_active] for name, values in tokens.items()}
+    metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
     metrics["entropy"] = tokens["entropy"].sum().item() / max(len(logprobs), 1)
     if algorithm.beta > 0:
         everywhere = torch.ones_like(is_active)
@@ -116,15 +116,15 @@ class TokenRecord:
     def add(self, step: int, values: dict[str, Tensor]) -> None:
         """Add a step's values (n,) at tokens, by column of `COLUMNS`, and ``row`` and ``position`` of these."""
         is_recorded = values["row"] < self.rows
-        visit = {name: value[is_recorded].cpu().numpy() for name, value in values.items()}
+        visit = {name: value[is_recorded].numpy() for name, value in values.items()}
         self.visits.append(visit | {"step": np.full(len(visit["row"]), step)})
 
     def take(self, tokenizer: PreTrainedTokenizerBase, experience: Any, group_size: int) -> dict[str, Any]:
         """Columns of the visits to the tokens of a `pspo.rollout.Experience`; they are then forgotten."""
         columns = {name: np.concatenate([visit[name] for visit in self.visits]) for name in self.visits[0]}
         self.visits = []
-        rows = columns["row"].astype(int)
-        positions = columns["position"].astype(int)
+        rows = columns["row"]
+        positions = columns["position"]
         ids = experience.rollout.completion_ids[: self.rows].cpu().numpy()
         texts = {}
         for row in set(rows):
@@ -163,7 +163,7 @@ def write_tokens(run: Path, step: int, parts: list[dict[str, Any]]) -> None:
     for columns in parts:
         missing = pa.nulls(len(columns["row"]))
         tables.append(pa.table({name: columns.get(name, missing) for name in COLUMNS}).cast(schema))
-    path = run / FOLDER / f"step-{step:06d}.parquet"
+    path = run / TOKENS / f"step-{step:06d}.parquet"
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # which readers of the folder pass over
     parquet.write_table(pa.concat_tables(tables), temporary, compression="zstd")

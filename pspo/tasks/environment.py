@@ -46,6 +46,6 @@ def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
     return partial(cls, **arguments)
 
 
-def load_environment(value: str | dict[str, Any] | None) -> MakeEnvironment | None:
-    """Import the environment of --rollout.environment, if one is named."""
-    return None if value is None else load_class(value, "rollout.environment")
+def load_environment(value: str | dict[str, Any] | None, switch: str) -> MakeEnvironment | None:
+    """Import the environment that a switch names, if it names one."""
+    return None if value is None else load_class(value, switch)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import count, pairwise
+from itertools import count
 from numbers import Rational, Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -171,16 +171,18 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     for function in functions:
         if isinstance(function, Reward):
             function.check_problems(problems)
-        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        signature = inspect.signature(function)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
         if inspect.Parameter.POSITIONAL_ONLY in kinds:
             what = "has parameters before a /, which take no names: rewards are called by names, so remove the /"
             raise RewardError(f"reward {reward_name(function)} {what}")
+        arguments = reward_arguments(function, inputs)
         try:
-            inspect.signature(function).bind(**reward_arguments(function, inputs))
+            signature.bind(**arguments)
         except TypeError as error:
             names = ", ".join(sorted(all_inputs(inputs)))
             raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
-        for name in sorted(shadowed & reward_arguments(function, inputs).keys()):
+        for name in sorted(shadowed & arguments.keys()):
             what = f"asks for {name!r} and gets the trainer's, not the data's column: rename the column"
             warnings.warn(f"reward {reward_name(function)} {what}", stacklevel=2)
 
@@ -304,31 +306,29 @@ def guarded_values(
     values: list[float | None] = [math.nan] * n
     logged: Columns = {}
     n_parts = max(1, min(workers, n))
-    ends = [n * i // n_parts for i in range(n_parts + 1)]
-    parts = [range(start, end) for start, end in pairwise(ends)]
+    parts = [slice(n * i // n_parts, n * (i + 1) // n_parts) for i in range(n_parts)]
     while parts:
         calls = []
-        for part in parts:
-            rows = slice(part.start, part.stop)  # what is no list is for all
-            inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-            calls.append((function, inputs, len(part)))
+        for part in parts:  # what is no list is for all
+            inputs = {key: value[part] if isinstance(value, list) else value for key, value in arguments.items()}
+            calls.append((function, inputs, part.stop - part.start))
         if workers:
             results = worker_pool(workers).map(call_reward, calls, timeout)
         else:
             results = [attempt_reward(*call) for call in calls]
-        retries: list[range] = []
+        retries: list[slice] = []
         for part, result in zip(parts, results, strict=True):
             is_late = isinstance(result, TimeoutError)
             if not isinstance(result, Exception):
-                values[part.start : part.stop] = result[0]
-                for key, column in result[1].items():
-                    logged.setdefault(key, [None] * n)[part.start : part.stop] = column
+                values[part], columns = result
+                for key, column in columns.items():
+                    logged.setdefault(key, [None] * n)[part] = column
             elif on_error == "raise":
                 raise TimeoutError(f"reward {name} {result}") if is_late else result
             else:
                 failures.setdefault(name, result)
-                if len(part) > 1 and not is_late:
-                    retries += [range(i, i + 1) for i in part]
+                if part.stop - part.start > 1 and not is_late:
+                    retries += [slice(i, i + 1) for i in range(part.start, part.stop)]
         parts = retries
     return values, logged
 

@@ -117,10 +117,10 @@ function drawCurves() {
       dash: DASHES[metrics.indexOf(name) % DASHES.length] })));
     if (lines.length) drawChart(host, title, unit, lines, metrics.length > 1, shown.length > 1);
   }
-  const events = data.runs.flatMap((run) => run.events.map((event) => ({ ...event, run: run.name })));
-  if (events.length) {
-    main.append(h("h2", {}, "Events"), h("ul", {}, events.slice(0, 60).map((event) =>
-      h("li", {}, `step ${event.step}: ${event.text}${data.runs.length > 1 ? ` · ${event.run}` : ""}`))));
+  const validated = data.runs.filter((run) => run.best_step !== null);
+  if (validated.length) {
+    main.append(h("h2", {}, "Best models"), h("ul", {}, validated.slice(0, 60).map((run) =>
+      h("li", {}, `step ${run.best_step}${data.runs.length > 1 ? ` · ${run.name}` : ""}`))));
   }
 }
 
@@ -179,18 +179,15 @@ function drawEvents(chart) {
   ctx.setLineDash([3, 4]);
   for (const run of data.runs) {
     const curve = curves.find((one) => one.label === run.label);
-    if (!curve) continue;
+    if (!curve || run.best_step === null) continue;
     const steps = numbers(curve.step), x = xOf(curve);
-    for (const event of run.events) {
-      const at = steps.findIndex((step) => step >= event.step);
-      const left = Math.round(chart.valToPos(event.step === 0 ? 0 : x[at < 0 ? x.length - 1 : at], "x", true));
-      ctx.strokeStyle = curves.length > 1 ? curve.color
-        : css(event.kind === "best" ? "--good" : "--warn");
-      ctx.beginPath();
-      ctx.moveTo(left, top);
-      ctx.lineTo(left, top + height);
-      ctx.stroke();
-    }
+    const at = steps.findIndex((step) => step >= run.best_step);
+    const left = Math.round(chart.valToPos(run.best_step === 0 ? 0 : x[at < 0 ? x.length - 1 : at], "x", true));
+    ctx.strokeStyle = curves.length > 1 ? curve.color : css("--good");
+    ctx.beginPath();
+    ctx.moveTo(left, top);
+    ctx.lineTo(left, top + height);
+    ctx.stroke();
   }
   ctx.restore();
 }
