@@ -1,7 +1,8 @@
 """Condense runs to a table with a row per run: python scripts/condense_runs.py runs/off-policy --output runs.csv
 
 Columns: the experiment, the method, the switches that differ between the runs, the seed; reward (mean training reward
-over all rollouts), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
+over all rollouts), kl_sampler_old (mean KL in nats from the drawing policy to that before the update, where ratios are
+to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
 the best model by validation), untrained_accuracy and best_step.
 """
 
@@ -50,6 +51,8 @@ def condense(runs: Runs) -> pd.DataFrame:
     rows["method"] = methods(configs)
     rows = rows.join(varied_switches(configs)).assign(seed=configs[SEED])
     rows["reward"] = rollouts["reward"].mean()
+    if "kl_sampler_old" in runs.metrics:
+        rows["kl_sampler_old"] = rollouts["kl_sampler_old"].mean()
     rows["validation"] = rollouts["validation_reward"].last()
     return rows.join(summary_numbers(runs)).dropna(axis="columns", how="all")
 

@@ -692,12 +692,16 @@ def decoupled_texts(folder: Path) -> Texts:
 
 
 def pretrained_texts(folder: Path) -> Texts:
-    """Decoupled minus coupled Clip at a lag of 2 on SmolLM2, and the mean reward of each."""
+    """On SmolLM2 at a lag of 2: decoupled minus coupled Clip, their mean rewards, and the KL that makes the lag."""
     runs = pd.read_csv(folder / "decoupled-smollm2.csv")
     rewards = runs.pivot(index="seed", columns="ratio_to", values="validation")
+    tiny = pd.read_csv(folder / "decoupled.csv")
+    chosen = "experiment == 'lag-8' and method == 'Clip' and ratio_to == 'proximal'"
     return {
         "SmolLM2": text(rewards["proximal"] - rewards["behaviour"], 3, "+"),
         "SmolLM2 rewards": f"{rewards['proximal'].mean():.3f} and {rewards['behaviour'].mean():.3f}",
+        "SmolLM2 lag": f"{runs['kl_sampler_old'].mean():.3f}",
+        "tiny-base lag": f"{tiny.query(chosen)['kl_sampler_old'].mean():.3f}",
     }
 
 
