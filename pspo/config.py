@@ -129,7 +129,9 @@ class ModelConfig(Section, name="model"):
         config = self
         folder = Path(self.name_or_path)
         if (folder / "adapter_config.json").is_file():
-            require(self.lora.rank == 0, "model.lora.rank", "must be 0 with a PEFT folder's adapters", self.lora.rank)
+            rule = "must be unset with a PEFT folder, which brings its own"
+            require(self.lora == LoraConfig(), "model.lora", rule, self.lora)
+            require(self.revision is None, "model.revision", rule, self.revision)
             peft_config = read_adapter_config(folder)
             base = peft_config.get("base_model_name_or_path")
             names_base = isinstance(base, str) and base

@@ -15,7 +15,7 @@ import pspo.__main__
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, switch_types
 from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
-from pspo.losses import P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
+from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
 from pspo.tasks import FormatReward, MathReward
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +103,43 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
     ]:
         rollout = train_config(*map(str, args)).rollout
         assert (rollout.prompts, rollout.group_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--config=dapo", "--algorithm.surrogate=GSPO"], GSPO()),
+        (["--config=dapo", "--algorithm.surrogate.class_path=GSPO", "--algorithm.surrogate.epsilon=0.1"], GSPO(0.1)),
+        (["--config=dapo", "--config=own.yaml"], GSPO(0.01)),
+        (
+            ["--config=own.yaml", "--algorithm.surrogate={class_path: CISPO, init_args: {epsilon_high: 2}}"],
+            CISPO(None, 2),
+        ),
+        (["--config=dapo", "--algorithm.surrogate=Clip"], Clip()),
+        (["--config=dapo", "--algorithm.surrogate={init_args: {epsilon: 0.1}}"], Clip(0.1, 0.28)),
+    ],
+    ids=str,
+)
+def test_a_class_begins_with_its_own_defaults(yaml_file, tmp_path, monkeypatch, args, expected):
+    yaml_file("algorithm: {surrogate: {class_path: GSPO, init_args: {epsilon: 0.01}}}\n")
+    monkeypatch.chdir(tmp_path)
+    assert train_config(*args).algorithm.surrogate == expected
+
+
+def test_a_printed_file_leaves_open_what_depends_on_other_switches(yaml_file, capsys):
+    with pytest.raises(SystemExit):
+        train_config("--rollout.lag=1", "--algorithm.ratio_to=proximal", "--print_config")
+    printed = capsys.readouterr().out
+    assert printed.endswith("# null stands for: algorithm.correction none, optimizer.lr 3e-05\n")
+    first = "--rollout.engine={class_path: my.First, init_args: {memory: 0.3}}"
+    config = train_config(*yaml_file(printed), "--model.lora.rank=8", first, "--rollout.engine={class_path: my.Engine}")
+    assert (config.algorithm.correction, config.optimizer.lr) == ("token_truncate", 3e-4)
+    assert config.rollout.engine == {"class_path": "my.Engine"}
+
+
+def test_one_text_is_a_list_of_it():
+    for text in ("\n\n", "Question:", "12", "a, b"):
+        assert train_config("--rollout.stop_strings", text).rollout.stop_strings == [text]
 
 
 LISTS = ["l0: &l0 [1, 2]"] + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 5)}]" for n in range(1, 9)]

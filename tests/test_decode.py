@@ -216,8 +216,12 @@ def test_out_of_memory_draws_as_with_fewer_rows_from_the_start(tiny_model, token
     with pytest.warns(UserWarning, match="out of memory: drawing as with --rollout.max_rows"):
         drawn = seeded(7, Scarce(model, 4), tokenizer, prompts, sampling, group_size=2)
     assert completions(drawn) == completions(expected)
+    expected = seeded(7, Scarce(model, 1), tokenizer, prompts, replace(sampling, max_rows=1), group_size=2)
+    with pytest.warns(UserWarning, match="out of memory"):  # down to less than a group
+        drawn = seeded(7, Scarce(model, 1), tokenizer, prompts, sampling, group_size=2)
+    assert completions(drawn) == completions(expected)
     with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
-        generate(Scarce(model, 1), tokenizer, prompts, sampling, group_size=2)
+        generate(Scarce(model, 0), tokenizer, prompts, sampling, group_size=2)
 
 
 @each_decoder

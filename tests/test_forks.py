@@ -25,8 +25,11 @@ from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
 import pspo.run.prepare
-from pspo.cli.files import read_jsonl
+from pspo.cli.files import read_jsonl, to_yaml
+from pspo.cli.parse import parse
+from pspo.config import TrainConfig
 from pspo.run.folders import checkpoints
+from pspo.run.resume import check_same
 from pspo.run.validator import Validator
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -96,6 +99,17 @@ def test_what_changes_no_number_may_differ(cut_off, whole):
     assert yaml.safe_load((cut_off / "config.yaml").read_text())["run"]["keep"] == 1
     assert metric_lines(cut_off) == metric_lines(whole)
     assert same_weights("out", str(whole))
+
+
+def test_other_servers_may_draw(tmp_path):
+    engine = {"class_path": "pspo_vllm.Servers", "init_args": {"urls": ["http://a:8000"]}}
+    _, settings = parse(TrainConfig, "pspo.train", [f"--rollout.engine={engine}", "--rollout.lag=1"])
+    (tmp_path / "config.yaml").write_text(to_yaml(settings))
+    settings["rollout"]["engine"]["init_args"]["urls"] = ["http://b:8000"]
+    assert [*check_same(tmp_path, settings)] == ["rollout.engine.init_args.urls"]
+    settings["rollout"]["engine"]["class_path"] = "my.Engine"
+    with pytest.raises(ValueError, match=r"--rollout\.engine was 'pspo_vllm\.Servers', is 'my\.Engine'"):
+        check_same(tmp_path, settings)
 
 
 def test_other_problems_under_the_same_name_are_refused(capfd):
@@ -263,6 +277,11 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     assert "have --model.lora.alpha 32: fork with the same" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2
     assert_same(Path("kept"), Path("out"))
+    shutil.copytree("out", "sharded")
+    for checkpoint in checkpoints(Path("sharded")):
+        (checkpoint / "shards").mkdir()
+    assert train("refused", "--run.fork_from=sharded") == 2
+    assert "--distributed.strategy: " in capfd.readouterr().err
     assert train("done", CONSTANT, "--run.fork_from=out", "--run.max_steps=4") == 2
     assert "step-000004 has taken 4 steps, of" in capfd.readouterr().err
 

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ import pspo.train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
-from pspo.losses import Clip, Surrogate
+from pspo.losses import GSPO, Clip, Surrogate
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem, load_problems
 from pspo.train import train_model as train
@@ -213,6 +214,8 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here):
     algorithm = config.algorithm
     assert (algorithm.surrogate, algorithm.aggregation, algorithm.beta) == (Clip(0.2), "dr_grpo", 0.1)
     assert config.data.name == "gsm8k"
+    config, _ = config_from_python("dapo", algorithm=GSPO, optimizer={"lr": np.float64(1e-4)})
+    assert (config.algorithm.surrogate, config.optimizer.lr) == (GSPO(), 1e-4)
 
 
 @pytest.mark.parametrize(

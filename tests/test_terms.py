@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from fractions import Fraction
 
 import pytest
 import reference
@@ -10,6 +11,7 @@ from batches import random_batch
 
 from pspo.losses import (
     Counts,
+    EntropyQuantile,
     LossInputs,
     OffPolicyMask,
     aggregate,
@@ -19,6 +21,14 @@ from pspo.losses import (
 )
 
 each_mode = pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+
+
+@pytest.mark.parametrize("share", ["0.6", "0.3", "0.15", "1"])
+def test_a_share_of_tokens_is_rounded_up_exactly(share):
+    for length in (1, 25, 50, 85, 100, 180):
+        x = LossInputs(*random_batch([length]), entropies=torch.rand(1, length))
+        staying = EntropyQuantile(float(share))(torch.ones(1, length), x).sum()
+        assert staying == math.ceil(Fraction(share) * length)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def fail_together() -> Iterator[None]:
     failure = reason = None
     try:
         yield
-    except (Exception, Stopped) as error:  # a user's code may raise anything
+    except (Exception, SystemExit, Stopped) as error:  # a user's code may raise anything
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
             raise
         failure = error

@@ -2,7 +2,8 @@
 
 jsonargparse turns every field of a configuration class into a switch (``--rollout.temperature 0.6``), reads YAML files
 (``--config file.yaml``) and makes objects of classes by import path (``--algorithm.surrogate pspo.losses.Clip``). Here
-is what it lacks: methods as names of files, switches without a value, lists of one value, and short help.
+is what it lacks: methods as names of files, switches without a value, lists of one value, classes that begin with their
+own defaults, and short help.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import copy
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -24,9 +27,10 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, get_loader, set_dumper, set_loader
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, check_yaml, read_config, to_yaml
+from pspo.cli.files import Settings, argument_text, check_yaml, flat, read_config, to_yaml
 from pspo.cli.terminal import one_line, tolerate_output
 from pspo.config import PATHS
+from pspo.losses import Surrogate
 from pspo.model import is_out_of_memory
 from pspo.tasks.files import local_path
 
@@ -47,6 +51,15 @@ HINTS = {  # of names that other trainers give to a switch
     "device": "CUDA_VISIBLE_DEVICES before the command: a GPU is used where torch finds one",
     "clip": "--algorithm.surrogate.epsilon 0.2, of a surrogate that clips",
     "learning_rate": "--optimizer.lr",
+}
+WITHOUT_ARGUMENTS = {  # a value of each switch that may name a class
+    "algorithm.surrogate": next(cls.__name__ for cls in Surrogate.__subclasses__() if not signature(cls).parameters),
+    "algorithm.aggregation": "dapo",
+    "algorithm.advantages": "none",
+    "algorithm.correction": "none",
+    "rollout.engine": "null",
+    "rollout.environment": "null",
+    "eval.environment": "null",
 }
 load_yaml = get_loader("yaml")
 
@@ -81,24 +94,26 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
             print_help(parser, topic, switches)
             raise SystemExit(0)
     try:
-        namespace = parser.parse_args(prepare_words(words, switches))
+        namespace = parser.parse_args([*prepare_words(words, switches), *resets(settings, switches)])
         if settings:
             namespace = parser.parse_object(settings, namespace)
         only_print = namespace.pop("print_config", False)
         namespace.pop("config", None)
         parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
         values = parser.instantiate(namespace)
-    except (ArgumentError, TypeError, ValueError) as error:
+    except (ArgumentError, ImportError, TypeError, ValueError) as error:
         raise ValueError(short_message(error, switches)) from error
     config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
-    for switch in switches:
-        if namespace[switch] is None or switch in (*PATHS, "data.name"):  # may depend on other switches, or on ~
+    as_given = parser.dump(namespace, skip_unset=False, skip_validation=True)
+    depending = {switch: attrgetter(switch)(config) for switch in switches if namespace[switch] is None}
+    for switch in (*depending, *PATHS, "data.name"):  # depend on other switches, or on ~
+        if switch in switches:
             namespace[switch] = attrgetter(switch)(config)
-    resolved = parser.dump(namespace, skip_unset=False, skip_validation=True)
-    if only_print:
-        print(resolved, end="")
+    if only_print:  # with null where a default depends on other switches: it does so, too, in a command with this file
+        defaults = [f"{switch} {argument_text(value)}" for switch, value in depending.items() if value is not None]
+        print(as_given, end=f"# null stands for: {', '.join(defaults)}\n" if defaults else "")
         raise SystemExit(0)
-    return config, yaml.safe_load(resolved)
+    return config, yaml.safe_load(parser.dump(namespace, skip_unset=False, skip_validation=True))
 
 
 @functools.cache
@@ -166,7 +181,8 @@ def switch_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
-    """Words with a method's file for its name, one value of a list in brackets, and true for a switch without value.
+    """Words with a method's file for its name, one value of a list in brackets, true for a switch without value, and
+    `resets` before a class.
 
     Reads YAML files once, for their errors: jsonargparse names no file, and takes the last of two values of a key.
     """
@@ -181,15 +197,31 @@ def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
             pairs.append((word, None))
     prepared = []
     for switch, value in pairs:
-        kind = switches.get(switch.removeprefix("--"))
+        name = switch.removeprefix("--")
+        kind = switches.get(name)
         if switch == "--config" and value is not None:
             value = config_file(value)
+            if Path(value).is_file():
+                prepared += resets(read_config(Path(value)), switches)
         elif kind is bool and value is None:
             value = "true"
+        elif kind == list[str] and value is not None and not value.startswith("["):
+            value = json.dumps([value])  # which may be white space
         elif get_origin(kind) is list and value is not None and not value.startswith("["):
             value = f"[{value}]"
+        elif value is not None and name.removesuffix(".class_path") in WITHOUT_ARGUMENTS:
+            with contextlib.suppress(yaml.YAMLError):  # which jsonargparse will name
+                prepared += resets({name: load_checked(value)}, switches)
         prepared.append(switch if value is None else f"{switch}={value}")
     return prepared
+
+
+def resets(settings: Settings, switches: dict[str, Any]) -> list[str]:
+    """Words that empty the switches of classes which settings name: jsonargparse would hand a class the arguments of
+    the one before it that have the same names.
+    """
+    named = {name.removesuffix(".class_path") for name in flat(settings)}
+    return [f"--{name}={value}" for name, value in WITHOUT_ARGUMENTS.items() if name in named and name in switches]
 
 
 def config_file(name: str) -> str:

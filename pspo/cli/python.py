@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
@@ -101,6 +103,8 @@ def section_settings(name: str, section: Any) -> Settings:
 
 def plain_setting(value: Any) -> Any:
     """A setting as YAML writes it: objects become import paths and arguments."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): plain_setting(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -5,7 +5,6 @@ Every field that shapes the distribution is explicit in `Sampling`, which `make_
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,9 +117,13 @@ def generate(
     if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
         raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
     draw = DECODERS[sampling.decoder]
-    at_a_time = max(1, min(len(prompts), sampling.max_rows // group_size))
+    max_rows = sampling.max_rows
     states = torch_states(model.device)
     while True:
+        if max_rows < group_size:  # then each row computes its prompt itself
+            prompts = [prompt for prompt in prompts for _ in range(group_size)]
+            group_size = 1
+        at_a_time = min(len(prompts), max_rows // group_size)
         try:
             parts = []
             for i in range(0, len(prompts), at_a_time):
@@ -129,12 +132,12 @@ def generate(
                 parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
             return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
         except RuntimeError as error:
-            if at_a_time == 1 or not is_out_of_memory(error):
+            if at_a_time * group_size == 1 or not is_out_of_memory(error):
                 raise
         parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
-        at_a_time = math.ceil(at_a_time / 2)
+        max_rows = at_a_time * group_size // 2
         set_torch_states(states, model.device)
-        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {at_a_time * group_size}", stacklevel=1)
+        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -139,6 +139,8 @@ def evaluate_command(settings: Settings, model: str) -> str:
         values[f"eval.{name}"] = settings["rollout"][name]
     values["model.name_or_path"] = model
     values["data.limit"] = settings["run"]["test_limit"] or None  # the held-out problems of the run itself
+    if settings["data"]["path"] and not settings["run"]["test_limit"]:  # files that may have no test problems
+        values["eval.split"] = "validation"
     values["run.output_dir"] = str(Path(model).parent / "evaluation")
     defaults = default_values(EvaluateConfig)
     words = ["python", "-m", "pspo.evaluate"]

@@ -98,7 +98,11 @@ class Checkpointer:
         On another number of ranks those that differ by rank are left out, and the generators are seeded anew.
         """
         policy = self.learner.policy
-        if dist.is_sharded(policy):
+        is_sharded = dist.is_sharded(policy)
+        if (folder / "shards").exists() != is_sharded:
+            fix = "with fsdp2" if not is_sharded else "without fsdp2"
+            raise ValueError(f"--distributed.strategy: {folder} was saved {fix}, and is loaded {fix} alone")
+        if is_sharded:
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
         else:
             fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"

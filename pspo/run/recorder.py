@@ -170,7 +170,7 @@ class Recorder:
         lines = read_jsonl(self.output / "metrics.jsonl")
         unknown = sum(line["reward_unknown_share"] for line in lines) / max(len(lines), 1)
         if unknown > 0:
-            reason = self.failures or "every function returned None"
+            reason = self.failures or "functions returned None, or failed on another rank or before a resume"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
         elif all(line["zero_advantage_share"] == 1 for line in lines):
             print("WARNING: every advantage was 0, as where all rewards of a group are equal", file=sys.stderr)

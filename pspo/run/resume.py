@@ -89,7 +89,7 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
     refused = []
     for name, (old, new) in changes.items():
         grows = name in LIMITS and is_constant and old is not None and (new is None or new > old)
-        if name not in FREE and not grows:
+        if name not in FREE and not name.startswith("rollout.engine.init_args.") and not grows:
             refused.append(f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}")
     if refused:
         fork = f", or start there from this one's weights with --run.fork_from {run}" if checkpoints(run) else ""
