@@ -32,7 +32,7 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
 
 
-PATHS = {"model.name_or_path", "data.path", "data.chat_template", "run.output_dir", "run.fork_from"}  # or other values
+PATHS = {"model.name_or_path", "data.path", "data.chat_template", "run.output_dir", "run.fork_from"}  # or no paths
 COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
@@ -143,7 +143,7 @@ class ModelConfig(Section, name="model"):
         return config
 
 
-TINY_BYTES = 80e6  # 20M float32 weights: on a scale of factors in the middle between 0.9M and the paper's 0.5B
+TINY_BYTES = 80e6  # 20M float32 weights, the geometric mean of the embedded 0.9M and the paper's 0.5B
 
 
 def default_lr(model: ModelConfig) -> float:

@@ -81,16 +81,18 @@ def comparison(first: Path, second: Path) -> str:
     parts = [f"A  {one_line(str(first))}\nB  {one_line(str(second))}"]
     for temperature in [temperature for temperature in a_records if temperature in b_records]:
         pair = a_records[temperature], b_records[temperature]
-        asked = [[(record["prompt"], record["gold"]) for record in one if record["sample"] == 0] for one in pair]
-        if asked[0] != asked[1]:
-            sizes = f"{len(asked[0]):,} and {len(asked[1]):,}"
+        problems = [
+            [(record["prompt"], record["gold"]) for record in records if record["sample"] == 0] for records in pair
+        ]
+        if problems[0] != problems[1]:
+            sizes = f"{len(problems[0]):,} and {len(problems[1]):,}"
             raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
-        n = len(asked[0])
-        for file, one in zip((first, second), pair, strict=True):
-            counts = Counter(record["problem"] for record in one)
+        n = len(problems[0])
+        for file, records in zip((first, second), pair, strict=True):
+            counts = Counter(record["problem"] for record in records)
             if len(set(counts.values())) > 1:
                 raise ValueError(f"{file} lacks completions: not every problem has as many; run the evaluation again")
-        a, b = (measures(one, len(one) // n) | at_k(one, len(one) // n) for one in pair)
+        a, b = (measures(records, len(records) // n) | at_k(records, len(records) // n) for records in pair)
         rows = {}
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
@@ -131,7 +133,7 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
 
 
 def describe_changes(before: Sequence[Record], after: Sequence[Record]) -> str:
-    """How many problems came out better and worse, one completion each, and the first of either in turn."""
+    """Numbers of problems that came out better and worse, one completion each, and the first of either in turn."""
     better, worse = changed_pairs(before, after)
     parts = [f"{len(better)} with more reward, {len(worse)} with less, of {len(before):,} problems"]
     in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]

@@ -10,7 +10,7 @@ FEWEST = 5  # rollouts, before which a trend says nothing
 
 
 class Finding(NamedTuple):
-    """What is wrong, what to try, and how bad it is: 3 spoils the run, 2 costs results, 1 costs time."""
+    """A fault, what to try, and its gravity: 3 spoils the run, 2 costs results, 1 costs time."""
 
     severity: int
     text: str
@@ -105,7 +105,7 @@ def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Find
 
 
 def check_movement(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
-    """How far the steps of a rollout move the policy, and from what drew it."""
+    """The distance by which the steps of a rollout move the policy, and that from the policy that drew it."""
     steps = config.get("algorithm.epochs", 1) * config.get("algorithm.minibatches", 1)
     kl = metrics["kl_old_new"].median()
     if steps > 1 and kl < 1e-7:

@@ -274,7 +274,7 @@ def seconds(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, dict[str
         unseen += algorithm.minibatches
     passes = steps * max((forward + backward + again) / gpu.flops, traffic) + unseen * forward / gpu.flops
     passes *= load.microbatches
-    kernels = 427 * shape.layers + 128 if frozen else 335 * shape.layers + 184  # of a microbatch, counted as below
+    kernels = 427 * shape.layers + 128 if frozen else 335 * shape.layers + 184  # of a microbatch, counted as in drawing
     hidden = passes if s.shards > 1 else 0.0  # a layer is gathered and reduced while others compute
     moved = OPTIMIZER_TRAFFIC[config.optimizer.name] * trained / s.shards
     training = {

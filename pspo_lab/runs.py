@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LabRun:
-    """What a run's folder holds.
+    """Contents of a run's folder.
 
     Attributes:
         switches: the configuration, by switch; lists and mappings as JSON.

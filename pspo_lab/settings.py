@@ -77,13 +77,13 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     for method, runs in configs.groupby(methods(configs)):
         compared = [name for name in differing(runs) if name.startswith(ARGUMENT)]
-        usual = defaults(str(runs[SURROGATE].iloc[0])) | {RATE: None}
+        default_values = defaults(str(runs[SURROGATE].iloc[0])) | {RATE: None}
         others = sorted(name for name in runs if name.startswith(ARGUMENT) and name not in compared)
         for run, values in runs[compared + others + switches].iterrows():
             parts = [
                 f"{short[name]}={value_texts.loc[run, name]}"
                 for name, value in values.dropna().items()
-                if name in compared or value != usual.get(name)
+                if name in compared or value != default_values.get(name)
             ]
             text = f"{method} ({', '.join(parts)})" if parts else method
             texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
@@ -97,14 +97,14 @@ def differing(configs: pd.DataFrame) -> list[str]:
 
 
 def shared_sentence(configs: pd.DataFrame) -> str:
-    """What all runs share and is no default, model and data aside; "" if nothing is."""
+    """The switches that all runs share and that are at no default, model and data aside; "" if there are none."""
     short = short_names(configs)
     switches = configs.drop(columns=[*NOT_COMPARED, MODEL, DATA, SURROGATE], errors="ignore")
     same = [name for name in switches if switches[name].nunique(dropna=False) == 1]
     texts = []
-    usual = defaults() | {RATE: None}
+    default_values = defaults() | {RATE: None}
     for name, value in switches[same].iloc[0].dropna().items():
-        if value != usual.get(name, value):
+        if value != default_values.get(name, value):
             texts.append(f"{short[name]}={cut(short_value(value))}")
     return f"All have {', '.join(texts)}." if texts else ""
 

@@ -117,7 +117,7 @@ class Workers:
 
 
 def next_command(job: Job) -> tuple[list[str], Path]:
-    """What a job runs next, and the file that it writes last."""
+    """The next command of a job, and the file that it writes last."""
     if not job.trained:
         config = job.folder.with_suffix(".yaml")
         write_text(config, to_yaml(job.config))

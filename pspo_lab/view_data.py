@@ -1,4 +1,4 @@
-"""What the page shows, as plain data: curves, groups, tokens under several surrogates, tests before and after."""
+"""Contents of the page as plain data: curves, groups, tokens under several surrogates, tests before and after."""
 
 import ast
 import base64
@@ -264,7 +264,7 @@ def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[i
 
 
 def describe_visit(visit: pd.DataFrame, surrogates: dict[str, Surrogate]) -> Record:
-    """What an optimizer step computed at the tokens of a completion; the run's weights are named ""."""
+    """Results of an optimizer step at the tokens of a completion; the run's weights are named ""."""
     weights = {name: encode_floats(visit[f"weight {name}"]) for name in surrogates}
     weights[""] = encode_floats(visit["weight"])
     return {

@@ -1,4 +1,4 @@
-"""How a run ends early: by a signal, or by a failure of a user's own code, on all ranks together."""
+"""Early ends of a run: by a signal, or by a failure of a user's own code, on all ranks together."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class RunFailed(RuntimeError):
 
 
 class UserCodeFailed(RunFailed):
-    """What was raised while drawing, scoring or validating; the text is the traceback, of the user's frames if any."""
+    """A failure while drawing, scoring or validating; the text is the traceback, of the user's frames if any."""
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     """
     old_values = flat(old)
     new_values = flat(new)
-    of_class = [name for name in new_values if name.endswith(".class_path") or ".init_args." in name]
-    names = dict.fromkeys([*old_values, *of_class])
+    class_switches = [name for name in new_values if name.endswith(".class_path") or ".init_args." in name]
+    names = dict.fromkeys([*old_values, *class_switches])
     pairs = {name: (old_values.get(name), new_values.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

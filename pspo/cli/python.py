@@ -43,10 +43,10 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     data["name"] = "file"
     run = settings.setdefault("run", {})
     in_file = files.flat(files.read_config(Path(config_file(str(file))))) if file else {}
-    said = in_file | files.flat(settings)
-    if "data.holdout" not in said and list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
-        data["holdout"] = said["data.holdout"] = 0.2
-    if "test" not in problems and not said.get("data.holdout"):
+    given = in_file | files.flat(settings)
+    if "data.holdout" not in given and list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
+        data["holdout"] = given["data.holdout"] = 0.2
+    if "test" not in problems and not given.get("data.holdout"):
         run.setdefault("test_limit", 0)
     data.setdefault("path", "<problems>")  # until they are written
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
@@ -60,16 +60,16 @@ def write_problems(output: Path, problems: dict[str, list[dict[str, Any]]]) -> s
     """Write problems by split into the folder ``data`` of a run; ValueError if it holds others, a run's or a user's."""
     files.check_new_folder(output)
     folder = output / "data"
-    mark = folder / ".of_a_run"
+    owner_file = folder / ".of_a_run"
     texts = {f"{split}.jsonl": files.to_jsonl(records) for split, records in problems.items()}
     present = [folder / f"{split}.jsonl" for split in SPLITS if (folder / f"{split}.jsonl").exists()]
     if {path.name: path.read_bytes() for path in present} == {name: text.encode() for name, text in texts.items()}:
         return str(folder)
-    is_foreign = any(folder.glob("[!.]*")) and not mark.exists()
+    is_foreign = any(folder.glob("[!.]*")) and not owner_file.exists()
     if is_foreign or files.is_run(output):
         raise ValueError(f"--run.output_dir {output} has other problems: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    owner_file.touch()
     for path in present:  # of a call that failed before its run began
         path.unlink()
     for name, text in texts.items():

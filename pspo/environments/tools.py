@@ -13,7 +13,7 @@ Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
 
 
 class CallFormat(NamedTuple):
-    """How a chat template writes a call: what stands before its JSON, `<tool_call>` in Qwen's, and the JSON's keys."""
+    """Form of a call in a chat template: what stands before its JSON, `<tool_call>` in Qwen's, and the JSON's keys."""
 
     opening: str
     name: str

@@ -11,8 +11,9 @@ import numpy as np
 from pspo.cli.terminal import one_line
 from pspo.tasks import Problem, extract_answer, extract_text
 
-ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}  # results: of records'
-MEANS = {"format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens"}  # likewise
+# By measure, the field of records that it is of: estimates with intervals, and means.
+ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}
+MEANS = {"format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens"}
 
 Record = dict[str, Any]
 

@@ -173,5 +173,5 @@ class DPPO(Surrogate):
             old_rest = 1e-8 - torch.expm1(old)  # 1 - q
             divergence = -old.exp() * log_r.detach() + old_rest * (old_rest / rest).log()
         further = torch.where(advantages > 0, moved > 0, moved < 0)
-        kept = ~(further & (divergence > self.epsilon))
-        return masked(-log_r.exp() * advantages * kept, mask)
+        contributes = ~(further & (divergence > self.epsilon))
+        return masked(-log_r.exp() * advantages * contributes, mask)

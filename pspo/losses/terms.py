@@ -22,7 +22,7 @@ from pspo.losses.surrogates import SilentHint, check, log_ratio
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may depend on, at the tokens of B rows.
+    """Inputs of a loss at the tokens of B rows.
 
     Attributes:
         logprobs: (B, T), the policy's, with gradient.

@@ -62,10 +62,10 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
     if not isinstance(intermediate, int):  # one a layer
         intermediate = max(intermediate)
     layer = 30 * config.hidden_size + 8 * intermediate
-    kept = config.num_hidden_layers * layer
+    values_per_token = config.num_hidden_layers * layer
     if recomputes:  # gradient checkpointing
-        kept = config.num_hidden_layers * 4 * config.hidden_size + layer
-    tokens = share * (memory * 15 / 16 - states) / kept
+        values_per_token = config.num_hidden_layers * 4 * config.hidden_size + layer
+    tokens = share * (memory * 15 / 16 - states) / values_per_token
     return 2 ** max(8, math.floor(math.log2(max(1.0, tokens))))
 
 

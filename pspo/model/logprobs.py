@@ -17,9 +17,9 @@ from pspo import distributed as dist
 from pspo.model.device import to_device
 from pspo.model.shared_prompts import body_states, hidden_states_of_shared_prompts
 
-CHUNK_BYTES = 2**24  # of float32 logits held at a time on a CPU,
-GPU_CHUNK_SHARE = 64  # and on a GPU this part of its memory,
-CHUNK_TOKENS = 256  # but at least these tokens': each chunk costs a pass over the output embedding's gradient
+CHUNK_BYTES = 2**24  # of float32 logits that are held at a time on a CPU
+GPU_CHUNK_SHARE = 64  # divides a GPU's memory: so much of it is for those logits
+CHUNK_TOKENS = 256  # the fewest in a chunk: each costs a pass over the output embedding's gradient
 CACHED_LOGITS = 2**16  # that stay in a CPU's cache
 
 
@@ -209,9 +209,9 @@ def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0
 
 def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
     """(n, V) bool, true outside the nucleus of each row of logits (n, V), whose ids (m,) and counts (n,) are given."""
-    kept = torch.arange(len(counts)).repeat_interleave(counts) * logits.shape[1] + ids
+    nucleus_places = torch.arange(len(counts)).repeat_interleave(counts) * logits.shape[1] + ids
     mask = torch.ones_like(logits, dtype=torch.bool)
-    mask.view(-1)[to_device(kept, logits.device)] = False
+    mask.view(-1)[to_device(nucleus_places, logits.device)] = False
     return mask
 
 

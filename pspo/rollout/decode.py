@@ -97,7 +97,7 @@ def decode(
 
 
 class Prefill(NamedTuple):
-    """What a pass over N prompts leaves: logits (N, V) of the next token, last positions (N, 1), keys and values."""
+    """Result of a pass over N prompts: logits (N, V) of the next token, last positions (N, 1), keys and values."""
 
     logits: Tensor
     positions: Tensor

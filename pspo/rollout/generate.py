@@ -94,7 +94,7 @@ def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucle
 
 
 def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:
-    """Why CUDA graphs cannot draw from the model; None if they can."""
+    """The reason why CUDA graphs cannot draw from the model; None if they can."""
     if not takes_visible_columns(model):
         return "graphs need sdpa attention, and full attention in every layer"
     if dist.is_sharded(model):

@@ -179,10 +179,10 @@ class GraphDecoder:
     def end_rows(self, n: int, length: int, stop_strings: StopStringCriteria) -> None:
         """End the rows whose completions hold a stop string within the tokens since the last check."""
         ids = self.completions[:, :length].cpu()
-        found = torch.zeros(len(ids), dtype=torch.bool)
+        has_stop = torch.zeros(len(ids), dtype=torch.bool)
         for end in range(length - GPU_CHECK_EVERY + 1, length + 1):
-            found |= stop_strings(ids[:, :end], None)
-        self.ended[:n] |= to_device(found, self.ended.device)[self.rows[:n]]
+            has_stop |= stop_strings(ids[:, :end], None)
+        self.ended[:n] |= to_device(has_stop, self.ended.device)[self.rows[:n]]
 
     def advance(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
         """A token more for the first n rows; on a GPU by a graph, on a CPU by the step itself."""

@@ -156,7 +156,7 @@ class PromptStream:
         return indices, self.prompts.take(indices)
 
     def peek(self, n: int) -> tuple[list[int], Prompts]:
-        """What `next` will return."""
+        """The result of the next call of `next`."""
         position = self.position
         share = self.next(n)
         self.seek(position)

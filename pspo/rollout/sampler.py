@@ -29,7 +29,7 @@ from pspo.tasks.workers import StopSignals
 
 
 class RolloutSampler(Protocol):
-    """What draws rollouts: `Sampler`, or another one around it."""
+    """Something that draws rollouts: `Sampler`, or another one around it."""
 
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling

@@ -1,4 +1,4 @@
-"""How to sample a rollout, its tensors, and those of its rows as the loss sees them."""
+"""Settings of sampling, the tensors of a rollout, and those of its rows as the loss sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +77,7 @@ class Nucleus:
 
 @dataclass(frozen=True)
 class Completions:
-    """What was drawn for N prompts, the rows of one prompt adjacent.
+    """Completions of N prompts, the rows of one prompt adjacent.
 
     Attributes:
         ids: (N * group_size, T) int64, padded after their stop token.
@@ -233,7 +233,7 @@ class Batch:
         )
 
     def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
-        """What the loss takes of some whole rows, from log-probs and entropies (n,) of their completion tokens.
+        """Inputs of the loss at some whole rows, from log-probs and entropies (n,) of their completion tokens.
 
         Before the first optimizer step of the rows the old log-probs are the policy's own: then all ratios are 1.
         """

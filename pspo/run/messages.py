@@ -1,4 +1,4 @@
-"""What a run prints before its first rollout, and after its end."""
+"""Messages of a run before its first rollout, and after its end."""
 
 import sys
 from pathlib import Path

@@ -101,9 +101,9 @@ class Recorder:
             self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy step
             self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             if self.config.rollout.resample > 0:
-                drawn = [reward for rewards in drawn_rewards for reward in rewards]
-                self.line["resampled_share"] = len(drawn) / len(rows["reward"]) - 1
-                self.line["reward_drawn"] = mean_of_known(drawn)
+                rewards_drawn = [reward for rewards in drawn_rewards for reward in rewards]
+                self.line["resampled_share"] = len(rewards_drawn) / len(rows["reward"]) - 1
+                self.line["reward_drawn"] = mean_of_known(rewards_drawn)
         if self.config.run.record_tokens > 0:
             self.record_samples(experience, rows)
 

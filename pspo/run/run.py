@@ -63,7 +63,7 @@ class Run:
             self.validator.start()
         del self.recorder.seconds["test"]  # no part of a rollout
         if self.recorder.line:  # the validation of the last rollout was stopped, or a reward raised in it
-            self.write_rollout()
+            self.close_rollout()
 
     def begin_rollout(self) -> bool:
         """Take a snapshot of the parts; False at the end of the run. Raises Stopped if any rank was asked to stop."""
@@ -89,14 +89,14 @@ class Run:
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Record a rollout that was trained on, by ``steps`` with these metrics; validate and save if due."""
         self.recorder.record(experience, steps)
-        self.write_rollout()
+        self.close_rollout()
         if self.on_rollout is not None:
             state = self.generators.state_dict()
             with undo_changes():
                 self.on_rollout(experience, steps)
             self.generators.load_state_dict(state)  # the run is bit for bit the same without it
 
-    def write_rollout(self) -> None:
+    def close_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
         if self.validator.is_due():
             self.take_snapshot()

@@ -1,4 +1,4 @@
-"""What optimizer steps compute at tokens: by column, as metrics of a step, and as ``tokens.parquet``.
+"""Results of optimizer steps at tokens: by column, as metrics of a step, and as ``tokens.parquet``.
 
 The last is a folder with a file per rollout, named by its last step, of the tokens of the rollout's first groups;
 ``pandas.read_parquet`` reads it as one table.
@@ -39,7 +39,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Visit:
-    """What an optimizer step computed of b rows, without gradient.
+    """Results of an optimizer step at b rows, without gradient.
 
     Attributes:
         inputs: of the loss, (b, t).

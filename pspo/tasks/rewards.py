@@ -132,9 +132,9 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
     derived: dict[str, Any] = {name: [problem.fields.get(name) for problem in problems] for name in columns}
     for name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
-        own = derived.get(name, [None] * len(problems))
+        column = derived.get(name, [None] * len(problems))
         derived[name] = [
-            getattr(problem, name) if value is None else value for problem, value in zip(problems, own, strict=True)
+            getattr(problem, name) if value is None else value for problem, value in zip(problems, column, strict=True)
         ]
     derived["prompts"] = [problem.prompt for problem in problems]
     if "completion_ids" in inputs:
@@ -246,7 +246,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def show_number(value: Any) -> str:
-    """What is no `finite_number`, without thousands of digits."""
+    """Text of a value that is no `finite_number`, without thousands of digits."""
     is_large = isinstance(value, Rational) and abs(value) > LARGEST
     return f"a number beyond {LARGEST:g}" if is_large else repr(value)
 
