@@ -180,7 +180,8 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     left_out = {"validator"}
     if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # which may ask for other rollouts than those that wait
         left_out.add("delay")
-    if changes.keys() & {"optimizer.name", "model.dtype"}:  # other moments
+    old, new = changes.get("optimizer.options", ({}, {}))
+    if changes.keys() & {"optimizer.name", "model.dtype"} or old.get("amsgrad") != new.get("amsgrad"):  # other moments
         states["learner"]["optimizer"] = None
     if states["stream"]["fingerprint"] != checkpointer.parts["stream"].fingerprint:
         left_out |= {"stream", "delay"}
