@@ -137,9 +137,33 @@ def test_a_printed_file_leaves_open_what_depends_on_other_switches(yaml_file, ca
     assert config.rollout.engine == {"class_path": "my.Engine"}
 
 
+@dataclass(frozen=True)
+class Share:
+    """A term with an argument of `EntropyQuantile`'s."""
+
+    share: float = 0.8
+
+    def __call__(self, losses, x):
+        return losses
+
+
+def test_a_reward_and_a_term_begin_with_their_own_defaults(yaml_file, capsys):
+    reward = "{class_path: MathReward, init_args: {format_bonus: 0.3}}"
+    term = "{class_path: EntropyQuantile, init_args: {share: 0.3}}"
+    args = yaml_file(f"reward: {{functions: [{reward}]}}\nalgorithm: {{terms: [{term}]}}\n")
+    config = train_config(*args, "--reward.functions=MathReward", "--algorithm.terms=test_config.Share")
+    assert config.reward.functions == [MathReward()]
+    assert config.algorithm.terms == [Share()]
+    with pytest.raises(SystemExit):
+        train_config("--algorithm.surrogate.alpha=0.4", "--algorithm.surrogate=PSPO")
+    assert "--algorithm.surrogate.alpha stands before --algorithm.surrogate PSPO: name the" in capsys.readouterr().err
+
+
 def test_one_text_is_a_list_of_it():
     for text in ("\n\n", "Question:", "12", "a, b"):
         assert train_config("--rollout.stop_strings", text).rollout.stop_strings == [text]
+    assert train_config("--rollout.stop_strings=").rollout.stop_strings == []
+    assert train_config("--rollout.stop_strings", '"\\n"').rollout.stop_strings == ["\n"]
 
 
 LISTS = ["l0: &l0 [1, 2]"] + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 5)}]" for n in range(1, 9)]

@@ -107,6 +107,7 @@ def test_other_servers_may_draw(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(settings))
     settings["rollout"]["engine"]["init_args"]["urls"] = ["http://b:8000"]
     assert [*check_same(tmp_path, settings)] == ["rollout.engine.init_args.urls"]
+    assert not check_same(tmp_path, settings | {"rollout": settings["rollout"] | {"engine": engine}})
     settings["rollout"]["engine"]["class_path"] = "my.Engine"
     with pytest.raises(ValueError, match=r"--rollout\.engine was 'pspo_vllm\.Servers', is 'my\.Engine'"):
         check_same(tmp_path, settings)

@@ -23,7 +23,7 @@ from pspo.losses import (
 each_mode = pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 
 
-@pytest.mark.parametrize("share", ["0.6", "0.3", "0.15", "1"])
+@pytest.mark.parametrize("share", ["0.6", "0.55", "0.28", "0.15", "0.07", "1"])
 def test_a_share_of_tokens_is_rounded_up_exactly(share):
     for length in (1, 25, 50, 85, 100, 180):
         x = LossInputs(*random_batch([length]), entropies=torch.rand(1, length))

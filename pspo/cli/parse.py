@@ -57,10 +57,13 @@ WITHOUT_ARGUMENTS = {  # a value of each switch that may name a class
     "algorithm.aggregation": "dapo",
     "algorithm.advantages": "none",
     "algorithm.correction": "none",
+    "algorithm.terms": "[]",
+    "reward.functions": "[]",
     "rollout.engine": "null",
     "rollout.environment": "null",
     "eval.environment": "null",
 }
+SECTIONS_OF_CLASSES = {name.partition(".")[0] for name in WITHOUT_ARGUMENTS}
 load_yaml = get_loader("yaml")
 
 
@@ -196,22 +199,32 @@ def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
         else:
             pairs.append((word, None))
     prepared = []
+    named: set[str] = set()  # switches whose class a word has named since the last file
+    early: dict[str, str] = {}  # an argument of a class that none has named
     for switch, value in pairs:
         name = switch.removeprefix("--")
         kind = switches.get(name)
+        owner = next((part for part in WITHOUT_ARGUMENTS if f"{name}.".startswith(f"{part}.")), None)
         if switch == "--config" and value is not None:
             value = config_file(value)
+            named.clear()
+            early.clear()
             if Path(value).is_file():
                 prepared += resets(read_config(Path(value)), switches)
-        elif kind is bool and value is None:
-            value = "true"
-        elif kind == list[str] and value is not None and not value.startswith("["):
-            value = json.dumps([value])  # which may be white space
-        elif get_origin(kind) is list and value is not None and not value.startswith("["):
-            value = f"[{value}]"
-        elif value is not None and name.removesuffix(".class_path") in WITHOUT_ARGUMENTS:
+        elif owner and name not in (owner, f"{owner}.class_path"):
+            if owner not in named:
+                early[owner] = name
+        elif value is not None and (owner or name in SECTIONS_OF_CLASSES):
+            if owner in early:
+                raise ValueError(f"--{early[owner]} stands before --{owner} {value}: name the class first")
+            named.add(owner or name)
             with contextlib.suppress(yaml.YAMLError):  # which jsonargparse will name
                 prepared += resets({name: load_checked(value)}, switches)
+        if kind is bool and value is None:
+            value = "true"
+        elif get_origin(kind) is list and value is not None and not value.startswith("["):
+            is_text = kind == list[str] and value and value[0] not in "\"'"
+            value = json.dumps([value]) if is_text else f"[{value}]"  # a text may be white space
         prepared.append(switch if value is None else f"{switch}={value}")
     return prepared
 

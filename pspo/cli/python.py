@@ -21,7 +21,7 @@ from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
-LISTS = ("functions", "terms")  # fields of which one item may stand alone
+LISTS = ("functions", "terms", "stop_strings")  # fields of which one item may stand alone
 ENOUGH_TO_HOLD_OUT = 50  # problems
 EXACT = (Fraction, Decimal)  # answers that are written as text
 

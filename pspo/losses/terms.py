@@ -137,7 +137,7 @@ class EntropyQuantile(Term):
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
         entropies = x.entropies.detach().masked_fill(~x.mask, -math.inf)
         lengths = x.mask.sum(dim=1, keepdim=True)  # (B, 1)
-        n_staying = torch.ceil(self.share * lengths.double()).long()  # in float32, 0.6 of 25 would be above 15
+        n_staying = torch.ceil(self.share * lengths.double() - 1e-9).long()  # 0.55 of 100 would be above 55
         last = (n_staying - 1).clamp(min=0)  # rank of the least uncertain one that stays
         lowest = entropies.sort(dim=1, descending=True).values.gather(1, last)
         return losses.where(entropies >= lowest, 0.0)

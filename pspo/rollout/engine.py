@@ -152,7 +152,7 @@ def start_engine(
 
 @torch.no_grad()
 def check_engine(sampler: EngineSampler, prompts: Prompts) -> float:
-    """Mean difference, in nats, of an engine's log-probs and the policy's of a short_sampler tokens that it draws.
+    """Mean difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
 
     Raises ValueError if it is above `Engine.tolerance`: they are not of one model at one temperature.
     """

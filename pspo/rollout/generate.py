@@ -123,7 +123,7 @@ def generate(
         if max_rows < group_size:  # then each row computes its prompt itself
             prompts = [prompt for prompt in prompts for _ in range(group_size)]
             group_size = 1
-        at_a_time = min(len(prompts), max_rows // group_size)
+        at_a_time = max(1, min(len(prompts), max_rows // group_size))
         try:
             parts = []
             for i in range(0, len(prompts), at_a_time):

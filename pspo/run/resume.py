@@ -28,7 +28,7 @@ from pspo.run.folders import (
 )
 from pspo.run.tokens import TOKENS
 
-FREE = {  # switches that may differ in a resumed run: they change no number, unless a reward fails
+FREE = {  # switches that may differ in a resumed run: they change no number, unless a reward fails; and an engine's
     "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",
     "run.save_every", "run.tracker",
 }  # fmt: skip
@@ -84,6 +84,7 @@ def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, A
 def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]]:
     """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
     saved = files.read_config(run / "config.yaml")
+    saved, settings = spell_out_engine(saved), spell_out_engine(settings)
     is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
     changes = files.differences(saved, settings)
     refused = []
@@ -96,6 +97,14 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
         what = f"holds another experiment ({'; '.join(refused)}): choose another --run.output_dir{fork}"
         raise ValueError(f"--run.output_dir {run} {what}")
     return changes
+
+
+def spell_out_engine(settings: files.Settings) -> files.Settings:
+    """Settings with an engine that is named by its import path alone as a mapping."""
+    engine = settings["rollout"].get("engine")
+    if not isinstance(engine, str):
+        return settings
+    return settings | {"rollout": settings["rollout"] | {"engine": {"class_path": engine}}}
 
 
 def find_checkpoint(run: Path) -> Path | None:
@@ -180,8 +189,8 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     left_out = {"validator"}
     if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # which may ask for other rollouts than those that wait
         left_out.add("delay")
-    old, new = changes.get("optimizer.options", ({}, {}))
-    if changes.keys() & {"optimizer.name", "model.dtype"} or old.get("amsgrad") != new.get("amsgrad"):  # other moments
+    old_amsgrad, amsgrad = (bool(options.get("amsgrad")) for options in changes.get("optimizer.options", ({}, {})))
+    if changes.keys() & {"optimizer.name", "model.dtype"} or amsgrad != old_amsgrad:  # other moments
         states["learner"]["optimizer"] = None
     if states["stream"]["fingerprint"] != checkpointer.parts["stream"].fingerprint:
         left_out |= {"stream", "delay"}

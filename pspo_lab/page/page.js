@@ -162,7 +162,7 @@ function drawChart(host, title, unit, lines, byMetric, bySetting) {
     });
   };
   plot({ series, bands, cursor: { sync: { key: "curves" }, y: false },
-    hooks: { setCursor: [(chart) => show(chart.cursor.idx)], draw: [drawEvents] } }, table, body);
+    hooks: { setCursor: [(chart) => show(chart.cursor.idx)], draw: [drawBest] } }, table, body);
   show(null);
 }
 
@@ -172,7 +172,7 @@ function sorted(table) { // uPlot.join wants x in order and once each
   return table.map((column) => once.map((i) => column[i]));
 }
 
-function drawEvents(chart) {
+function drawBest(chart) {
   const curves = data.curves.filter((curve) => state.shown.has(curve.setting));
   const { ctx } = chart, { top, height } = chart.bbox;
   ctx.save();
