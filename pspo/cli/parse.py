@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -53,7 +52,9 @@ HINTS = {  # of names that other trainers give to a switch
     "learning_rate": "--optimizer.lr",
 }
 WITHOUT_ARGUMENTS = {  # a value of each switch that may name a class
-    "algorithm.surrogate": next(cls.__name__ for cls in Surrogate.__subclasses__() if not signature(cls).parameters),
+    "algorithm.surrogate": next(
+        cls.__name__ for cls in Surrogate.__subclasses__() if not inspect.signature(cls).parameters
+    ),
     "algorithm.aggregation": "dapo",
     "algorithm.advantages": "none",
     "algorithm.correction": "none",
@@ -107,15 +108,14 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], settings
     except (ArgumentError, ImportError, TypeError, ValueError) as error:
         raise ValueError(short_message(error, switches)) from error
     config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
-    as_given = parser.dump(namespace, skip_unset=False, skip_validation=True)
     depending = {switch: attrgetter(switch)(config) for switch in switches if namespace[switch] is None}
-    for switch in (*depending, *PATHS, "data.name"):  # depend on other switches, or on ~
-        if switch in switches:
-            namespace[switch] = attrgetter(switch)(config)
     if only_print:  # with null where a default depends on other switches: it does so, too, in a command with this file
         defaults = [f"{switch} {argument_text(value)}" for switch, value in depending.items() if value is not None]
-        print(as_given, end=f"# null stands for: {', '.join(defaults)}\n" if defaults else "")
+        given = parser.dump(namespace, skip_unset=False, skip_validation=True)
+        print(given, end=f"# null stands for: {', '.join(defaults)}\n" if defaults else "")
         raise SystemExit(0)
+    for switch in switches.keys() & {*depending, *PATHS, "data.name"}:  # depend on other switches, or on ~
+        namespace[switch] = attrgetter(switch)(config)
     return config, yaml.safe_load(parser.dump(namespace, skip_unset=False, skip_validation=True))
 
 

@@ -100,7 +100,7 @@ class Checkpointer:
         policy = self.learner.policy
         is_sharded = dist.is_sharded(policy)
         if (folder / "shards").exists() != is_sharded:
-            fix = "with fsdp2" if not is_sharded else "without fsdp2"
+            fix = "without fsdp2" if is_sharded else "with fsdp2"
             raise ValueError(f"--distributed.strategy: {folder} was saved {fix}, and is loaded {fix} alone")
         if is_sharded:
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
