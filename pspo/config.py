@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pspo import losses
-from pspo.tasks.datasets import has_text_answers
+from pspo.tasks.datasets import has_text_answers, test_share
 from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
@@ -177,7 +177,8 @@ class DataConfig(Section, name="data"):
             messages) and of the gold answer
         answer_kind: gold answers are exact numbers, text, or none; unset, text if no answer of your file is a number,
             else the source's own kind (mostly number)
-        holdout: share that becomes the test split if the source has a single split
+        holdout: share of a single split that becomes test; unset, a fifth of your file from 50 problems on if a run
+            tests, else 0
         system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
         chat_template: a Jinja file, or arguments such as {enable_thinking: false} of the model's own; saved with it
         max_prompt_tokens: drop problems with longer prompts
@@ -190,7 +191,7 @@ class DataConfig(Section, name="data"):
     seed: int = 0
     columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt", "answer": "answer"})
     answer_kind: AnswerKind | None = None
-    holdout: float = number(0.0, at_least=0, below=1)
+    holdout: float | None = number(None, at_least=0, below=1)
     system_prompt: str | None = None
     chat_template: dict[str, Any] | str | None = None
     max_prompt_tokens: int = number(512, above=0)
@@ -200,11 +201,15 @@ class DataConfig(Section, name="data"):
         object.__setattr__(self, "columns", {"prompt": "prompt", "answer": "answer"} | self.columns)
         if self.name == "arithmetic" and self.path is not None:
             object.__setattr__(self, "name", "file")
-        is_own = self.name == "file" and self.path is not None and Path(self.path).exists()
-        if self.answer_kind is None and is_own and has_text_answers(Path(self.path), self.columns["answer"]):
+        if self.answer_kind is None and self.is_own and has_text_answers(Path(self.path), self.columns["answer"]):
             object.__setattr__(self, "answer_kind", "text")
         rule = "must have no keys but config, revision and splits"
         require(self.hub.keys() <= {"config", "revision", "splits"}, "data.hub", rule, self.hub)
+
+    @property
+    def is_own(self) -> bool:
+        """True for a user's file or folder that exists."""
+        return self.name == "file" and self.path is not None and Path(self.path).exists()
 
     @property
     def numeric(self) -> bool:
@@ -439,6 +444,12 @@ class TrainConfig:
             needed = self.draws_by_engine and not self.ratios_to_engine
             correction = "token_truncate" if needed else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
+        holdout = self.data.holdout
+        if self.data.is_own and self.run.test_limit:
+            holdout = test_share(Path(self.data.path), holdout)
+            if holdout is None:  # nothing to test on
+                object.__setattr__(self, "run", replace(self.run, test_limit=0))
+        object.__setattr__(self, "data", replace(self.data, holdout=holdout or 0.0))
         self.check_sampling()
         self.check_steps()
 
@@ -552,3 +563,6 @@ class EvaluateConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = field(default_factory=EvalRunConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", replace(self.data, holdout=self.data.holdout or 0.0))

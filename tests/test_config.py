@@ -130,7 +130,7 @@ def test_a_printed_file_leaves_open_what_depends_on_other_switches(yaml_file, ca
     with pytest.raises(SystemExit):
         train_config("--rollout.lag=1", "--algorithm.ratio_to=proximal", "--print_config")
     printed = capsys.readouterr().out
-    assert printed.endswith("# null stands for: algorithm.correction none, optimizer.lr 3e-05\n")
+    assert printed.endswith("# null stands for: data.holdout 0.0, algorithm.correction none, optimizer.lr 3e-05\n")
     first = "--rollout.engine={class_path: my.First, init_args: {memory: 0.3}}"
     config = train_config(*yaml_file(printed), "--model.lora.rank=8", first, "--rollout.engine={class_path: my.Engine}")
     assert (config.algorithm.correction, config.optimizer.lr) == ("token_truncate", 3e-4)

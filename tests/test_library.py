@@ -135,18 +135,33 @@ def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
     assert Path("other/data/train.jsonl").read_text() == "mine"
 
 
-def test_of_a_list_of_problems_a_fifth_is_held_out(here):
-    problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(60)]
-    summary = train(data=problems, rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0, "output_dir": "pens"})
-    assert 4 <= summary["before"]["n"] == summary["after"]["n"] <= 20
-    assert read_config(Path("pens/config.yaml"))["data"]["holdout"] == 0.2
-    Path("file.yaml").write_text("run: {test_limit: 3}\ndata: {holdout: 0.5}")
-    config, _ = config_from_python("file.yaml", data=problems, run={"output_dir": "filed"})
-    assert (config.run.test_limit, config.data.holdout) == (3, 0.5)
-    config, _ = config_from_python("file.yaml", data={"train": problems, "holdout": 0.0}, run={"output_dir": "other"})
-    assert (config.run.test_limit, config.data.holdout) == (0, 0.0)  # there is nothing to test on
-    few = train(data=problems[:49], rollout=SWITCHES, run={"max_steps": 2, "validate_every": 0})
-    assert few["before"] == {}
+@pytest.mark.parametrize(
+    ("count", "header"),
+    [
+        (63, "52 train, 9 test problems (a share of 0.2 is held out as test);"),
+        (49, "47 train, 2 validation problems, no test (--data.holdout 0.2 makes one);"),
+    ],
+)
+def test_a_list_of_problems_and_a_file_of_them_are_divided_alike(here, capsys, count, header):
+    problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(count)]
+    run = {"max_steps": 2, "validate_every": int(count < 50)}
+    train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "list"})
+    switches = [f"--rollout.{k}={v}" for k, v in SWITCHES.items()] + [f"--run.{k}={v}" for k, v in run.items()]
+    pspo.train.main([*switches, "--data.path=list/data", "--run.output_dir=file"])
+    assert capsys.readouterr().out.count(f"data    file: {header}") == 2
+    summaries = [read_json(Path(output, "summary.json")) for output in ("list", "file")]
+    assert summaries[0]["before"] == summaries[1]["before"]
+    shutil.copy("list/data/train.jsonl", "problems.jsonl")  # names no split
+    Path("file.yaml").write_text("data: {holdout: 0.5}")
+    divided = [
+        config_from_python(run={"output_dir": "new"}, data={"name": "file", "path": "problems.jsonl"}),
+        config_from_python(run={"output_dir": "new"}, data={"train": problems}),
+        config_from_python("file.yaml", data=problems, run={"output_dir": "new"}),
+        config_from_python(data={"train": problems, "holdout": 0.0}, run={"output_dir": "new"}),
+    ]
+    found = [(config.data.holdout, config.run.test_limit > 0) for config, _ in divided]
+    expected = [(0.2, True), (0.2, True)] if count > 50 else [(0.0, True), (0.0, False)]  # problems.jsonl is a test
+    assert found == [*expected, (0.5, True), (0.0, False)]
 
 
 def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):

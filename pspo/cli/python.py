@@ -15,14 +15,13 @@ import numpy as np
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
-from pspo.cli.parse import config_file, make_config
+from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 LISTS = ("functions", "terms", "stop_strings")  # fields of which one item may stand alone
-ENOUGH_TO_HOLD_OUT = 50  # problems
 EXACT = (Fraction, Decimal)  # answers that are written as text
 
 
@@ -42,12 +41,6 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
 
     data["name"] = "file"
     run = settings.setdefault("run", {})
-    in_file = files.flat(files.read_config(Path(config_file(str(file))))) if file else {}
-    given = in_file | files.flat(settings)
-    if "data.holdout" not in given and list(problems) == ["train"] and len(problems["train"]) >= ENOUGH_TO_HOLD_OUT:
-        data["holdout"] = given["data.holdout"] = 0.2
-    if "test" not in problems and not given.get("data.holdout"):
-        run.setdefault("test_limit", 0)
     data.setdefault("path", "<problems>")  # until they are written
     config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
     dist.init(config.distributed.strategy)

@@ -64,7 +64,7 @@ def load_prompts(
         answer_kind=config.answer_kind,
         columns=config.columns,
         hub=config.hub,
-        holdout=config.holdout,
+        holdout=config.holdout or 0.0,
     )
     if make_environment is None:
         prompts = [problem.prompt for problem in problems]

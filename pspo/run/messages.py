@@ -25,12 +25,16 @@ def print_header(run: Run) -> None:
     trained = policy.num_parameters(only_trainable=True)
     autocast = " under bf16 autocast" if casts_to_bf16(config.model.autocast, policy.device) else ""
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
+    test = f" (a share of {config.data.holdout:g} is held out as test)" if config.data.holdout else ""
+    if config.data.name == "file" and not config.run.test_limit:
+        test = ", no test (--data.holdout 0.2 makes one)"
     stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
     stops += [repr(text) for text in run.sampler.sampling.stop_strings]
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
-data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" or ".join(stops) or "their limit alone"}
+data    {config.data.name}: {", ".join(sizes)} problems{test}; \
+completions end at {" or ".join(stops) or "their limit alone"}
 system  {clip(repr(config.data.system_text), 100) if config.data.system_text else "no system prompt"}
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}

@@ -25,16 +25,17 @@ SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "
 Parts = dict[str, list[tuple[str, Iterable[dict[str, Any]]]]]  # of files and splits by name: places and their records
 
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
+ENOUGH_TO_HOLD_OUT = 50  # problems
 
 
 def group_by_split(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names of files or splits by the one split that each says; all are test if none says one."""
+    """Group names of files or splits by the one split that each says; those that say none are left out."""
     groups: dict[str, list[str]] = {}
     for name in names:
         splits = {SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLIT_WORDS}
         if len(splits) == 1:
             groups.setdefault(splits.pop(), []).append(name)
-    return groups or {"test": list(names)}
+    return groups
 
 
 def local_parts(path: Path, skip: str) -> Parts:
@@ -59,6 +60,21 @@ def has_text_answers(path: Path, column: str) -> bool:
     golds = (record[column] for record in records if record.get(column) not in (None, ""))
     first = [parse_gold(str(gold)) for gold in islice(golds, 1000)]
     return bool(first) and not any(gold is not None for gold in first)
+
+
+def test_share(path: Path, holdout: float | None) -> float | None:
+    """Share of a local file's or folder's problems that becomes test; None if there is no test.
+
+    Unset, it is a fifth where there is a single split of at least 50 problems; 0 leaves the splits as they are named.
+    """
+    parts = local_parts(path, "")
+    groups = group_by_split(parts)
+    if holdout is None and (not groups or groups.keys() == {"train"}):
+        records = (record for name in groups.get("train", parts) for _, part in parts[name] for record in part)
+        if sum(1 for _ in islice(records, ENOUGH_TO_HOLD_OUT)) == ENOUGH_TO_HOLD_OUT:
+            return 0.2
+    has_test = holdout or not groups or "test" in groups
+    return holdout or 0.0 if has_test else None
 
 
 def hub_parts(source: Source) -> Parts:
@@ -111,7 +127,7 @@ def read_split(
     if path is None and source.splits:
         groups = {ours: [theirs] for ours, theirs in source.splits.items() if theirs in parts}
     else:
-        groups = group_by_split(parts)
+        groups = group_by_split(parts) or {"test": [*parts]}
     divided = len(groups) == 1 and holdout > 0
     splits = ["test", "train"] if divided else sorted(groups)
     published = "train" if split == "validation" and split not in splits else split
