@@ -20,10 +20,12 @@ import pandas as pd
 from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
 from pspo.cli.terminal import one_line
 from pspo.tasks.files import local_path
+from pspo_lab.dumps import dump_metrics, is_dump, read_dump
 from pspo_lab.settings import (
     DATA,
     MODEL,
     NOT_COMPARED,
+    RATE,
     SEED,
     SURROGATE,
     defaults,
@@ -42,10 +44,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LabRun:
-    """Contents of a run's folder.
+    """Contents of a run's folder; of another trainer's run, what there is.
 
     Attributes:
-        switches: the configuration, by switch; lists and mappings as JSON.
+        switches: the configuration, by switch; lists and mappings as JSON. Another trainer's run has its name as
+            `trainer`.
         metrics: step and the metrics, one row per rollout; NaN where one is missing or not finite.
         summary: ``summary.json``, empty while the run is not finished.
     """
@@ -126,21 +129,22 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
 def read_runs(roots: Sequence[Path]) -> Runs:
     """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
-    names = ("metrics.jsonl", "results.json")
-    places: dict[str, set[Path]] = {name: set() for name in names}
+    run_folders: set[Path] = set()
+    evaluation_folders: set[Path] = set()
     for root in roots:
-        files = [path for path in root.rglob("*") if path.name in names]
-        if not files:
+        files = list(root.rglob("*"))
+        runs_here = {path.parent.resolve() for path in files if path.name == "metrics.jsonl" or is_dump(path)}
+        evaluations_here = {path.parent.resolve() for path in files if path.name == "results.json"}
+        if not runs_here | evaluations_here:
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
-        for path in files:
-            places[path.name].add(path.parent.resolve())
-    run_folders, evaluation_folders = (sorted(places[name]) for name in names)
+        run_folders |= runs_here
+        evaluation_folders |= evaluations_here
 
     runs: dict[str, LabRun] = {}
     configs: dict[str, Row] = {}
     metrics: list[pd.DataFrame] = []
     numbers: list[Row] = []
-    for folder in run_folders:
+    for folder in sorted(run_folders):
         with skip_unreadable(folder):
             name = str(local_path(folder))
             run = read_run(folder)
@@ -152,7 +156,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             if full != experiment.name and (experiment.parent / full / "selection.json").exists():
                 configs[name]["search"] = True  # its runs choose, and confirm nothing
             metrics.append(run.metrics.assign(run=name))
-    for folder in evaluation_folders:
+    for folder in sorted(evaluation_folders):
         with skip_unreadable(folder):
             numbers += checked_rows(evaluation_rows(folder, runs))
     if not metrics and not numbers:
@@ -178,22 +182,48 @@ def sort_runs(runs: Runs) -> Runs:
 
 def read_run(folder: Path) -> LabRun:
     """Read a run's folder; raises ValueError if it is damaged."""
+    if not (folder / "metrics.jsonl").exists():
+        metrics = dump_metrics(read_dump(folder))
+        return LabRun(folder, complete_switches(folder, {"trainer": "verl"}), metrics, {})
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
+
+
+def read_samples(folder: Path) -> list[Row]:
+    """The recorded completions of a run that say which they are."""
+    if not (folder / "metrics.jsonl").exists():
+        return read_dump(folder)
+    samples = read_jsonl(folder / "samples.jsonl")
+    placed = [sample for sample in samples if {"step", "problem", "sample"} <= sample.keys()]
+    if len(placed) < len(samples):
+        warn(f"{folder}: {len(samples) - len(placed)} lines of samples.jsonl lack step, problem or sample; left out")
+    return placed
 
 
 def read_switches(folder: Path) -> Row:
     switches = flat(read_config(folder / "config.yaml"))
     if missing := [name for name in (DATA, MODEL, SEED) if switches.get(name) is None]:
-        raise ValueError(f"config.yaml says nothing of {', '.join(missing)}")
+        warn(f"{folder}: config.yaml says nothing of {', '.join(missing)}")
+    return complete_switches(folder, switches)
+
+
+def complete_switches(folder: Path, switches: Row) -> Row:
+    """Switches as `LabRun` has them, with the defaults of those that a configuration lacks."""
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
-    if switches[DATA] == "file":  # of which there are many
-        path = switches["data.path"]
+    if switches.get(DATA) == "file":  # of which there are many
+        path = switches.get("data.path")
         switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
     if switches.get("run.fork_from"):
         switches["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
-    named = {MODEL: str(switches[MODEL]), DATA: str(switches[DATA]), SEED: int(str(switches[SEED]))}
-    return defaults(str(switches.get(SURROGATE))) | plain_switches(switches) | named
+    named = {
+        MODEL: str(switches.get(MODEL) or "unknown"),
+        DATA: str(switches.get(DATA) or local_path(folder)),
+        SEED: int(str(switches.get(SEED) or 0)),
+        SURROGATE: str(switches.get(SURROGATE) or switches.get("trainer") or "unknown"),
+    }
+    for name in (RATE, "run.max_steps"):  # which our defaults say nothing of, where another trainer's run lacks them
+        named[name] = switches.get(name)
+    return defaults(named[SURROGATE]) | plain_switches(switches) | named
 
 
 def problems_fingerprint(folder: Path, path: Path) -> str | None:

@@ -1,8 +1,8 @@
 """Look inside runs: ``pspo view RUN [RUN ...]`` writes a page of curves, groups, tokens, tests, findings.
 
-RUN is a run's folder, or one that holds some. ``--watch`` serves the page here instead, and follows
-runs that train. ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights
-under these; unset, under all of `pspo.losses`.
+RUN is a run's folder, or one that holds some; or a rollout dump of verl. ``--watch`` serves the page
+here instead, and follows runs that train. ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip``
+compares the tokens' weights under these; unset, under all of `pspo.losses`.
 
 The page is one HTML file that asks no host for anything. Charts are uPlot's (https://github.com/leeoniya/uPlot, MIT).
 """
@@ -29,11 +29,13 @@ from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
 from pspo.cli.terminal import tolerate_output
 from pspo.rollout import Experience
-from pspo.tasks.files import local_path
+from pspo.tasks.files import local_path, plain
+from pspo_lab.dumps import is_dump
 from pspo_lab.runs import read_runs, run_folders
 from pspo_lab.view_data import make_surrogate, page_data, surrogate_classes
 
 FOLDER = Path(__file__).parent / "page"
+NEWS = ("metrics.jsonl", "summary.json")
 
 
 def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
@@ -92,7 +94,7 @@ def packed_data(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     runs = read_runs(roots)
     if runs.configs.empty:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")
-    content = json.dumps(page_data(runs, compared)).encode()  # ASCII: lone surrogates are escaped
+    content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
     return base64.b64encode(gzip.compress(content, mtime=0)).decode()
 
 
@@ -131,8 +133,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def version(roots: list[Path]) -> str:
     """Changes when a run has another rollout, or an end; "" before the first."""
-    names = ("metrics.jsonl", "summary.json")
-    files = [file for root in roots for name in names for file in root.rglob(name)]
+    files = [file for root in roots for file in root.rglob("*.json*") if is_dump(file) or file.name in NEWS]
     return "-".join(str(file.stat().st_mtime_ns) for file in sorted(files))
 
 

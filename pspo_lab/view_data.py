@@ -5,7 +5,8 @@ import base64
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain, groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pspo.run.tokens import COLUMNS, TOKENS
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
-from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
+from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
 from pspo_lab.settings import (
     ARGUMENT,
     DATA,
@@ -44,7 +45,7 @@ from pspo_lab.settings import (
 )
 from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL, value_range
 
-TOKEN_TYPES = COLUMNS | {"text": str}
+TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
 MOST_CHANGES = 200  # test problems that came out differently
@@ -82,7 +83,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
-    time = runs.metrics.filter(like="seconds/").sum(axis=1).groupby(runs.metrics["run"]).cumsum()
+    time = runs.metrics.filter(like="seconds/").sum(axis=1, min_count=1).groupby(runs.metrics["run"]).cumsum()
     metrics = pd.concat([runs.untrained(), runs.metrics.assign(time=time)], ignore_index=True)
     setting = setting_numbers(runs.configs)
     method = methods(runs.configs)
@@ -150,11 +151,14 @@ def last_metrics(run: LabRun) -> Record:
 def describe_progress(run: LabRun) -> str:
     """A run in a line: model, data, method, how far it is, and its test."""
     config = run.switches
-    step = int(run.metrics["step"].max())
+    progress = f"step {int(run.metrics['step'].max())}"
+    if config["run.max_steps"] is not None:
+        progress += f" of {config['run.max_steps']}"
     parts = [f"{Path(config[MODEL]).name} on {config[DATA]}", str(config[SURROGATE]).rpartition(".")[2]]
-    parts += [f"seed {config[SEED]}", f"step {step} of {config['run.max_steps']}"]
-    if before := run.summary.get("before"):
-        after = run.summary["after"]
+    parts += [f"seed {config[SEED]}", progress]
+    before = run.summary.get("before")
+    after = run.summary.get("after")
+    if before and after:
         for name in [name for name in ("mean_reward", "accuracy", "gold_anywhere") if name in before and name in after]:
             values = [as_text(name, test[name]) for test in (before, after)]
             parts.append(f"{measure_label(name)} {values[0]} before, {values[1]} after")
@@ -192,92 +196,124 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     files = [{step_of(file): file for file in numbered(folder / TOKENS, ".parquet")} for folder in folders]
     visits = 0
     for file in chain.from_iterable(run_files.values() for run_files in files):
-        with contextlib.suppress(OSError, ValueError):  # `read_sequences` names a damaged file
+        with contextlib.suppress(OSError, ValueError):  # `read_visits` names a damaged file
             visits += parquet.read_metadata(file).num_rows
     groups = []
     left_out = 0
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
         with skip_unreadable(folder):
-            samples = [sample for sample in read_jsonl(folder / "samples.jsonl") if "sample" in sample]
+            samples = read_samples(folder)
             steps = sorted({sample["step"] for sample in samples})
             every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
             on_page = {*steps[::every], *steps[-1:]}
             left_out += len(steps) - len(on_page)
-            sequences = {step: read_sequences(token_files[step], surrogates) for step in on_page & token_files.keys()}
-            starts = [i for i, sample in enumerate(samples) if sample["sample"] == 0]
-            for start, end in pairwise([*starts, len(samples)]):
-                first = samples[start]
-                if first["step"] in on_page:
-                    step_sequences = sequences.get(first["step"], {})
-                    groups.append({
-                        "run": run,
-                        "step": first["step"],
-                        "problem": first["problem"],
-                        "prompt": prompt_text(first["prompt"]),
-                        "gold": first["gold"],
-                        "completions": [describe_completion(sample, step_sequences) for sample in samples[start:end]],
-                    })  # fmt: skip
+            lacking: set[str] = set()
+            for step, step_samples in groupby(samples, key=lambda sample: sample["step"]):
+                if step in on_page:
+                    step_groups = make_groups(run, list(step_samples))
+                    if step in token_files:
+                        lacking |= add_visits(step_groups, token_files[step], surrogates)
+                    groups += step_groups
+            if lacking:
+                warn(f"{folder / TOKENS} has no {', '.join(sorted(lacking))}; left out")
     return {"groups": groups, "left_out": left_out}
 
 
-def describe_completion(sample: Record, sequences: dict[tuple[int, int], list[Record]]) -> Record:
-    """A line of ``samples.jsonl``, with what optimizer steps computed at its tokens, None if none visited it."""
-    copies = sequences.get((sample["problem"], sample["sample"]))
-    record = {name: sample[name] for name in ("reward", "rewards", "advantage", "tokens", "truncated")}
-    record["text"] = sample["completion"]
-    record["recorded"] = copies.pop(0) if copies else None
-    return record
+def make_groups(run: int, samples: Sequence[Record]) -> list[Record]:
+    """The groups of a rollout from its lines of ``samples.jsonl``; None for what these do not have."""
+    groups = []
+    starts = [i for i, sample in enumerate(samples) if sample["sample"] == 0]
+    for start, end in pairwise([*starts, len(samples)]):
+        first = samples[start]
+        completions = []
+        for sample in samples[start:end]:
+            names = ("sample", "reward", "advantage", "tokens", "truncated")
+            completion = {name: sample.get(name) for name in names}
+            completion["rewards"] = sample.get("rewards", {})
+            completion["text"] = sample.get("completion", "")
+            completion["recorded"] = None
+            completions.append(completion)
+        groups.append({
+            "run": run,
+            "step": first["step"],
+            "problem": first["problem"],
+            "prompt": prompt_text(first.get("prompt", "")),
+            "gold": first.get("gold"),
+            "completions": completions,
+        })  # fmt: skip
+    return groups
 
 
-def read_sequences(file: Path, surrogates: dict[str, Surrogate]) -> dict[tuple[int, int], list[Record]]:
-    """By problem and sample the completions that a rollout's file has: their tokens, and every visit to them."""
+def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surrogate]) -> set[str]:
+    """Add to a rollout's completions the visits to their tokens that its file has; returns the columns that it lacks.
+
+    Of the copies of a problem that comes twice in a rollout, a visit belongs to the one with its text and advantage.
+    """
     try:
-        table = pd.read_parquet(file)[[*TOKEN_TYPES]].astype(TOKEN_TYPES)
+        table = pd.read_parquet(file)
+        lacking = TOKEN_TYPES.keys() - {*table}
+        table = table.reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
     except (OSError, ValueError, *DAMAGE) as error:
         warn(f"{file} is not what a run records ({error}); left out")
-        return {}
-    if table.empty:  # no optimizer step visited the rollout
-        return {}
+        return set()
     keys = ["step", "problem", "sample"]
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
-    table["sequence"] = begins.cumsum()
-    for name, surrogate in surrogates.items():
-        steps = [surrogate_weights(surrogate.bind_step(step - 1), visit) for step, visit in table.groupby("step")]
-        table[f"weight {name}"] = pd.concat(steps)
-    sequences = table.groupby("sequence")[keys].first()
-    table["copy"] = table["sequence"].map(sequences.groupby(keys).cumcount())  # a problem may come twice in a rollout
-    records: dict[tuple[int, int], list[Record]] = {}
-    for (problem, sample, _), tokens in table.groupby(["problem", "sample", "copy"]):
-        visits = [visit for _, visit in tokens.groupby("sequence")]
-        first = visits[0]
-        record = {
-            "text": first["text"].tolist(),
-            "id": first["token_id"].tolist(),
-            "position": first["position"].tolist(),
-        }
-        for name in ("old_logprob", "sampler_logprob", "reference_logprob"):
-            if first[name].notna().any():
-                record[name] = encode_floats(first[name])
-        record["visits"] = [describe_visit(visit, surrogates) for visit in visits]
-        records.setdefault((problem, sample), []).append(record)
-    return records
+    table["visit"] = begins.cumsum()
+    if table[["logprob", "old_logprob", "advantage"]].notna().any().all():  # none if no optimizer step visited it
+        for name, surrogate in surrogates.items():
+            steps = [surrogate_weights(surrogate.bind_step(step - 1), visit) for step, visit in table.groupby("step")]
+            table[f"weight {name}"] = pd.concat(steps)
+    for (_, problem, sample, _), visit in table.groupby([*keys, "visit"]):
+        completions = chain.from_iterable(group["completions"] for group in groups if group["problem"] == problem)
+        copies = [completion for completion in completions if completion["sample"] == sample]
+        if not copies:
+            continue
+        one = copies[0]
+        if len(copies) > 1:
+            one = max(copies, key=partial(likeness, "".join(visit["text"]), visit["advantage"].iloc[0]))
+        if one["recorded"] is None:
+            one["recorded"] = describe_tokens(visit)
+        one["recorded"]["visits"].append(describe_visit(visit, surrogates))
+    return lacking
+
+
+def likeness(text: str, advantage: float, completion: Record) -> tuple[int, float, int]:
+    """Grows as a completion is more like recorded tokens; alike, the copies take turns."""
+    pairs = zip(text, completion["text"], strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    visits = completion["recorded"]["visits"] if completion["recorded"] else []
+    return common, -abs(advantage - (completion["advantage"] or 0.0)), -len(visits)
+
+
+def describe_tokens(visit: pd.DataFrame) -> Record:
+    """What all visits to a completion's tokens share."""
+    record = {
+        "text": visit["text"].fillna("").tolist(),
+        "id": visit["token_id"].tolist(),
+        "position": visit["position"].tolist(),
+        "visits": [],
+    }
+    return record | encode_columns(visit, ("old_logprob", "sampler_logprob", "reference_logprob"))
 
 
 def describe_visit(visit: pd.DataFrame, surrogates: dict[str, Surrogate]) -> Record:
     """Results of an optimizer step at the tokens of a completion; the run's weights are named ""."""
-    weights = {name: encode_floats(visit[f"weight {name}"]) for name in surrogates}
-    weights[""] = encode_floats(visit["weight"])
+    weights = encode_columns(visit, [f"weight {name}" for name in surrogates] + ["weight"])
     return {
         "step": int(visit["step"].iloc[0]),
-        "weights": weights,
-        "logprob": encode_floats(visit["logprob"]),
-        "entropy": encode_floats(visit["entropy"]),
+        "weights": {name.removeprefix("weight").strip(): values for name, values in weights.items()},
+        **encode_columns(visit, ("logprob", "entropy")),
     }
+
+
+def encode_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, str]:
+    """The columns that have values, as `encode_floats` writes them."""
+    return {name: encode_floats(table[name]) for name in names if name in table and table[name].notna().any()}
 
 
 def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> pd.Series:
     """`token_weights` of a surrogate at the recorded tokens, by the code that trains."""
-    lengths = table.groupby("sequence").size().tolist()
+    lengths = table.groupby("visit").size().tolist()
     names = ("logprob", "old_logprob", "advantage")
     values = [pad_sequence(torch.tensor(table[name].to_numpy()).split(lengths), batch_first=True) for name in names]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, T)

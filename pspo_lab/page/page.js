@@ -239,6 +239,9 @@ function drawGroups() {
   found.slice(0, 40).forEach((group) => main.append(groupCard(group)));
 }
 
+const ending = (one) => (one.truncated == null ? null
+  : h("span", { class: one.truncated ? "warn" : "" }, one.truncated ? "hit the limit" : "ended"));
+
 function groupCard(group) {
   return h("section", { class: "card" },
     h("div", { class: "facts" }, h("span", {}, `step ${group.step}`), h("span", {}, `problem ${group.problem}`),
@@ -251,8 +254,7 @@ function groupCard(group) {
         h("span", {}, `reward ${short(one.reward)}`),
         Object.keys(one.rewards).length > 1
           ? Object.entries(one.rewards).map(([name, value]) => h("span", {}, `${name} ${short(value)}`)) : null,
-        h("span", {}, `${one.tokens} tokens`),
-        h("span", { class: one.truncated ? "warn" : "" }, one.truncated ? "hit the limit" : "ended")),
+        one.tokens == null ? null : h("span", {}, `${one.tokens} tokens`), ending(one)),
       h("div", { class: "text" }, one.text),
       one.recorded ? h("button", { onclick: () => {
         Object.assign(state, { tab: "tokens", completion: recorded().indexOf(one), visit: Infinity });
@@ -264,29 +266,21 @@ function groupCard(group) {
 const recorded = () => data.groups.filter((group) => group.run === state.run)
   .flatMap((group) => group.completions.filter((one) => one.recorded).map((one) => Object.assign(one, { group })));
 
-function weightsOf(visit, name) {
-  return numbers(visit.weights[name]);
+function shownWeights(visit) { // undefined where the run did not record what they depend on
+  const [weights, others] = [state.surrogate, state.minus].map((name) => visit.weights[name]);
+  if (!weights || !others) return weights && numbers(weights);
+  return numbers(weights).map((weight, i) => weight - numbers(others)[i]);
 }
 
-function shownWeights(visit) {
-  const weights = weightsOf(visit, state.surrogate);
-  if (state.minus === "none") return weights;
-  const others = weightsOf(visit, state.minus);
-  return weights.map((weight, i) => weight - others[i]);
-}
-
-function tokenValues(one, visit) { // by name the tokens' numbers
-  const logprob = numbers(visit.logprob), old = numbers(one.recorded.old_logprob),
-    values = { logprob, old_logprob: old };
-  values.ratio = logprob.map((x, i) => Math.exp(Math.min(20, Math.max(-20, x - old[i]))));
-  values.entropy = numbers(visit.entropy);
-  if (one.recorded.sampler_logprob) {
-    const sampler = numbers(one.recorded.sampler_logprob);
-    Object.assign(values, { sampler_logprob: sampler, "old - sampler": old.map((x, i) => x - sampler[i]) });
-  }
-  if (one.recorded.reference_logprob) values.reference_logprob = numbers(one.recorded.reference_logprob);
-  values.weight = shownWeights(visit);
-  return values;
+function tokenValues(one, visit) { // by name the tokens' numbers, those that were recorded
+  const { old_logprob: old, sampler_logprob: sampler, reference_logprob: reference } = one.recorded;
+  const minus = (a, b, change) => a && b && numbers(a).map((x, i) => change(x - numbers(b)[i]));
+  const values = { logprob: visit.logprob && numbers(visit.logprob), old_logprob: old && numbers(old),
+    ratio: minus(visit.logprob, old, (x) => Math.exp(Math.min(20, Math.max(-20, x)))),
+    entropy: visit.entropy && numbers(visit.entropy), sampler_logprob: sampler && numbers(sampler),
+    "old - sampler": minus(old, sampler, (x) => x), reference_logprob: reference && numbers(reference),
+    weight: shownWeights(visit) };
+  return Object.fromEntries(Object.entries(values).filter(([, list]) => list));
 }
 
 function colour(name, x, extreme) { // diverging around 0 (ratios: 1), sequential for the rest; ink stays readable
@@ -300,8 +294,8 @@ function colour(name, x, extreme) { // diverging around 0 (ratios: 1), sequentia
 
 function furthest(all) { // the completion with the token whose probability moved most
   const moves = all.map((one) => {
-    const old = numbers(one.recorded.old_logprob), last = one.recorded.visits[one.recorded.visits.length - 1];
-    return Math.max(...numbers(last.logprob).map((x, i) => Math.abs(x - old[i])));
+    const { ratio } = tokenValues(one, one.recorded.visits[one.recorded.visits.length - 1]);
+    return Math.max(0, ...(ratio ?? []).map((x) => Math.abs(Math.log(x))));
   });
   return moves.indexOf(Math.max(...moves));
 }
@@ -315,11 +309,13 @@ function drawTokens() {
   state.completion = Math.min(state.completion ?? furthest(all), all.length - 1);
   const one = all[state.completion], visits = one.recorded.visits;
   state.visit = Math.min(state.visit, visits.length - 1);
-  const visit = visits[state.visit], values = tokenValues(one, visit);
-  const [low, high] = [Math.min, Math.max].map((end) => end(...values.weight));
+  const visit = visits[state.visit], names = Object.keys(visit.weights);
+  if (!names.includes(state.surrogate)) state.surrogate = names[names.length - 1] ?? "";
+  const values = tokenValues(one, visit), [low, high] = [Math.min, Math.max].map((end) => end(...values.weight ?? [0]));
   const varies = high - low > 0.5 * Math.max(high, -low); // otherwise, as of PSPO, the text would have one shade
-  const color = values[state.color] ? state.color : varies ? "weight" : "ratio", shown = values[color];
-  const names = Object.keys(visit.weights), named = names.map((name) => [name, name || "the run's own"]);
+  const color = [state.color, varies ? "weight" : "ratio", ...Object.keys(values)].find((name) => values[name]);
+  const shown = values[color] ?? one.recorded.text.map(() => null);
+  const named = names.map((name) => [name, name || "the run's own"]);
   const options = all.map((each, i) => [i, `step ${each.group.step}, problem ${each.group.problem}, `
     + `completion ${each.group.completions.indexOf(each)} (advantage ${short(each.advantage)})`]);
   main.append(h("div", { class: "controls" }, runChoice(),
@@ -330,9 +326,10 @@ function drawTokens() {
       (value) => { state.visit = +value; }, "visit")),
     label("colour", choice(Object.keys(values).map((name) => [name, name]), color,
       (value) => { state.color = value; }, "color")),
-    label("weights of", choice(named, state.surrogate, (value) => { state.surrogate = value; }, "surrogate")),
-    label("minus", choice([["none", "nothing"], ...named], state.minus,
-      (value) => { state.minus = value; }, "minus"))));
+    named.length ? label("weights of", choice(named, state.surrogate,
+      (value) => { state.surrogate = value; }, "surrogate")) : null,
+    named.length ? label("minus", choice([["none", "nothing"], ...named], state.minus,
+      (value) => { state.minus = value; }, "minus")) : null));
   const extreme = Math.max(1e-9, ...shown.map((x) => Math.abs(color === "ratio" ? Math.log(x) : x ?? 0)));
   const places = one.recorded.position, follows = (i) => i === 0 || places[i] === places[i - 1] + 1;
   const spans = one.recorded.text.flatMap((text, i) => [
@@ -353,15 +350,15 @@ function drawTokens() {
   main.append(h("div", { class: "split" }, h("div", {},
     h("div", { class: "facts" }, h("span", {}, `advantage ${short(one.advantage)}`),
       h("span", {}, `reward ${short(one.reward)}`),
-      h("span", {}, `gold ${one.group.gold ?? "–"}`), h("span", {}, one.truncated ? "hit the limit" : "ended")),
+      h("span", {}, `gold ${one.group.gold ?? "–"}`), ending(one)),
     h("div", { class: "text" }, one.group.prompt), h("div", { class: "text tokens card" }, spans), scale), side));
-  drawPoints(side, one, visit.step);
-  drawHistogram(side, color, shown);
+  if (values.ratio && values.weight) drawPoints(side, one, visit.step);
+  if (color) drawHistogram(side, color, shown);
 }
 
 function showTip(event, i, one, values) {
   tip.replaceChildren(h("table", {}, h("tr", {}, h("td", {}, JSON.stringify(one.recorded.text[i])),
-    h("td", {}, `id ${one.recorded.id[i]}`)), Object.entries(values).map(([name, list]) =>
+    h("td", {}, `id ${one.recorded.id[i] ?? "–"}`)), Object.entries(values).map(([name, list]) =>
     h("tr", { "data-name": name, "data-value": list[i] }, h("td", {}, name), h("td", {}, short(list[i]))))));
   tip.hidden = false;
   const box = event.target.getBoundingClientRect();
@@ -378,8 +375,8 @@ function drawPoints(host, one, step) { // Figure 1: weight by ratio, of the grou
   const points = one.group.completions.filter((each) => each.recorded && each.advantage).flatMap((each) => {
     const visit = each.recorded.visits.find((some) => some.step === step);
     if (!visit) return [];
-    const { ratio } = tokenValues(each, visit);
-    return shownWeights(visit).map((weight, i) => [
+    const { ratio, weight: weights } = tokenValues(each, visit);
+    return weights.map((weight, i) => [
       ratio[i], weight / Math.abs(each.advantage), each.advantage > 0, each === one]);
   });
   const tables = [], series = [{}], ratios = points.map(([ratio]) => ratio);

@@ -21,6 +21,7 @@ import pspo_lab
 from pspo.cli.files import append_jsonl, read_json, read_jsonl
 from pspo.train import main as train
 from pspo.train import train_model
+from pspo_lab.report_command import main as report
 from pspo_lab.view_command import make_page
 
 HOSTILE = [
@@ -107,6 +108,57 @@ def test_a_run_that_still_trains_has_a_page(runs, tmp_path):
     assert recorded(data) == []
     assert len(data["groups"]) > 0
     assert all(len(group["completions"]) == 4 for group in data["groups"])
+
+
+def test_what_a_run_of_another_trainer_lacks_is_left_out(runs, tmp_path, capsys):
+    config = {"trainer": "trl", "algorithm": {"surrogate": {"class_path": "pspo.losses.Clip"}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for name, columns in (("metrics", ("step", "reward")), ("samples", ("step", "problem", "sample", "completion"))):
+        records = read_jsonl(runs / f"seed-0/{name}.jsonl")
+        append_jsonl(tmp_path / f"{name}.jsonl", *({key: record[key] for key in columns} for record in records))
+    table = pd.read_parquet(runs / "seed-0/tokens.parquet")
+    (tmp_path / "tokens.parquet").mkdir()
+    for step, rollout in table.groupby((table["step"] + 1) // 2 * 2):  # two steps in each
+        kept = rollout.drop(columns=["entropy", "token_id", "weight"])
+        kept.to_parquet(tmp_path / f"tokens.parquet/step-{step}.parquet")
+    data = data_of(make_page([tmp_path]))
+    assert "entropy, token_id, weight; left out" in capsys.readouterr().err
+    assert data["runs"][0]["about"] == f"unknown on {tmp_path} · Clip · seed 0 · step 8"
+    weights = [numbers(visit["weights"]["Clip"]) for _, one in recorded(data) for visit in one["recorded"]["visits"]]
+    assert sorted(np.concatenate(weights)) == sorted(table["weight"])
+    assert recorded(data)[0][1]["recorded"]["visits"][0].keys() == {"step", "weights", "logprob"}
+    report([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert "the curves alone: Clip, seed 0" in (tmp_path / "report/report.md").read_text()
+
+
+def test_a_rollout_dump_of_verl_has_a_page(tmp_path):
+    for step in (2, 10):  # its workers' order: no group is together
+        rows = [{"input": f"user {i}", "output": f"{i}{j}", "gts": "7", "score": j + step, "step": step, "acc": j > 0,
+                 "pred": "?"} for j in range(2) for i in range(3)]  # fmt: skip
+        append_jsonl(tmp_path / f"{step}.jsonl", *rows)
+    data = data_of(make_page([tmp_path]))
+    found = [(group["step"], group["prompt"], group["gold"], *(one["text"] for one in group["completions"]))
+             for group in data["groups"]]  # fmt: skip
+    assert found == [(step, f"user {i}", "7", f"{i}0", f"{i}1") for step in (2, 10) for i in range(3)]
+    assert data["groups"][0]["completions"][1]["rewards"] == {"score": 3, "acc": True}
+    assert numbers(data["curves"][0]["mean"]["reward"]).tolist() == [2.5, 10.5]
+
+
+def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens(runs, tmp_path):
+    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
+    last = read_jsonl(run / "samples.jsonl")[-1]
+    copies = [last | {"sample": 0, "step": 8, "problem": 0, "completion": text, "advantage": advantage}
+              for text, advantage in (("a b", 0.0), ("a c", 1.0), ("a d", 1.0))]  # fmt: skip
+    (run / "samples.jsonl").write_text("".join(json.dumps(copy) + "\n" for copy in copies))
+    (file,) = (run / "tokens.parquet").glob("step-*8.parquet")
+    rows = [{"step": step, "problem": 0, "sample": 0, "position": i, "text": text, "advantage": 1.0, "logprob": -step}
+            for step, texts in ((7, ("a", " d")), (8, ("a", " c"))) for i, text in enumerate(texts)]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(file)
+    data = data_of(make_page([run]))
+    assert [(one["text"], one["recorded"]["visits"][0]["step"]) for _, one in recorded(data)] == [
+        ("a c", 8),
+        ("a d", 7),
+    ]
 
 
 def test_a_run_s_first_number_is_its_reward_and_its_tests_are_sorted_by_it(runs):
