@@ -84,6 +84,8 @@ def test_both_strategies_are_one_run(whole):
     assert [json.loads(line) for line in fsdp2["samples.jsonl"].splitlines()[:8]] == first
     assert [sample["step"] for sample in first] == [2] * 8
     assert len({sample["prompt"] for sample in first}) == 2  # of both ranks' prompts
+    for name in ("config.json", "generation_config.json"):
+        assert ddp[f"final/{name}"] == fsdp2[f"final/{name}"]
     for run in whole.values():
         tokens = pd.read_parquet(run / "tokens.parquet")
         visits = tokens[["step", "problem", "sample", "position"]]

@@ -11,7 +11,13 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig
@@ -35,7 +41,7 @@ def load_policy(
 ) -> PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
-    Under fsdp2 each rank reads the whole model into its host memory, and keeps its shards on the device.
+    Under fsdp2 rank 0 reads the whole model into its host memory, and each rank receives its shards.
     Dropout is off, because old and new log-probs must come from one function; what is saved keeps its rates. The
     weights are of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in
     bfloat16.
@@ -47,30 +53,18 @@ def load_policy(
     if config.lora.name_or_path is not None:
         check_adapter_config(config.lora.name_or_path)
     model_config = load_model_config(config)
-    policy, loading = load_pretrained(
-        AutoModelForCausalLM,
-        config,
-        config=set_dropout(copy.deepcopy(model_config)),
-        dtype=weights_dtype(config, device),
-        attn_implementation=config.attn_implementation,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    set_dropout(policy.config, rates=model_config)  # for saved models; the layers keep none
-    require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
-    misshapen = [name for name, *_ in loading["mismatched_keys"]]
-    require_none(misshapen, "its config.json describes other shapes of", config)
-    require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
-    if is_quantized(policy):
-        check_quantization(policy, config, distributed)
-    if config.has_adapters:
-        add_adapters(policy, config)
-    elif has_adapters(policy):  # which transformers has found, and frozen
-        raise ValueError(f"--model.name_or_path {config.name_or_path} holds adapters: name them by a local folder")
+    dtype = weights_dtype(config, device)
     if distributed is not None and distributed.strategy == "fsdp2":
-        dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
+        policy, weights = read_on_main(config, model_config, dtype)
+        if config.has_adapters:
+            add_adapters(policy, config)
+        dist.shard(policy, weights, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     else:
+        policy = read_policy(config, model_config, dtype)
+        if config.has_adapters:
+            add_adapters(policy, config)
         policy.to(device)
+    set_dropout(policy.config, rates=model_config)  # for saved models; the layers keep none
     prepare_policy(policy, config)
     if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
@@ -82,6 +76,55 @@ def load_policy(
     return policy
 
 
+def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its weights on the CPU; ValueError if they are not those that its config.json describes."""
+    policy, loading = load_pretrained(
+        AutoModelForCausalLM,
+        config,
+        config=set_dropout(copy.deepcopy(model_config)),
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
+    misshapen = [name for name, *_ in loading["mismatched_keys"]]
+    require_none(misshapen, "its config.json describes other shapes of", config)
+    require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
+    if is_quantized(policy):
+        check_quantization(policy, config)
+    if has_adapters(policy):  # which transformers has found, and frozen
+        raise ValueError(f"--model.name_or_path {config.name_or_path} holds adapters: name them by a local folder")
+    return policy
+
+
+def read_on_main(
+    config: ModelConfig, model_config: PretrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The model on the meta device, and on rank 0 its weights and buffers by name."""
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(
+            set_dropout(copy.deepcopy(model_config)),
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    weights: dict[str, Tensor] = {}
+
+    def read() -> GenerationConfig:
+        whole = read_policy(config, model_config, dtype)
+        if is_quantized(whole):
+            raise ValueError(f"--model.name_or_path {config.name_or_path} is quantised: set --distributed.strategy ddp")
+        weights.update(whole.named_parameters())
+        weights.update(whole.named_buffers())
+        untied = weights.keys() - {*dict(policy.named_parameters()), *dict(policy.named_buffers())}
+        require_none(untied, "its config.json ties weights that differ", config)
+        return whole.generation_config
+
+    policy.generation_config = dist.run_on_main(read)
+    return policy, weights
+
+
 def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> None:
     """Raise ValueError if there are weights with this fault."""
     names = sorted(weights)
@@ -89,7 +132,7 @@ def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> Non
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {', '.join(names[:3])}")
 
 
-def check_quantization(policy: PreTrainedModel, config: ModelConfig, distributed: DistributedConfig | None) -> None:
+def check_quantization(policy: PreTrainedModel, config: ModelConfig) -> None:
     """Raise ValueError for quantised weights, except bitsandbytes' that stay frozen and whole beside LoRA."""
     method = policy.config.quantization_config.quant_method
     method = getattr(method, "value", method)  # of an enumeration
@@ -98,8 +141,6 @@ def check_quantization(policy: PreTrainedModel, config: ModelConfig, distributed
         raise ValueError(f"{source}: LoRA is exact beside bitsandbytes' weights alone; use the model unquantised")
     if not config.has_adapters:
         raise ValueError(f"{source}: its weights cannot be trained: set --model.lora.rank 16, or use it unquantised")
-    if distributed is not None and distributed.strategy == "fsdp2":
-        raise ValueError(f"{source}: set --distributed.strategy ddp")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
